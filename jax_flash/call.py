@@ -1,0 +1,48 @@
+"""The canonical form of one attention call, which every implementation takes.
+
+`api.attention` checks its arguments and makes a `Call`; an implementation is a module with
+
+    unsupported(call) -> str | None     why it cannot do the call, None if it can
+    attention(call) -> (out, lse)       out `[B, T, N, h]`, LSE `[B, T, N]` float32
+"""
+
+import dataclasses
+
+import jax
+
+from jax_flash.masks import Visibility
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Checked arguments of one attention, always with a batch axis.
+
+    Attributes:
+      query: `[B, T, N, H]`.
+      key: `[B, S, K, H]`, N a multiple of K; query head n reads key head n // (N // K).
+      value: `[B, S, K, h]`.
+      visibility: which key may be seen by which query.
+      scale: multiplies query.key; a Python float, or a scalar array where the caller traced it.
+      bias: None or 4D, each axis of `[B, N, T, S]` whole or 1; added to the scaled logits.
+      logits_soft_cap: None or a positive float; logits become cap * tanh(logits / cap).
+      sinks: None or `[N]`, one more logit per query head in the softmax denominator.
+      dropout_rate: probability of dropping an attention weight, in [0, 1).
+      dropout_key: None, or `[2]` uint32 words that with (b, n, i, j) decide what is dropped.
+      return_residual: the caller wants the LSE.
+      deterministic: gradients must be bitwise reproducible.
+      config: None, or the kernels' settings (`pallas_kernels.config`).
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    visibility: Visibility
+    scale: float | jax.Array
+    bias: jax.Array | None = None
+    logits_soft_cap: float | None = None
+    sinks: jax.Array | None = None
+    dropout_rate: float = 0.0
+    dropout_key: jax.Array | None = None
+    return_residual: bool = False
+    deterministic: bool = False
+    config: object | None = None
