@@ -1,0 +1,1 @@
+"""What tests share: interpret mode made complete, and compiling kernels without a GPU."""
