@@ -1,0 +1,169 @@
+"""Every kernel variant compiles for Hopper without spills or serialised wgmma."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tests.support import compile as support
+from tests.support.kernel_cases import kernel_cases
+
+needs_compiler = pytest.mark.skipif(support.missing() is not None, reason=str(support.missing()))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("fn", "args"), [pytest.param(fn, args, id=name) for name, fn, args in kernel_cases()]
+)
+def test_kernel_compiles_without_faults(fn, args):
+    for report in support.compile_kernels(fn, args):
+        print(report)
+        assert not report.faults()
+
+
+def matmul(width: int, accumulators: int, wait_n: int):
+    """A `[64, 64] @ [64, width]` on one warpgroup, and its arguments.
+
+    Args:
+      width: columns of the product.
+      accumulators: how many products are kept in registers at a time, `width / 2` of them each.
+      wait_n: how many products may be in flight as the accumulator is read: 0 is right.
+    """
+    swizzle_128b = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+    def body(a_gmem, b_gmem, out_gmem, a_smem, b_smem, out_smem, barrier):
+        plgpu.copy_gmem_to_smem(a_gmem, a_smem, barrier)
+        plgpu.copy_gmem_to_smem(b_gmem, b_smem, barrier)
+        plgpu.barrier_wait(barrier)
+
+        def multiply(*refs):
+            @pl.loop(0, 4)
+            def _(_):
+                for ref in refs:
+                    plgpu.wgmma(ref, a_smem, b_smem)
+                plgpu.wgmma_wait(0)
+
+            plgpu.wgmma(refs[0], a_smem, b_smem)
+            total = plgpu.wgmma_accumulator_load(refs[0], wait_n=wait_n)
+            return sum((ref[...] for ref in refs[1:]), start=total)
+
+        out_smem[...] = pl.run_scoped(multiply, *[plgpu.ACC((64, width))] * accumulators)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, out_gmem)
+        plgpu.wait_smem_to_gmem(0)
+
+    fn = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, width), jnp.float32),
+        scratch_types=(
+            plgpu.SMEM((64, 64), jnp.bfloat16, transforms=swizzle_128b),
+            plgpu.SMEM((64, width), jnp.bfloat16, transforms=swizzle_128b),
+            plgpu.SMEM((64, width), jnp.float32),
+            plgpu.Barrier(num_arrivals=2),
+        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="matmul",
+    )
+    a = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    return fn, (a, jax.ShapeDtypeStruct((64, width), jnp.bfloat16))
+
+
+@needs_compiler
+def test_report_of_a_sound_kernel():
+    (report,) = support.compile_kernels(*matmul(width=64, accumulators=1, wait_n=0))
+    assert report.faults() == []
+    assert report.name == "matmul"
+    assert report.grid == (1, 1, 1)
+    assert report.block == (128, 1, 1)
+    assert 0 < report.resources.registers <= 255
+    # a and b in bf16, the product in float32, and the barrier.
+    assert 64 * 64 * (2 + 2 + 4) < report.shared_memory_bytes < 64 * 64 * 8 + 1024
+    assert "kernel matmul" in str(report)
+
+
+@needs_compiler
+@pytest.mark.skipif(support.find_tool("nvdisasm") is None, reason="nvdisasm is not installed")
+def test_machine_code_is_counted():
+    (report,) = support.compile_kernels(*matmul(width=128, accumulators=1, wait_n=0))
+    assert report.sass.wgmma_shapes == {"HGMMA.64x128x16.F32.BF16#SS": 5 * 4}
+    assert report.sass.families["TMA load"] == 2
+    assert report.sass.families["local load, store (spills)"] == 0
+    assert 64 < report.sass.live_registers <= report.resources.registers
+
+
+@needs_compiler
+def test_spills_are_a_fault():
+    # 2 * 256 * 64 float32 are 256 registers in each of 128 threads, which have 255.
+    (report,) = support.compile_kernels(*matmul(width=256, accumulators=2, wait_n=0))
+    assert report.resources.spill_store_bytes > 0
+    assert any("spills" in fault for fault in report.faults())
+
+
+@needs_compiler
+def test_serialised_wgmma_is_a_fault():
+    (report,) = support.compile_kernels(*matmul(width=64, accumulators=1, wait_n=1))
+    assert any("C7514" in fault for fault in report.faults())
+
+
+@needs_compiler
+def test_function_without_kernels_is_refused():
+    with pytest.raises(ValueError, match="no Mosaic GPU kernel"):
+        support.compile_kernels(lambda x: x + 1, (jax.ShapeDtypeStruct((8,), jnp.float32),))
+
+
+@needs_compiler
+def test_kernel_compiled_before_is_not_reported_again():
+    kernel = matmul(width=192, accumulators=1, wait_n=0)
+    assert len(support.compile_kernels(*kernel)) == 1
+    assert support.compile_kernels(*kernel) == []
+
+
+LOG = """\
+{note}
+ptxas info    : Compiling entry function 'kernel' for 'sm_90a'
+ptxas info    : Function properties for kernel
+    16 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
+"""
+
+
+@pytest.mark.parametrize(
+    ("note", "stores", "loads", "faults"),
+    [
+        ("", 0, 0, 0),
+        ("", 8, 0, 1),
+        ("", 0, 8, 1),
+        (
+            "(C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized",
+            0,
+            0,
+            1,
+        ),
+        (
+            "(C7513) Potential Performance Loss: wgmma.mma_async instructions are serialized",
+            0,
+            8,
+            2,
+        ),
+        (
+            "(C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized",
+            0,
+            0,
+            1,
+        ),
+        ("(C7508) Potential Performance Loss: 'setmaxnreg' ignored", 0, 0, 1),
+        ("(C7517) warpgroup.wait is injected in around line 239 by compiler", 0, 0, 1),
+        ("(C7519) warpgroup.arrive is injected in around line 239 by compiler", 0, 0, 0),
+    ],
+)
+def test_faults_in_a_ptxas_log(note, stores, loads, faults):
+    log = LOG.format(note=f"ptxas info    : {note}" if note else "", stores=stores, loads=loads)
+    resources = support.parse_ptxas_log(log)
+    assert len(resources.faults()) == faults
+    assert (resources.registers, resources.stack_bytes) == (168, 16)
+
+
+def test_unreadable_ptxas_log_is_refused():
+    with pytest.raises(ValueError, match="registers"):
+        support.parse_ptxas_log("ptxas fatal   : something else")
