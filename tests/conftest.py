@@ -1,0 +1,32 @@
+"""Chooses the devices that tests run on, before jax is imported."""
+
+import os
+import pathlib
+import shutil
+
+import pytest
+
+HAS_NVIDIA_GPU = pathlib.Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+
+if not HAS_NVIDIA_GPU:
+    # With the CUDA plugin installed to compile kernels, jax would look for a GPU and warn.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _no_hopper_gpu() -> str | None:
+    """Why gpu tests cannot run here, None if they can."""
+    import jax  # after JAX_PLATFORMS is set
+
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"needs a Hopper GPU, this machine has {device.platform} only"
+    if device.compute_capability != "9.0":
+        return f"needs a Hopper GPU, this is {device.device_kind}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_tests and (reason := _no_hopper_gpu()):
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason=reason))
