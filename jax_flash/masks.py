@@ -1,8 +1,20 @@
-"""What may attend to what: the one place where visibility is defined."""
+"""What may attend to what: the one place where visibility is defined.
+
+Causal, window, offset and lengths all say the same thing: query row i sees one interval of keys.
+Segment ids and dense masks add to it, element by element. Dropout is beside them because it too
+is a function of positions alone.
+"""
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# A window of this many keys or more has no end on that side. Positions and offsets are below half
+# of it, so that position + offset + window fits int32; an offset array saturates there.
+_FAR = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,3 +40,136 @@ class Visibility:
     query_segment_ids: jax.Array | None = None
     key_value_segment_ids: jax.Array | None = None
     mask: jax.Array | None = None
+
+    def row_intervals(self, num_rows: int, num_keys: int):
+        """The keys each query may see by causal, window, offset and lengths alone.
+
+        Segment ids and the dense mask are left out: they can only take keys away.
+
+        Args:
+          num_rows: T.
+          num_keys: S.
+
+        Returns:
+          lo, hi: int32 `[1, T]` or `[B, T]`, within [0, S]: query i may see keys lo_i <= j < hi_i,
+          none if hi_i <= lo_i. Both never decrease with i, also over empty rows, so the queries
+          that see one key are an interval too. numpy arrays where they are static (int offset,
+          no lengths), JAX arrays otherwise.
+        """
+        lo, hi = self._bounds(np.arange(num_rows, dtype=np.int32))
+        xp = np if isinstance(hi, np.ndarray) else jnp
+        return xp.clip(lo, 0, num_keys), xp.clip(hi, 0, num_keys)
+
+    def tile(
+        self,
+        row_start: int | jax.Array,
+        num_rows: int,
+        col_start: int | jax.Array,
+        num_cols: int,
+    ) -> jax.Array | None:
+        """What is visible in the tile of queries and keys that starts at (row_start, col_start).
+
+        Args:
+          row_start: first query, static or traced; row_start + num_rows <= T.
+          num_rows: queries in the tile.
+          col_start: first key, static or traced; col_start + num_cols <= S.
+          num_cols: keys in the tile.
+
+        Returns:
+          bool, 4D, broadcastable to `[B, N, num_rows, num_cols]`, or None if all is visible.
+        """
+        conditions = []
+        if (
+            self.is_causal
+            or self.window is not None
+            or self.query_seq_lengths is not None
+            or self.key_value_seq_lengths is not None
+        ):
+            lo, hi = self._bounds(row_start + jnp.arange(num_rows, dtype=jnp.int32))
+            cols = col_start + jnp.arange(num_cols, dtype=jnp.int32)
+            seen = (lo[:, :, None] <= cols) & (cols < hi[:, :, None])
+            conditions.append(seen[:, None])
+        if self.query_segment_ids is not None and self.key_value_segment_ids is not None:
+            query_ids = slice_axis(self.query_segment_ids, 1, row_start, num_rows)
+            key_ids = slice_axis(self.key_value_segment_ids, 1, col_start, num_cols)
+            conditions.append(query_ids[:, None, :, None] == key_ids[:, None, None, :])
+        if self.mask is not None:
+            mask = slice_axis(self.mask, 2, row_start, num_rows)
+            conditions.append(slice_axis(mask, 3, col_start, num_cols))
+        visible = None
+        for condition in conditions:
+            visible = condition if visible is None else visible & condition
+        return visible
+
+    def _bounds(self, rows):
+        """Interval of keys of `rows` int32 `[r]`, not clipped to [0, S]: lo, hi `[1 or B, r]`."""
+        static = isinstance(self.query_offset, int) and (
+            self.query_seq_lengths is None and self.key_value_seq_lengths is None
+        )
+        xp = np if static and isinstance(rows, np.ndarray) else jnp
+        lo = xp.zeros_like(rows)[None]
+        hi = xp.full_like(rows, _FAR)[None]
+        if self.window is not None:
+            left, right = self.window
+            lo = rows + _shifted(self.query_offset, -left)
+            hi = rows + _shifted(self.query_offset, right + 1)
+        if self.is_causal:
+            hi = xp.minimum(hi, rows + _shifted(self.query_offset, 1))
+        if self.key_value_seq_lengths is not None:
+            hi = xp.minimum(hi, self.key_value_seq_lengths[:, None])
+        if self.query_seq_lengths is not None:
+            # Raising lo rather than lowering hi keeps both monotone.
+            exists = rows < self.query_seq_lengths[:, None]
+            lo = xp.where(exists, lo, np.iinfo(np.int32).max)
+        return lo, hi
+
+
+def _shifted(offset: int | jax.Array, distance: int):
+    """offset + distance, saturated so that a position can be added: int32 `[1, 1]` or `[B, 1]`."""
+    if isinstance(offset, int):
+        return np.full((1, 1), min(max(offset + distance, -_FAR), _FAR), np.int32)
+    distance = min(max(distance, -_FAR), _FAR)
+    return (jnp.clip(offset, 1 - _FAR // 2, _FAR // 2 - 1) + distance).reshape(-1, 1)
+
+
+def slice_axis(x: jax.Array, axis: int, start: int | jax.Array, size: int) -> jax.Array:
+    """x[start : start + size] along an axis; an axis of length 1 is a broadcast one and stays."""
+    if x.shape[axis] in (1, size):
+        return x
+    return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def dropout_keep(key_words, rate: float, batch, head, rows, cols) -> jax.Array:
+    """Which attention weights survive dropout: a pure function of the key and of (b, n, i, j).
+
+    A hash rather than a random stream, so that every implementation, tiling and sharding, forward
+    and backward, drops the same set without storing it. All arithmetic is uint32 and wraps. What
+    depends on the row alone is hashed first; an element then costs one finaliser (two multiplies)
+    on top of one multiply a column.
+
+    Args:
+      key_words: two uint32 words, `[2]` or a pair of scalars.
+      rate: probability of dropping, in [0, 1).
+      batch, head, rows, cols: integers b, n, i, j, global indices, mutually broadcastable.
+
+    Returns:
+      bool, of the broadcast shape: True where the weight is kept.
+    """
+    batch, head, rows, cols = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, rows, cols))
+    # The key words stand at both ends: two keys that collide in one row do not in the next.
+    word = _finalise(key_words[0] ^ jnp.uint32(_ODD))
+    for part in (rows, head, batch, key_words[1]):
+        word = _finalise(word + jnp.uint32(_ODD) ^ part)
+    element = _finalise(word ^ (cols * jnp.uint32(_ODD)))
+    threshold = min(round(rate * 2**32), 2**32 - 1)
+    return element >= jnp.uint32(threshold)
+
+
+_ODD = 0x9E3779B9  # 2**32 over the golden ratio: consecutive multiples spread over all bits
+
+
+def _finalise(x):
+    """Mixes every bit of a uint32 into every other (Ettinger's two-round hash, hash-prospector)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
+    x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
+    return x ^ (x >> 15)
