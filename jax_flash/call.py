@@ -3,7 +3,8 @@
 `api.attention` checks its arguments and makes a `Call`; an implementation is a module with
 
     unsupported(call) -> str | None     why it cannot do the call, None if it can
-    attention(call) -> (out, lse)       out `[B, T, N, h]`, LSE `[B, T, N]` float32
+    attention(call) -> (out, lse)       out `[B, T, N, h]`, LSE `[B, T, N]` float32, or None where
+                                        an implementation without one refuses return_residual
 """
 
 import dataclasses

@@ -1,0 +1,458 @@
+"""attention(): what users call. It checks the arguments and brings them into one form, a `Call`."""
+
+import inspect
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_flash import dispatch
+from jax_flash.call import Call
+from jax_flash.masks import Visibility
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    query_offset: ArrayLike = 0,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    deterministic: bool = False,
+    config: object | None = None,
+) -> Any:
+    """Exact multi-head attention, in memory linear in the sequence lengths.
+
+    For each batch element b and query head n, which reads key head n // (N // K):
+
+        logits[i, j]  = soft_cap(scale * query[i] . key[j] + bias[i, j])     where j is visible to i
+        weights[i, :] = dropout(softmax(logits[i, :], with one more logit, the head's sink))
+        out[i]        = sum over j of weights[i, j] * value[j]
+
+    Key j is visible to query i if every condition that is given holds: `is_causal`,
+    `local_window_size`, the lengths, equal segment ids, and `mask`. A query that sees no key has
+    output 0, LSE -inf and gradients 0.
+
+    Products are of the input dtype and accumulate in float32; softmax is float32. float32 inputs
+    are computed in float32, float64 inputs (jax_enable_x64) in float64.
+
+    The first arguments are those of `jax.nn.dot_product_attention`, and this function can take its
+    place. It differs from it where a query sees no key (there the output is the mean of the
+    values), in the LSE (there rounded to the input dtype, and not differentiable), and in refusing
+    what makes no sense (an integer bias, a negative window, inputs of unlike ranks).
+
+    It can be transformed by jit, grad, vmap over any axes, checkpoint, scan and export.
+    `implementation="xla"` also has forward-mode and higher derivatives.
+
+    Args:
+      query: `[B, T, N, H]`, or `[T, N, H]` without a batch; bfloat16, float16, float32 or float64.
+      key: `[B, S, K, H]`, N a multiple of K, of the query's rank and dtype.
+      value: `[B, S, K, h]`, as key; h need not be H.
+      bias: added to the scaled logits; floating, broadcastable to `[B, N, T, S]` (fewer axes are
+        the last ones). Its gradient has its own shape.
+      mask: bool, broadcastable to `[B, N, T, S]` (fewer axes are the last ones); True is visible.
+      scale: a number or a scalar array; None is 1 / sqrt(H).
+      is_causal: j <= i + query_offset.
+      query_seq_lengths: integers `[B]`: i < length. Without a batch, `[1]` or a scalar.
+      key_value_seq_lengths: integers `[B]`: j < length. Without a batch, `[1]` or a scalar.
+      local_window_size: (left, right), or one number for both:
+        i + query_offset - left <= j <= i + query_offset + right.
+      implementation: None for the fastest that can do the call on this device (`explain` says
+        which, and why not a faster one), or one of
+          "mosaic_gpu", Pallas kernels for Hopper GPUs (H100, H200); they can also be lowered, not
+            run, on a machine without a GPU,
+          "cudnn", jax.nn's, for what cuDNN computes right on NVIDIA GPUs from Ampere on,
+          "xla", plain JAX, on any device.
+        The device is the query's, or JAX's default device where the query is being traced.
+      return_residual: also return the LSE.
+      query_segment_ids: integers `[B, T]` (`[T]` without a batch): equal ids see each other.
+      key_value_segment_ids: integers `[B, S]` (`[S]` without a batch).
+      query_offset: position of query 0 among the keys: a static integer, or integers `[B]` or one
+        for all. S - T aligns the last query with the last key. Causal and window alone use it.
+      logits_soft_cap: cap > 0: logits, bias included, become cap * tanh(logits / cap).
+      sinks: floating `[N]`: a logit per query head that takes weight but has no value.
+      dropout_rate: probability in [0, 1) of dropping a weight; the others grow by 1 / (1 - rate).
+      dropout_key: a JAX random key, needed where dropout_rate > 0. What is dropped depends on
+        (key, b, n, i, j) alone, so it is the same on every implementation. Under vmap b counts
+        within one mapped call: map the key too. Keys of four words (rbg) are folded to two.
+      deterministic: gradients are the same bit by bit from run to run.
+      config: settings of the kernels (`pallas_kernels.config`), read by "mosaic_gpu" alone; None
+        for the tuned ones.
+
+    Returns:
+      The output `[B, T, N, h]` (`[T, N, h]` without a batch) in the query's dtype; with
+      `return_residual`, (output, LSE): LSE `[B, T, N]` (`[T, N]`) is the natural log of the softmax
+      denominator, sinks included, float32 and differentiable.
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype.
+      ValueError: an argument has the wrong shape or value, or does not go with another.
+      NotImplementedError: the implementation that was asked for cannot do the call.
+
+    Sources: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2022, Dao 2023, Shah et al.
+    2024 (FlashAttention 1 to 3); Ainslie et al. 2023 (grouped queries); Gemma 2 2024 (soft cap);
+    Xiao et al. 2023 and gpt-oss 2025 (sinks).
+    """
+    call = _checked(**locals())
+    out, lse = dispatch.attention(call, implementation)
+    if jnp.asarray(query).ndim == 3:
+        out, lse = out[0], None if lse is None else lse[0]
+    return (out, lse) if return_residual else out
+
+
+def explain(*args, **kwargs) -> dispatch.Explanation:
+    """Says which implementation `attention` would run with the same arguments, and why.
+
+    Args:
+      *args, **kwargs: as for `attention`; any array may be a `jax.ShapeDtypeStruct`.
+
+    Returns:
+      An `Explanation`: its `implementation`, and `reasons`, a dict that says for each faster
+      implementation why it was passed over. It prints as text.
+
+    Raises:
+      Whatever `attention` raises before it computes anything.
+    """
+    bound = inspect.signature(attention).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    shapes = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    explanations = []
+
+    def choose(arrays):
+        call = _checked(**arguments | arrays)
+        explanations.append(dispatch.choose(call, arguments["implementation"]))
+
+    if shapes:
+        jax.eval_shape(choose, shapes)
+    else:  # untraced, so that the query's own device counts
+        choose({})
+    return explanations[0]
+
+
+explain.__signature__ = inspect.signature(attention).replace(  # pyright: ignore
+    return_annotation=dispatch.Explanation
+)
+
+
+def _checked(
+    *,
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    scale,
+    is_causal,
+    query_seq_lengths,
+    key_value_seq_lengths,
+    local_window_size,
+    implementation,
+    return_residual,
+    query_segment_ids,
+    key_value_segment_ids,
+    query_offset,
+    logits_soft_cap,
+    sinks,
+    dropout_rate,
+    dropout_key,
+    deterministic,
+    config,
+) -> Call:
+    """Checks the arguments of `attention`, described there, and returns their canonical form."""
+    for name, flag in (
+        ("is_causal", is_causal),
+        ("return_residual", return_residual),
+        ("deterministic", deterministic),
+    ):
+        _need(isinstance(flag, bool | np.bool_), name, flag, "True or False", TypeError)
+    _need(
+        implementation in (None, *dispatch.IMPLEMENTATIONS),
+        "implementation",
+        repr(implementation),
+        f"None or one of {', '.join(dispatch.IMPLEMENTATIONS)}",
+    )
+    _need(
+        config is None or implementation in (None, "mosaic_gpu"),
+        "config",
+        f"one with implementation={implementation!r}",
+        "None there: it is a setting of the mosaic_gpu kernels",
+    )
+
+    query, key, value = _array("query", query), _array("key", key), _array("value", value)
+    dtype = query.dtype
+    _need(dtype.name in DTYPES, "query", dtype, f"one of {', '.join(DTYPES)}", TypeError)
+    _need(key.dtype == dtype, "key", key.dtype, f"the dtype of query, {dtype}", TypeError)
+    _need(value.dtype == dtype, "value", value.dtype, f"the dtype of query, {dtype}", TypeError)
+    _need(query.ndim in (3, 4), "query", query.shape, "[B, T, N, H] or [T, N, H]")
+    has_batch = query.ndim == 4
+    needs = "[B, S, K, {}], as query has a batch" if has_batch else "[S, K, {}], as query has none"
+    _need(key.ndim == query.ndim, "key", key.shape, needs.format("H"))
+    _need(value.ndim == query.ndim, "value", value.shape, needs.format("h"))
+    if not has_batch:
+        query, key, value = query[None], key[None], value[None]
+    B, T, N, H = query.shape
+    _, S, K, h = value.shape
+    _need(H > 0, "query", f"head width {H}", "at least 1")
+    _need(h > 0, "value", f"head width {h}", "at least 1")
+    _need(key.shape[0] == B, "key", f"batch {key.shape[0]}", f"that of query, {B}")
+    _need(value.shape[0] == B, "value", f"batch {value.shape[0]}", f"that of query, {B}")
+    _need(key.shape[3] == H, "key", f"head width {key.shape[3]}", f"that of query, {H}")
+    _need(key.shape[1] == S, "value", f"length {S}", f"that of key, {key.shape[1]}")
+    _need(key.shape[2] == K, "value", f"{K} heads", f"as many as key, {key.shape[2]}")
+    _need(
+        N > 0 and K > 0 and N % K == 0,
+        "query",
+        f"{N} heads",
+        f"a positive multiple of the key heads, {K}",
+    )
+
+    if bias is not None:
+        bias = _array("bias", bias)
+        _need(jnp.issubdtype(bias.dtype, jnp.floating), "bias", bias.dtype, "floating", TypeError)
+        bias = _broadcastable("bias", bias, (B, N, T, S))
+    if mask is not None:
+        mask = _array("mask", mask)
+        _need(mask.dtype == jnp.bool_, "mask", mask.dtype, "bool", TypeError)
+        mask = _broadcastable("mask", mask, (B, N, T, S))
+    if sinks is not None:
+        sinks = _array("sinks", sinks)
+        _need(
+            jnp.issubdtype(sinks.dtype, jnp.floating), "sinks", sinks.dtype, "floating", TypeError
+        )
+        _need(sinks.shape == (N,), "sinks", sinks.shape, f"one per query head, {(N,)}")
+
+    if scale is None:
+        scale = 1 / math.sqrt(H)
+    elif _is_number(scale, numbers.Real):
+        scale = float(scale)
+    else:
+        scale = _array("scale", scale)
+        _need(
+            jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer),
+            "scale",
+            scale.dtype,
+            "a real number",
+            TypeError,
+        )
+        _need(scale.shape == (), "scale", f"shape {scale.shape}", "a number or a scalar array")
+    if logits_soft_cap is not None:
+        _need(
+            _is_number(logits_soft_cap, numbers.Real),
+            "logits_soft_cap",
+            type(logits_soft_cap).__name__,
+            "None or a number",
+            TypeError,
+        )
+        _need(
+            0 < logits_soft_cap < math.inf,
+            "logits_soft_cap",
+            logits_soft_cap,
+            "a finite number above 0, or None for no cap",
+        )
+        logits_soft_cap = float(logits_soft_cap)
+
+    if query_seq_lengths is not None:
+        query_seq_lengths = _per_batch("query_seq_lengths", query_seq_lengths, (B,), has_batch)
+    if key_value_seq_lengths is not None:
+        key_value_seq_lengths = _per_batch(
+            "key_value_seq_lengths", key_value_seq_lengths, (B,), has_batch
+        )
+    _need(
+        (query_segment_ids is None) == (key_value_segment_ids is None),
+        "query_segment_ids and key_value_segment_ids",
+        "one without the other",
+        "both or neither",
+    )
+    if query_segment_ids is not None:
+        query_segment_ids = _per_batch("query_segment_ids", query_segment_ids, (B, T), has_batch)
+        key_value_segment_ids = _per_batch(
+            "key_value_segment_ids", key_value_segment_ids, (B, S), has_batch
+        )
+    if _is_number(query_offset, numbers.Integral):
+        query_offset = int(query_offset)
+        _need(abs(query_offset) < 2**31, "query_offset", query_offset, "an integer within int32")
+    else:
+        query_offset = _int32("query_offset", query_offset)
+        _need(
+            query_offset.shape in ((), (B,)),
+            "query_offset",
+            f"shape {query_offset.shape}",
+            f"an integer or shape {(B,)}",
+        )
+        query_offset = jnp.broadcast_to(query_offset, (B,))
+    window = None if local_window_size is None else _window(local_window_size)
+    is_causal, window, query_offset = _simplest(bool(is_causal), window, query_offset, T, S)
+
+    _need(
+        _is_number(dropout_rate, numbers.Real),
+        "dropout_rate",
+        type(dropout_rate).__name__,
+        "a number",
+        TypeError,
+    )
+    _need(0 <= dropout_rate < 1, "dropout_rate", dropout_rate, "at least 0 and less than 1")
+    if dropout_rate > 0:
+        _need(dropout_key is not None, "dropout_key", None, f"a key, for a rate of {dropout_rate}")
+        dropout_key = _key_words(dropout_key)
+    else:
+        dropout_key = None
+
+    return Call(
+        query=query,
+        key=key,
+        value=value,
+        visibility=Visibility(
+            is_causal=is_causal,
+            window=window,
+            query_offset=query_offset,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            query_segment_ids=query_segment_ids,
+            key_value_segment_ids=key_value_segment_ids,
+            mask=mask,
+        ),
+        scale=scale,
+        bias=bias,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        dropout_rate=float(dropout_rate),
+        dropout_key=dropout_key,
+        return_residual=bool(return_residual),
+        deterministic=bool(deterministic),
+        config=config,
+    )
+
+
+def _need(holds: bool, name: str, got: object, needs: str, error: type = ValueError) -> None:
+    """Raises an error that names an argument, what it got and what it needs, unless it holds."""
+    if not holds:
+        raise error(f"{name}: got {got}; needs {needs}.")
+
+
+def _is_number(x, kind: type) -> bool:
+    return isinstance(x, kind) and not isinstance(x, bool)
+
+
+def _array(name: str, x) -> jax.Array:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: got {type(x).__name__}; needs an array.") from error
+
+
+def _int32(name: str, x) -> jax.Array:
+    """`x` as int32, refused where that could change a value."""
+    if isinstance(x, np.ndarray) and x.dtype.kind in "iu" and x.size:
+        bounds = jnp.iinfo(jnp.int32)
+        _need(bounds.min <= x.min() and x.max() <= bounds.max, name, x, "integers within int32")
+        return jnp.asarray(x.astype(np.int32))
+    x = _array(name, x)
+    _need(
+        jnp.issubdtype(x.dtype, jnp.integer) and np.can_cast(x.dtype, np.int32),
+        name,
+        x.dtype,
+        "int32 or a dtype that int32 holds",
+        TypeError,
+    )
+    return x.astype(jnp.int32)
+
+
+def _per_batch(name: str, x, shape: tuple[int, ...], has_batch: bool) -> jax.Array:
+    """Integers of a shape `[B, ...]`, where without a batch the first axis may be left out."""
+    x = _int32(name, x)
+    if not has_batch and x.ndim == len(shape) - 1:
+        x = x[None]
+    _need(x.shape == shape, name, f"shape {x.shape}", f"{shape}")
+    return x
+
+
+def _broadcastable(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x` with 4 axes, each whole or 1."""
+    _need(x.ndim <= 4, name, f"{x.ndim} axes", "at most 4: [B, N, T, S]")
+    fits = all(a in (1, b) for a, b in zip(x.shape[::-1], shape[::-1], strict=False))
+    _need(fits, name, f"shape {x.shape}", f"one that broadcasts to [B, N, T, S] = {shape}")
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _window(local_window_size) -> tuple[int, int]:
+    sides = local_window_size
+    if _is_number(sides, numbers.Integral):
+        sides = (sides, sides)
+    _need(
+        isinstance(sides, tuple | list)
+        and len(sides) == 2
+        and all(_is_number(side, numbers.Integral) for side in sides),
+        "local_window_size",
+        repr(local_window_size),
+        "None, an integer or two, (left, right)",
+        TypeError,
+    )
+    left, right = sides
+    _need(left >= 0 and right >= 0, "local_window_size", local_window_size, "no negative side")
+    return int(left), int(right)
+
+
+def _simplest(
+    is_causal: bool, window: tuple[int, int] | None, query_offset: int | jax.Array, T: int, S: int
+) -> tuple[bool, tuple[int, int] | None, int | jax.Array]:
+    """Drops positional conditions that always hold, so that more calls are plain ones.
+
+    A window of right 0 is causal; one longer than the sequences restricts nothing; nor does
+    causal where the only query is the last position, as in decoding.
+    """
+    left, right = window or (math.inf, math.inf)
+    if is_causal:
+        right = 0
+    if isinstance(query_offset, int):
+        if left >= T - 1 + query_offset:
+            left = math.inf
+        if right >= S - 1 - query_offset:
+            right = math.inf
+    is_causal = right == 0
+    if left == math.inf and right in (0, math.inf):
+        window = None
+    elif window is not None:
+        window = (window[0], 0 if is_causal else window[1])
+    if not is_causal and window is None:
+        query_offset = 0
+    return is_causal, window, query_offset
+
+
+def _key_words(key) -> jax.Array:
+    """The two uint32 words of a JAX random key, typed or not."""
+    if hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        words = jax.random.key_data(key)
+    else:
+        words = _array("dropout_key", key)
+        _need(words.dtype == jnp.uint32, "dropout_key", words.dtype, "a JAX random key", TypeError)
+    _need(
+        words.shape in ((2,), (4,)),
+        "dropout_key",
+        f"words of shape {words.shape}",
+        "one key, of 2 or 4 words",
+    )
+    if words.shape == (4,):
+        # The halves of an rbg key are equal, so a sum or an exclusive or would lose all or a bit.
+        words = words[:2] + 2 * words[2:]
+    return words

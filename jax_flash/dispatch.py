@@ -1,0 +1,88 @@
+"""Which implementation runs a call, and why.
+
+Every implementation says what it cannot compute (`unsupported`); this module adds what the device
+cannot run, tries them fastest first, and says in the log "jax_flash" when a faster one was passed
+over: a silent fall back to a slower one is how programs come to run out of memory.
+"""
+
+import dataclasses
+import functools
+import logging
+
+import jax
+
+from jax_flash import autodiff, cudnn, device, xla
+from jax_flash.call import Call
+
+IMPLEMENTATIONS = {"mosaic_gpu": autodiff, "cudnn": cudnn, "xla": xla}  # fastest first
+
+_logger = logging.getLogger("jax_flash")
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Which implementation runs a call, and why not a faster one.
+
+    Attributes:
+      implementation: "mosaic_gpu", "cudnn" or "xla".
+      reasons: for each faster implementation, fastest first, why it was passed over; empty where
+        the caller named the implementation.
+    """
+
+    implementation: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        passed_over = [f"{name} passed over: {reason}" for name, reason in self.reasons.items()]
+        return "\n  ".join([self.implementation, *passed_over])
+
+
+def choose(call: Call, implementation: str | None) -> Explanation:
+    """Chooses the implementation that runs `call`.
+
+    Args:
+      call: the checked arguments.
+      implementation: a name from `IMPLEMENTATIONS`, or None for the fastest that can do the call.
+
+    Raises:
+      NotImplementedError: `implementation` cannot do the call or run on this device.
+    """
+    here = device.device_of(call.query)
+    if implementation is not None:
+        reason = _device_reason(implementation, here)
+        if implementation == "mosaic_gpu" and here.platform != "gpu":
+            reason = None  # a machine without a GPU may lower for one elsewhere
+        reason = reason or IMPLEMENTATIONS[implementation].unsupported(call)
+        if reason is not None:
+            raise NotImplementedError(f"implementation={implementation!r}: {reason}")
+        return Explanation(implementation, {})
+    reasons = {}
+    for name, module in IMPLEMENTATIONS.items():
+        reason = _device_reason(name, here) or module.unsupported(call)
+        if reason is None:
+            if reasons:
+                level = logging.WARNING if here.is_hopper else logging.INFO
+                _log_once(level, name, *reasons.items())
+            return Explanation(name, reasons)
+        reasons[name] = reason
+    raise NotImplementedError(f"No implementation can do this call: {reasons}")
+
+
+def attention(call: Call, implementation: str | None) -> tuple[jax.Array, jax.Array | None]:
+    """Runs `call` on the implementation that `choose` names."""
+    return IMPLEMENTATIONS[choose(call, implementation).implementation].attention(call)
+
+
+def _device_reason(implementation: str, here: device.Device) -> str | None:
+    """Why `implementation` cannot run on the device, None if it can."""
+    if implementation == "mosaic_gpu" and not here.is_hopper:
+        return f"it needs a Hopper GPU (compute capability 9.x); this is {here}"
+    if implementation == "cudnn" and here.compute_capability is None:
+        return f"it needs an NVIDIA GPU; this is {here}"
+    return None
+
+
+@functools.cache
+def _log_once(level: int, name: str, *passed_over: tuple[str, str]) -> None:
+    why = "; ".join(f"{faster} passed over: {reason}" for faster, reason in passed_over)
+    _logger.log(level, "attention runs on %s (%s)", name, why)
