@@ -1,0 +1,402 @@
+"""Forward attention for Hopper GPUs: warp-specialised, persistent, pipelined across tiles.
+
+The structure is FlashAttention-3's (Shah et al. 2024, Algorithm 2), in one thread block per SM that
+walks a list of tiles. A tile is `block_q` query rows of one head, 64 for each consumer warpgroup:
+
+    producer   K0  Q'  K1 V0  K2 V1  ...  V(n-1)      TMA into circular buffers of K and of V
+    consumer   S=Q K0   softmax
+               S=Q K1 | O+=P V0   softmax of S while O+=P V0 still runs, then rescale O
+               ...
+               S=Q' K0' | O+=P V(n-1)   the next tile's first logits; then O is divided and stored
+
+Key blocks run from the last to the first, so that the blocks that causality cuts come first, and the
+steps that need a mask are over before the loop that needs none.
+
+Barriers. Full: an mbarrier a slot of Q, K and V, completed by TMA. Free: a named barrier a slot, the
+consumers arrive and the producer waits. Turn: a named barrier a consumer; who has the turn issues
+its two products, so one warpgroup's softmax runs under another's products (ping-pong).
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import online_softmax, scheduler
+from pallas_kernels.config import SM_COUNT, ForwardConfig, Problem
+from pallas_kernels.online_softmax import LOG2E, RowState, spread
+from pallas_kernels.primitives import NamedBarriers, interpreting, keep_columns_to, store_rows
+
+_ROWS = 64  # query rows of a consumer: the M of a wgmma
+_TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Which tiles there are, and which key blocks each one needs."""
+
+    problem: Problem
+    config: ForwardConfig
+
+    @property
+    def per_head(self) -> int:
+        return -(-self.problem.query_length // self.config.block_q)
+
+    def key_blocks(self) -> np.ndarray:
+        """`[tiles of a head, 2]` int32: key blocks that a tile needs, and how many need a mask.
+
+        A tile that sees nothing takes one, fully masked, so that every tile has a first block.
+        """
+        p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv
+        first_row = np.arange(self.per_head) * block_q
+        last_row = np.minimum(first_row + block_q, p.query_length) - 1
+        seen_by_last = seen_by_first = np.full(self.per_head, p.key_length)
+        if p.is_causal:
+            seen_by_first = np.minimum(p.key_length, first_row + 1 + p.query_offset)
+            seen_by_last = np.minimum(p.key_length, last_row + 1 + p.query_offset)
+        blocks = np.maximum(1, -(-seen_by_last // block_kv))
+        unmasked = np.clip(seen_by_first // block_kv, 0, blocks)
+        return np.stack([blocks, blocks - unmasked], axis=1).astype(np.int32)
+
+    def schedule(self, thread_blocks: int) -> np.ndarray:
+        """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`."""
+        p = self.problem
+        cost = self.key_blocks()[:, 0] + _TILE_OVERHEAD
+        bytes_per_kv_head = 2 * p.key_length * p.width * p.dtype.itemsize
+        section = scheduler.heads_per_section(
+            self.config.section_bytes, bytes_per_kv_head, p.batch * p.kv_heads, p.group
+        )
+        tile, head = scheduler.tile_order(cost, p.batch * p.heads, section)
+        return scheduler.deal(head * self.per_head + tile, cost[tile], thread_blocks)
+
+    def locate(self, number):
+        """Tile, batch entry and head of a tile's number."""
+        head_of_all, tile = _divmod(number, self.per_head)
+        batch, head = _divmod(head_of_all, self.problem.heads)
+        return tile, batch, head
+
+
+def _divmod(x, divisor: int):
+    divisor = jnp.int32(divisor)
+    return lax.div(x, divisor), lax.rem(x, divisor)
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    problem: Problem,
+    config: ForwardConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Exact attention.
+
+    Args:
+      query: `[B, T, N, H]`; T a multiple of 8.
+      key: `[B, S, K, H]`; S a multiple of 8, of which problem.key_length are attended.
+      value: `[B, S, K, H]`.
+      problem: static description; its lengths may be up to 7 below T and S.
+      config: tile sizes.
+
+    Returns:
+      Output `[B, T, N, H]` and natural-log LSE `[B, N, ceil(T / block_q) * block_q]` float32. Rows
+      from problem.query_length on are arbitrary in both. A row that sees no key: 0 and -inf.
+    """
+    return _build(problem, config, query.shape[1], interpreting())(query, key, value)
+
+
+@functools.lru_cache
+def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, interpret: bool):
+    tiles = Tiles(problem, config)
+    key_blocks = tiles.key_blocks()
+    most_masked = int(key_blocks[:, 1].max())
+    thread_blocks = min(SM_COUNT, problem.batch * problem.heads * tiles.per_head)
+    schedule = tiles.schedule(thread_blocks)
+
+    consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
+    block_q, block_kv, width, dtype = config.block_q, config.block_kv, problem.width, problem.dtype
+    factor = problem.scale * LOG2E
+
+    turn = NamedBarriers(first=consumers + 2, count=consumers, arrivers=1)
+    k_free = NamedBarriers(turn.first + consumers, stages, arrivers=consumers)
+    v_free = NamedBarriers(k_free.first + stages, stages, arrivers=consumers)
+    q_free = NamedBarriers(v_free.first + stages, query_buffers, arrivers=consumers)
+    named = dict(turn=turn, k_free=k_free, v_free=v_free, q_free=q_free)
+
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=tiled)
+    scratch = dict(
+        q_smem=smem((query_buffers, consumers, _ROWS, width)),
+        k_smem=smem((stages, block_kv, width)),
+        v_smem=smem((stages, block_kv, width)),
+        q_full=plgpu.Barrier(num_arrivals=consumers, num_barriers=query_buffers),
+        k_full=plgpu.Barrier(num_barriers=stages),
+        v_full=plgpu.Barrier(num_barriers=stages),
+    )
+    if query_buffers > 1:  # with one buffer, the output is staged where the queries were
+        scratch["o_smem"] = smem((consumers, _ROWS, width))
+    if interpret:
+        scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
+
+    def body(
+        schedule_ref, key_blocks_ref, q_ref, k_ref, v_ref, o_ref, lse_ref,
+        *, q_smem, k_smem, v_smem, q_full, k_full, v_full, o_smem=None, twins=None,
+    ):  # fmt: skip
+        turn, k_free, v_free, q_free = (
+            dataclasses.replace(barriers, twins=twins and twins[name])
+            for name, barriers in named.items()
+        )
+        warpgroup = lax.axis_index("warpgroup")
+        block = lax.axis_index("block")
+        tile_count = schedule_ref[block, 0]
+        slot = lambda step: lax.rem(step, jnp.int32(stages))
+        query_buffer = lambda index: lax.rem(index, jnp.int32(query_buffers))
+
+        @pl.when(warpgroup < consumers)
+        def _consumer():
+            plgpu.set_max_registers(config.registers[0], action="increase")
+            take_turn = lambda: turn.wait(warpgroup)
+            pass_turn = lambda: turn.arrive(lax.rem(warpgroup + 1, jnp.int32(consumers)))
+            pl.when(warpgroup == consumers - 1)(pass_turn)  # warpgroup 0 begins
+
+            def masked(logits, tile, key_block):
+                """Logits with -inf where a row may not see the key, or there is none."""
+                last = jnp.int32(problem.key_length - 1)
+                if problem.is_causal:
+                    row = plgpu.broadcasted_iota(
+                        jnp.int32, (_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
+                    )
+                    first_row = tile * block_q + warpgroup * _ROWS + problem.query_offset
+                    last = jnp.minimum(row + first_row, last)
+                else:
+                    last = plgpu.layout_cast(
+                        jnp.broadcast_to(last, (_ROWS,)), plgpu.Layout.WGMMA.reduce(1)
+                    )
+                return keep_columns_to(logits, last - key_block * block_kv, -jnp.inf)
+
+            def first_softmax(logits, tile, key_block):
+                if most_masked:
+                    logits = masked(logits, tile, key_block)
+                return online_softmax.start(logits, factor)
+
+            def compute(o_acc, s_acc):
+                def issue_logits(buffer, k_slot):
+                    s_acc[...] = _zeros(_ROWS, block_kv)
+                    k = k_smem.at[k_slot].transpose((1, 0))
+                    plgpu.wgmma(s_acc, q_smem.at[buffer, warpgroup], k)
+
+                def issue_output(weights, v_slot):
+                    plgpu.barrier_wait(v_full.at[v_slot])
+                    plgpu.wgmma(o_acc, weights, v_smem.at[v_slot])
+
+                def start_tile(index, steps, tile, blocks):
+                    """The first key block of a tile, with no other product open."""
+
+                    @pl.when(index < tile_count)
+                    def _():
+                        plgpu.barrier_wait(q_full.at[query_buffer(index)])
+                        plgpu.barrier_wait(k_full.at[slot(steps)])
+
+                    issue_logits(query_buffer(index), slot(steps))
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+                    pl.when(index < tile_count)(lambda: k_free.arrive(slot(steps)))
+                    weights, state = first_softmax(logits, tile, blocks - 1)
+                    return weights.astype(dtype), state
+
+                def key_step(j, carry, *, steps, index, tile, blocks, mask):
+                    """Logits of key block j together with the output of block j - 1."""
+                    weights, state = carry
+                    k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
+                    plgpu.barrier_wait(k_full.at[k_slot])
+                    take_turn()
+                    issue_logits(query_buffer(index), k_slot)
+                    issue_output(weights, v_slot)
+                    pass_turn()
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    k_free.arrive(k_slot)
+                    if mask:
+                        logits = masked(logits, tile, blocks - 1 - j)
+                    weights, correction, state = online_softmax.advance(logits, factor, state)
+                    # A cast of the weights before the wait makes ptxas serialise every wgmma.
+                    weights, correction, state = lax.optimization_barrier(
+                        (weights, correction, state)
+                    )
+                    output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+                    v_free.arrive(v_slot)
+                    o_acc[...] = output * spread(correction, output.shape)
+                    return weights.astype(dtype), state
+
+                def store_tile(output, state, tile, batch, head, staging):
+                    """Divides by the row sums and sends output and LSE to global memory."""
+                    inverse, lse = online_softmax.finish(state)
+                    first_row = tile * block_q + warpgroup * _ROWS
+                    staging[...] = (output * spread(inverse, output.shape)).astype(dtype)
+                    store_rows(lse_ref.at[batch, head, pl.ds(first_row, _ROWS)], lse)
+                    o_acc[...] = _zeros(_ROWS, width)
+                    plgpu.commit_smem()
+                    rows = o_ref.at[batch, pl.ds(first_row, _ROWS), head]
+                    plgpu.copy_smem_to_gmem(staging, rows)
+
+                def end_tile_under_next(index, steps, number, carry, following):
+                    """The next tile's first logits run with this tile's last output product."""
+                    weights, state = carry
+                    tile, batch, head = tiles.locate(number)
+                    next_tile, _, _ = tiles.locate(following)
+                    buffer, k_slot, v_slot = query_buffer(index + 1), slot(steps), slot(steps - 1)
+                    q_free.arrive(query_buffer(index))
+
+                    # After the last tile the logits are of no tile, and go nowhere.
+                    @pl.when(index + 1 < tile_count)
+                    def _():
+                        plgpu.barrier_wait(q_full.at[buffer])
+                        plgpu.barrier_wait(k_full.at[k_slot])
+
+                    take_turn()
+                    issue_logits(buffer, k_slot)
+                    issue_output(weights, v_slot)
+                    pass_turn()
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    pl.when(index + 1 < tile_count)(lambda: k_free.arrive(k_slot))
+                    weights, next_state = first_softmax(
+                        logits, next_tile, key_blocks_ref[next_tile, 0] - 1
+                    )
+                    weights, next_state = lax.optimization_barrier((weights, next_state))
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+                    v_free.arrive(v_slot)
+                    weights = weights.astype(dtype)
+                    store_tile(output, state, tile, batch, head, o_smem.at[warpgroup])
+                    return weights, next_state
+
+                def end_tile_before_next(index, steps, number, carry, following):
+                    """This tile is stored from where its queries were, then the next one starts."""
+                    weights, state = carry
+                    tile, batch, head = tiles.locate(number)
+                    next_tile, _, _ = tiles.locate(following)
+                    take_turn()
+                    issue_output(weights, slot(steps - 1))
+                    pass_turn()
+                    output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+                    v_free.arrive(slot(steps - 1))
+                    store_tile(output, state, tile, batch, head, q_smem.at[0, warpgroup])
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    q_free.arrive(0)
+                    return start_tile(index + 1, steps, next_tile, key_blocks_ref[next_tile, 0])
+
+                end_tile = end_tile_under_next if query_buffers > 1 else end_tile_before_next
+
+                def whole_tile(index, carry):
+                    steps, weights, state = carry
+                    number, following = (
+                        schedule_ref[block, index + 1],
+                        schedule_ref[block, index + 2],
+                    )
+                    tile, _, _ = tiles.locate(number)
+                    blocks, needing_mask = key_blocks_ref[tile, 0], key_blocks_ref[tile, 1]
+                    step = functools.partial(
+                        key_step, steps=steps, index=index, tile=tile, blocks=blocks
+                    )
+                    begin, carry = jnp.int32(1), (weights, state)
+                    if most_masked > 1:
+                        needing_mask = jnp.maximum(needing_mask, begin)
+                        carry = lax.fori_loop(
+                            begin, needing_mask, functools.partial(step, mask=True), carry
+                        )
+                        begin = needing_mask
+                    carry = lax.fori_loop(
+                        begin, blocks, functools.partial(step, mask=False), carry
+                    )
+                    weights, state = end_tile(index, steps + blocks, number, carry, following)
+                    return steps + blocks, weights, RowState(*state)
+
+                zero = jnp.int32(0)
+                first_tile, _, _ = tiles.locate(schedule_ref[block, 1])
+                first = start_tile(zero, zero, first_tile, key_blocks_ref[first_tile, 0])
+                lax.fori_loop(zero, tile_count, whole_tile, (zero, *first))
+
+            pl.run_scoped(
+                compute,
+                plgpu.ACC((_ROWS, width), jnp.float32),
+                plgpu.ACC((_ROWS, block_kv), jnp.float32),
+            )
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == consumers)
+        def _producer():
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+
+            def load_queries(index):
+                tile, batch, head = tiles.locate(schedule_ref[block, index + 1])
+                buffer = query_buffer(index)
+                for w in range(consumers):
+                    rows = pl.ds(tile * block_q + w * _ROWS, _ROWS)
+                    source = q_ref.at[batch, rows, head]
+                    plgpu.copy_gmem_to_smem(source, q_smem.at[buffer, w], q_full.at[buffer])
+
+            def whole_tile(index, steps):
+                tile, batch, head = tiles.locate(schedule_ref[block, index + 1])
+                kv_head = lax.div(head, jnp.int32(problem.group))
+                blocks = key_blocks_ref[tile, 0]
+
+                def load(ref, buffers, full, free, j):
+                    step = steps + j
+                    pl.when(step >= stages)(lambda: free.wait(slot(step)))
+                    rows = pl.ds((blocks - 1 - j) * block_kv, block_kv)
+                    source = ref.at[batch, rows, kv_head]
+                    plgpu.copy_gmem_to_smem(source, buffers.at[slot(step)], full.at[slot(step)])
+
+                load_key = functools.partial(load, k_ref, k_smem, k_full, k_free)
+                load_value = functools.partial(load, v_ref, v_smem, v_full, v_free)
+
+                load_key(jnp.int32(0))
+                wanted = index + (query_buffers - 1)
+
+                @pl.when(wanted < tile_count)
+                def _():
+                    is_reused = wanted >= query_buffers
+                    pl.when(is_reused)(lambda: q_free.wait(query_buffer(wanted)))
+                    load_queries(wanted)
+
+                @pl.loop(jnp.int32(1), blocks)
+                def _(j):
+                    load_key(j)
+                    load_value(j - 1)
+
+                load_value(blocks - 1)
+                return steps + blocks
+
+            if query_buffers > 1:
+                load_queries(jnp.int32(0))
+            lax.fori_loop(jnp.int32(0), tile_count, whole_tile, jnp.int32(0))
+
+    shape = (problem.batch, problem.heads, tiles.per_head * block_q)
+    kernel = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct(
+                (problem.batch, padded_query_length, problem.heads, width), dtype
+            ),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ),
+        grid=(thread_blocks,),
+        grid_names=("block",),
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )
+    return lambda query, key, value: kernel(
+        jnp.asarray(schedule), jnp.asarray(key_blocks), query, key, value
+    )
+
+
+def _zeros(rows: int, columns: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)

@@ -1,0 +1,296 @@
+"""What Pallas Mosaic GPU does not offer: each a few instructions of PTX, with a twin for interpret mode.
+
+`inline_mgpu` has no interpret mode, so every function here asks `interpreting()` and then does the
+same with what Pallas has. Register layouts are those of the wgmma accumulator (PTX ISA, "register
+fragments for wgmma.mma_async.m64nNk16"): the 128 threads of a warpgroup hold a (64, n) tile as
+`[column group of 8][row half][2 columns]`, thread t owning rows 16 * (t // 32) + (t % 32) // 4 and
+8 more, columns 2 * (t % 4) and the next of each group.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.config import pallas_tpu_interpret_mode_context_manager as _interpret_mode
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+WARPGROUP_THREADS = 128
+FRAGMENT_WIDTH = 4 * WARPGROUP_THREADS  # 16 columns by one row half of a (64, n) tile
+
+_TILE = plgpu.Layout.WGMMA
+_ROWS = plgpu.Layout.WGMMA.reduce(1)
+
+
+def interpreting() -> bool:
+    """Whether kernels traced now run in Pallas's GPU interpret mode."""
+    return _interpret_mode.value is not None
+
+
+# --- named barriers ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedBarriers:
+    """Hardware barriers for one hand-over each: `arrivers` warpgroups arrive, one waits.
+
+    An arrival is one instruction of each warp, where an mbarrier needs the warpgroup to meet first.
+    The hardware has 16; Mosaic GPU uses the first `warpgroups + 1`. In interpret mode the mbarriers
+    of `scratch()` stand in.
+    """
+
+    first: int
+    count: int
+    arrivers: int
+    twins: Any = None
+
+    def __post_init__(self):
+        if self.first + self.count > 16:
+            raise ValueError(f"named barriers {self.first}..{self.first + self.count - 1} of 16")
+
+    def scratch(self) -> plgpu.Barrier:
+        return plgpu.Barrier(num_arrivals=self.arrivers, num_barriers=self.count)
+
+    def arrive(self, index) -> None:
+        if self.twins is not None:
+            plgpu.barrier_arrive(self.twins.at[index])
+        else:
+            self._bar("arrive", index)
+
+    def wait(self, index) -> None:
+        if self.twins is not None:
+            plgpu.barrier_wait(self.twins.at[index])
+        else:
+            self._bar("sync", index)
+
+    def _bar(self, action: str, index) -> None:
+        threads = (self.arrivers + 1) * WARPGROUP_THREADS
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+        def bar(_, barrier):
+            _asm(f"bar.{action} $0, {threads};", "r,~{memory}", [barrier.registers[()]])
+
+        bar(jnp.asarray(self.first + index, jnp.int32))
+
+
+def fence_async_shared() -> None:
+    """Orders this thread's shared-memory stores before later reads by wgmma and TMA."""
+    if interpreting():
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        _asm("fence.proxy.async.shared::cta;", "~{memory}")
+
+    fence()
+
+
+# --- masks ---------------------------------------------------------------------------------------
+
+
+def keep_columns_to(tile: jax.Array, last: jax.Array, fill: float) -> jax.Array:
+    """`(64, n)` float32 tile where column <= last[row], else `fill`; last is `(64,)` int32."""
+    return _keep_columns(tile, last, fill, arith.CmpIPredicate.sge, lax.ge)
+
+
+def keep_columns_from(tile: jax.Array, first: jax.Array, fill: float) -> jax.Array:
+    """`(64, n)` float32 tile where column >= first[row], else `fill`; first is `(64,)` int32."""
+    return _keep_columns(tile, first, fill, arith.CmpIPredicate.sle, lax.le)
+
+
+def _keep_columns(tile, bound, fill, predicate, compare):
+    """Compares a bound per row with column numbers that are immediates.
+
+    A two-dimensional iota in registers costs a register and several instructions an element.
+    """
+    if interpreting():
+        bounds = lax.broadcast_in_dim(bound, tile.shape, [0])
+        keep = compare(bounds, lax.broadcasted_iota(jnp.int32, tile.shape, 1))
+        return jnp.where(keep, tile, fill)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS), return_type=shape)
+    def keep(_, tile, bound):
+        first_column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
+        bounds = [arith.subi(_scalar(r), first_column) for r in bound.registers.flat]
+        filler = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), fill))
+        out = tile.registers.copy()
+        for index, group, half, pair in _fragments(tile.registers):
+            for e in range(2):
+                ok = arith.cmpi(predicate, bounds[half], _i32(8 * group + e))
+                pair = _insert(pair, arith.select(ok, _extract(pair, e), filler), e)
+            out[index] = pair
+        return _like(tile, out)
+
+    return keep(tile, bound)
+
+
+# --- global memory -------------------------------------------------------------------------------
+
+
+def store_rows(ref, rows: jax.Array) -> None:
+    """Stores `(64,)` float32 row statistics to a `(64,)` view of global memory."""
+    if interpreting():
+        ref[...] = rows
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _ROWS))
+    def store(_, ref, rows):
+        thread = _thread()
+        lane = arith.andi(thread, _i32(31))
+        row = arith.addi(
+            arith.muli(arith.shrui(thread, _i32(5)), _i32(16)), arith.shrui(lane, _i32(2))
+        )
+        address = _global_address(ref, arith.muli(row, _i32(4)))
+        first_of_quad = arith.extui(
+            ir.IntegerType.get_signless(32),
+            arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, _i32(3)), _i32(0)),
+        )
+        low, high = (_scalar(r) for r in rows.registers.flat)
+        _asm(
+            "{ .reg .pred p; setp.ne.u32 p, $1, 0;"
+            " @p st.global.f32 [$0], $2; @p st.global.f32 [$0+32], $3; }",
+            "l,r,f,f,~{memory}",
+            [address, first_of_quad, low, high],
+        )
+
+    store(ref, rows)
+
+
+def fragment_shape(columns: int) -> tuple[int, int]:
+    """Shape of a `(64, columns)` float32 tile in fragment order."""
+    return (columns // 8, FRAGMENT_WIDTH)
+
+
+def add_fragment(ref, tile: jax.Array) -> None:
+    """Adds a `(64, n)` float32 tile to global memory in fragment order, 16 bytes a thread at once.
+
+    Fragment order is `[16 columns][row half][thread][4]`: what a thread holds is contiguous, so the
+    vector reductions of a warp cover 512 contiguous bytes. PTX ISA, `red` with `.v4.f32` (sm_90).
+    """
+    if interpreting():
+        plgpu.atomic_add(ref, _to_fragment_order(tile))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
+    def add(_, ref, tile):
+        address = _global_address(ref, arith.muli(_thread(), _i32(16)))
+        pairs = {(group, half): pair for _, group, half, pair in _fragments(tile.registers)}
+        for group, half in pairs:
+            if group % 2 == 0:
+                values = [
+                    _extract(pairs[g, half], e) for g in (group, group + 1) for e in range(2)
+                ]
+                offset = (group + half) * FRAGMENT_WIDTH * 4
+                _asm(
+                    f"red.relaxed.gpu.global.add.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};",
+                    "l,f,f,f,f,~{memory}",
+                    [address, *values],
+                )
+
+    add(ref, tile)
+
+
+def load_fragment(ref, columns: int) -> jax.Array:
+    """The `(64, columns)` float32 tile that `add_fragment` left in global memory."""
+    if interpreting():
+        return _from_fragment_order(ref[...], columns)
+
+    zeros = plgpu.layout_cast(jnp.zeros((64, columns), jnp.float32), _TILE)
+    shape = plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE), return_type=shape)
+    def load(_, ref, like):
+        address = _global_address(ref, arith.muli(_thread(), _i32(16)))
+        f32 = ir.F32Type.get()
+        four = llvm.StructType.get_literal([f32] * 4)
+        loaded = {}
+        for group in range(0, columns // 8, 2):
+            for half in range(2):
+                offset = (group + half) * FRAGMENT_WIDTH * 4
+                loaded[group, half] = _asm(
+                    f"ld.global.nc.L1::no_allocate.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];",
+                    "=f,=f,=f,=f,l",
+                    [address],
+                    four,
+                )
+        out = like.registers.copy()
+        for index, group, half, pair in _fragments(like.registers):
+            for e in range(2):
+                value = llvm.extractvalue(
+                    f32, loaded[group - group % 2, half], [2 * (group % 2) + e]
+                )
+                pair = _insert(pair, value, e)
+            out[index] = pair
+        return _like(like, out)
+
+    return load(ref, zeros)
+
+
+def _to_fragment_order(tile):
+    n = tile.shape[1]
+    x = tile.reshape(4, 2, 8, n // 16, 2, 4, 2)  # warp, half, quad, 16 columns, group, lane, pair
+    return x.transpose(3, 1, 0, 2, 5, 4, 6).reshape(fragment_shape(n))
+
+
+def _from_fragment_order(fragment, columns):
+    x = fragment.reshape(columns // 16, 2, 4, 8, 4, 2, 2)
+    return x.transpose(2, 1, 3, 0, 5, 4, 6).reshape(64, columns)
+
+
+# --- MLIR in few words ---------------------------------------------------------------------------
+
+
+def _asm(text: str, constraints: str = "", operands=(), result=None):
+    result = ir.Type.parse("!llvm.void") if result is None else result
+    return llvm.inline_asm(result, list(operands), text, constraints, has_side_effects=True)
+
+
+def _i32(value: int):
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.constant(i32, ir.IntegerAttr.get(i32, value))
+
+
+def _thread():
+    """Index of this thread in its warpgroup.
+
+    Read anew at each use: the compiler must not keep addresses made from it alive across the loop.
+    """
+    thread = _asm("mov.u32 $0, %tid.x;", "=r", result=ir.IntegerType.get_signless(32))
+    return arith.andi(thread, _i32(WARPGROUP_THREADS - 1))
+
+
+def _global_address(ref, offset):
+    i64 = ir.IntegerType.get_signless(64)
+    base = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref))
+    return arith.addi(base, arith.extui(i64, offset))
+
+
+def _extract(pair, e: int):
+    return vector.extract(pair, dynamic_position=[], static_position=[e])
+
+
+def _insert(pair, value, e: int):
+    return vector.insert(value, pair, dynamic_position=[], static_position=[e])
+
+
+def _scalar(register):
+    return _extract(register, 0) if isinstance(register.type, ir.VectorType) else register
+
+
+def _like(array, registers):
+    return type(array)(_registers=registers, _layout=array.layout, _is_signed=array.is_signed)
+
+
+def _fragments(registers: np.ndarray):
+    """Yields (index, column group, row half, register pair) of a (64, n) tile's registers."""
+    group_axis, half_axis = (axis for axis, size in enumerate(registers.shape) if size > 1)
+    for index, pair in np.ndenumerate(registers):
+        yield index, index[group_axis], index[half_axis], pair

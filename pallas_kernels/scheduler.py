@@ -1,0 +1,68 @@
+"""Which tile a thread block works on next.
+
+Longest tiles first, so that the last ones to end are short; heads in sections whose keys and values
+stay in L2 together; query heads of one key head side by side.
+"""
+
+import heapq
+
+import numpy as np
+
+_GREEDY_LIMIT = 1 << 15  # above it a plain deal is as even, and the simulation takes seconds
+
+
+def heads_per_section(section_bytes: int, bytes_per_kv_head: int, kv_heads: int, group: int) -> int:
+    """Query heads that share L2, a whole number of groups that divides all heads."""
+    sharing = min(kv_heads, max(1, section_bytes // max(1, bytes_per_kv_head)))
+    while kv_heads % sharing:
+        sharing -= 1
+    return sharing * group
+
+
+def tile_order(cost: np.ndarray, heads: int, section: int) -> tuple[np.ndarray, np.ndarray]:
+    """Order in which to start tiles.
+
+    Args:
+      cost: `[tiles]`, the work of each tile of one head.
+      heads: heads in all, of every batch entry.
+      section: heads that are worked on together; divides heads.
+
+    Returns:
+      Tile and head of each piece of work, first to start first.
+    """
+    longest_first = np.argsort(-cost, kind="stable")
+    first_head, tile, head = np.meshgrid(
+        np.arange(0, heads, section), longest_first, np.arange(section), indexing="ij"
+    )
+    return tile.ravel(), (first_head + head).ravel()
+
+
+def deal(pieces: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:
+    """Deals work to thread blocks that never stop, each next piece to the block that is free first.
+
+    Args:
+      pieces: `[n]` number of each piece of work, in the order of starting.
+      costs: `[n]` cost of each.
+      blocks: thread blocks.
+
+    Returns:
+      `[blocks, 2 + most]` int32: how many pieces a block has, their numbers, and at least one 0.
+    """
+    n = len(pieces)
+    if n <= _GREEDY_LIMIT:
+        owner = np.empty(n, np.int64)
+        free = [(0.0, block) for block in range(blocks)]
+        for index, cost in enumerate(costs.tolist()):
+            time, block = free[0]
+            owner[index] = block
+            heapq.heapreplace(free, (time + cost, block))
+    else:
+        turn, seat = np.divmod(np.arange(n), blocks)
+        owner = np.where(turn % 2, blocks - 1 - seat, seat)
+    count = np.bincount(owner, minlength=blocks)
+    by_owner = np.argsort(owner, kind="stable")
+    first = np.cumsum(count) - count
+    table = np.zeros((blocks, int(count.max(initial=0)) + 2), np.int32)
+    table[:, 0] = count
+    table[owner[by_owner], 1 + np.arange(n) - first[owner[by_owner]]] = pieces[by_owner]
+    return table
