@@ -1,0 +1,89 @@
+"""Fair times: candidates interleaved in one process, kernel time on a GPU, medians."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import profiler
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """Milliseconds of one call, over all rounds."""
+
+    median: float
+    fastest: float
+    slowest: float
+
+
+def on_gpu() -> bool:
+    return jax.devices()[0].platform == "gpu"
+
+
+def milliseconds(fn: Callable, args: tuple, iterations: int) -> list[float]:
+    """Times `iterations` calls of a jitted function after one to warm up.
+
+    On a GPU it is the time its kernels ran (CUPTI), elsewhere the time until the result is there.
+
+    Raises:
+      RuntimeError: `fn` launched no kernel.
+    """
+    if on_gpu():
+        _, times = profiler.measure(fn, iterations=iterations)(*args)
+        if times is None:
+            raise RuntimeError("no kernel was launched")
+        return times if isinstance(times, list) else [times]
+    jax.block_until_ready(fn(*args))
+    times = []
+    for _ in range(iterations):
+        start = time.perf_counter()
+        jax.block_until_ready(fn(*args))
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def interleaved(
+    candidates: Mapping[str, Callable], args: tuple, rounds: int, iterations: int
+) -> dict[str, Time]:
+    """Times jitted functions of the same arguments against each other.
+
+    Every round runs every candidate, each round another one first, so that a change of clocks or
+    of temperature falls on all alike.
+
+    Args:
+      candidates: jitted functions by name.
+      args: what all are called with. Not zeros: they run faster than data do.
+      rounds: how often each has its turn.
+      iterations: calls in a turn.
+    """
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
+    for turn in range(rounds):
+        first = turn % len(names) if names else 0
+        for name in names[first:] + names[:first]:
+            times[name] += milliseconds(candidates[name], args, iterations)
+    return {name: Time(statistics.median(ts), min(ts), max(ts)) for name, ts in times.items()}
+
+
+def matmul_teraflops(size: int, rounds: int = 5, iterations: int = 10) -> float:
+    """What this machine's own bf16 matmul of `size` cubed reaches: the ceiling for attention."""
+    a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
+    timed = interleaved({"matmul": jax.jit(jnp.matmul)}, (a, b), rounds, iterations)
+    return 2 * size**3 / timed["matmul"].median / 1e9
+
+
+def progress(items: Iterable, what: str) -> Iterator[Any]:
+    """Shows how far a loop is: with tqdm where it is installed, else a line for each item."""
+    items = list(items)
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        for i, item in enumerate(items):
+            print(f"{what} {i + 1}/{len(items)}", flush=True)
+            yield item
+    else:
+        yield from tqdm(items, desc=what, dynamic_ncols=True)
