@@ -285,8 +285,11 @@ def plot(results: list[dict], candidates: list[str], title: str, path: pathlib.P
         panel.set_ylabel("TFLOP/s, " + {"forward": "forward", "both": "forward + backward"}[kind])
         panel.grid(axis="y", alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0, 0].set_title(title)
-    panels[0, 0].legend(frameon=False, ncols=len(candidates))
+        panel.margins(x=0.01)
+    panels[0, 0].set_title(title, loc="left")
+    panels[0, 0].legend(
+        loc="lower right", bbox_to_anchor=(1, 1), frameon=False, ncols=len(candidates)
+    )
     panels[-1, 0].set_xticks(range(len(rows)), rows, rotation=60, ha="right")
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
