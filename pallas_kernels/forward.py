@@ -144,7 +144,7 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
-    def body(
+    def attention_forward(
         schedule_ref, key_blocks_ref, q_ref, k_ref, v_ref, o_ref, lse_ref,
         *, q_smem, k_smem, v_smem, q_full, k_full, v_full, o_smem=None, twins=None,
     ):  # fmt: skip
@@ -377,7 +377,7 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
 
     shape = (problem.batch, problem.heads, tiles.per_head * block_q)
     kernel = plgpu.kernel(
-        body,
+        attention_forward,
         out_type=(
             jax.ShapeDtypeStruct(
                 (problem.batch, padded_query_length, problem.heads, width), dtype

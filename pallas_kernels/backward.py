@@ -1,0 +1,449 @@
+"""Backward attention for Hopper GPUs: five products a tile pair in one warp-specialised kernel.
+
+FlashAttention-2's loop (Dao 2023, Algorithm 2) in FlashAttention-3's arrangement. A thread block
+owns `block_kv` keys of one key head and loops over the query blocks, of every query head of the
+group, that see any of them. Logits and their gradients are computed transposed, so that the weights
+P and dS are in the registers that the products for dV and dK read them from:
+
+    producer   K V | Q0 dO0 | Q1 dO1 | ...                      TMA into circular buffers
+    consumer   S' = K Q' - LSE / scale;  dP' = V dO'
+               P' = exp2(S' * scale * log2(e))                  while dP' is computed
+               dV += P' dO
+               dS' = P' * (dP' - delta)                         while dV is computed
+               dK += dS' Q;  dS' to shared memory
+               dQ = dS K, added to global memory in float32     once both consumers' dS' are there
+
+    delta = rowsum(dO * O) - dLSE, computed before. What is left of dQ, the factor scale and the cast,
+    is a small kernel of its own.
+
+Two consumers share the work in one of two ways (`_Split`). Up to width 128 each has 64 keys of its
+own, and dQ needs the dS' of both. At width 256 the accumulators of dK and dV for 64 keys fill both
+register files, so each has half of the columns; S' and dP' are computed by both, which costs two
+products of five and saves every exchange between them.
+
+Query rows beyond the end, and rows that see no key, have a start of -inf where others have
+-LSE / scale, so that their weights are 0. Keys beyond the end are masked.
+
+dQ is accumulated in fragment order (`primitives.add_fragment`): the order in which the threads of a
+warpgroup hold an accumulator, so that a reduction covers contiguous bytes with no staging.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import scheduler
+from pallas_kernels.config import L2_SECTION_BYTES, BackwardConfig, Problem
+from pallas_kernels.online_softmax import LOG2E
+from pallas_kernels.primitives import (
+    NamedBarriers,
+    add_fragment,
+    fence_async_shared,
+    fragment_shape,
+    interpreting,
+    keep_columns_from,
+    load_fragment,
+)
+
+_CONSUMERS = 2
+_DQ_TILE = 64  # dQ is accumulated in tiles of 64 rows by 64 columns
+_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_QUERIES = plgpu.Layout.WGMMA.reduce(0)  # one value a column of a transposed tile
+_KEYS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a transposed tile
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """How two consumers share a tile of `block_kv` keys by `block_q` queries.
+
+    Attributes:
+      by_columns: each has half of the columns of dQ, dK and dV, else half of the keys.
+    """
+
+    width: int
+    block_q: int
+
+    @property
+    def by_columns(self) -> bool:
+        return self.width > 128
+
+    @property
+    def parts(self) -> int:
+        """Column parts in which Q, K, V and dO stand in shared memory, each contiguous."""
+        return 2 if self.by_columns else 1
+
+    @property
+    def part_width(self) -> int:
+        return self.width // self.parts
+
+    @property
+    def block_kv(self) -> int:
+        return 64 if self.by_columns else 64 * _CONSUMERS
+
+    def keys(self, consumer: int) -> tuple[int, int]:
+        """First and count of the keys whose logits a consumer computes, within the tile."""
+        return (0, 64) if self.by_columns else (64 * consumer, 64)
+
+    def part(self, consumer: int) -> int:
+        """The column part of dK and dV that a consumer computes."""
+        return consumer if self.by_columns else 0
+
+    def dq_tiles(self, consumer: int) -> list[tuple[int, int]]:
+        """First row and first column, within the part, of each dQ tile a consumer computes."""
+        tiles = [
+            (row, column)
+            for row in range(0, self.block_q, _DQ_TILE)
+            for column in range(0, self.part_width, _DQ_TILE)
+        ]
+        return tiles if self.by_columns else tiles[consumer::_CONSUMERS]
+
+
+def attention_gradients(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    *,
+    problem: Problem,
+    config: BackwardConfig,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of attention.
+
+    Args:
+      query, out, d_out: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero.
+      key, value: `[B, S, K, H]`; S a multiple of 8.
+      lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
+      d_lse: None or `[B, N, query_length]` float32.
+      problem: static description; its lengths may be up to 7 below T and S.
+      config: tile sizes.
+
+    Returns:
+      Gradients of query, key and value, in their shapes and dtype. Rows from key_length on are
+      arbitrary.
+    """
+    padded_rows = -(-problem.query_length // config.block_q) * config.block_q
+    lse = lse[:, :, : problem.query_length]
+    # XLA may skip the rounding of a cotangent that it computes in float32 (excess precision), and
+    # then delta would not be of the d_out that the kernel reads.
+    d_out, out = lax.optimization_barrier((d_out, out))
+    delta = jnp.einsum("btnh,btnh->bnt", d_out, out, preferred_element_type=jnp.float32)
+    delta = delta[:, :, : problem.query_length]
+    if d_lse is not None:
+        delta = delta - d_lse
+    unseen = jnp.isneginf(lse)
+    start = jnp.where(unseen, -jnp.inf, lse * (-1.0 / problem.scale))
+    minus_delta = jnp.where(unseen, 0.0, -delta)
+    more_rows = ((0, 0), (0, 0), (0, padded_rows - problem.query_length))
+    start = jnp.pad(start, more_rows, constant_values=-jnp.inf)
+    minus_delta = jnp.pad(minus_delta, more_rows)
+
+    main, cast = _build(problem, config, query.shape[1], key.shape[1], interpreting())
+    dq_shape = (
+        problem.batch,
+        problem.heads,
+        padded_rows // _DQ_TILE,
+        problem.width // _DQ_TILE,
+        *fragment_shape(_DQ_TILE),
+    )
+    d_query = jax.new_ref(jnp.zeros(dq_shape, jnp.float32))
+    d_key, d_value = main(query, key, value, d_out, start, minus_delta, d_query)
+    return cast(jax.freeze(d_query)), d_key, d_value
+
+
+@functools.lru_cache
+def _build(problem: Problem, config: BackwardConfig, query_rows: int, key_rows: int, interpret: bool):
+    """The main kernel and the cast of dQ."""
+    return (
+        _build_main(problem, config, key_rows, interpret),
+        _build_cast(problem, query_rows),
+    )
+
+
+def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpret: bool):
+    block_q, (q_stages, o_stages) = config.block_q, config.stages
+    split = _Split(problem.width, block_q)
+    block_kv, parts, part_width = split.block_kv, split.parts, split.part_width
+    group, width, dtype = problem.group, problem.width, problem.dtype
+    factor = problem.scale * LOG2E
+
+    query_blocks = -(-problem.query_length // block_q)
+    key_tiles = -(-problem.key_length // block_kv)
+    first_key = np.arange(key_tiles) * block_kv
+    first_query_block = np.zeros(key_tiles, np.int64)
+    if problem.is_causal:
+        first_query_block = (first_key - problem.query_offset) // block_q
+        first_query_block = np.clip(first_query_block, 0, query_blocks)
+    ragged = problem.key_length % block_kv != 0
+
+    # Longest first. What heads in work at a time read and add to per query head: Q, dO, dQ.
+    bytes_per_kv_head = group * problem.query_length * width * (2 * dtype.itemsize + 4)
+    section = scheduler.heads_per_section(
+        L2_SECTION_BYTES, bytes_per_kv_head, problem.batch * problem.kv_heads, group=1
+    )
+    tile, head = scheduler.tile_order(
+        query_blocks - first_query_block, problem.batch * problem.kv_heads, section
+    )
+    order = np.stack([tile, head, first_query_block[tile]], axis=1).astype(np.int32)
+
+    meet = NamedBarriers(first=_CONSUMERS + 2, count=2 * _CONSUMERS, arrivers=1)
+    q_free = NamedBarriers(meet.first + meet.count, q_stages, arrivers=_CONSUMERS)
+    o_free = NamedBarriers(q_free.first + q_stages, o_stages, arrivers=_CONSUMERS)
+    named = dict(meet=meet, q_free=q_free, o_free=o_free)
+
+    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=_TILED)
+    ds_copies = _CONSUMERS if split.by_columns else 1
+    scratch = dict(
+        k_smem=smem((parts, block_kv, part_width)),
+        v_smem=smem((parts, block_kv, part_width)),
+        q_smem=smem((q_stages, parts, block_q, part_width)),
+        o_smem=smem((o_stages, parts, block_q, part_width)),
+        start_smem=plgpu.SMEM((q_stages, block_q), jnp.float32),
+        delta_smem=plgpu.SMEM((o_stages, block_q), jnp.float32),
+        ds_smem=smem((2, ds_copies, block_kv, block_q)),
+        kv_full=plgpu.Barrier(num_arrivals=2 * parts),
+        q_full=plgpu.Barrier(num_arrivals=parts + 1, num_barriers=q_stages),
+        o_full=plgpu.Barrier(num_arrivals=parts + 1, num_barriers=o_stages),
+    )
+    if interpret:
+        scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
+
+    def attention_backward(
+        order_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref, dk_ref, dv_ref,
+        *, k_smem, v_smem, q_smem, o_smem, start_smem, delta_smem, ds_smem, kv_full, q_full, o_full,
+        twins=None,
+    ):  # fmt: skip
+        meet, q_free, o_free = (
+            dataclasses.replace(barriers, twins=twins and twins[name])
+            for name, barriers in named.items()
+        )
+        warpgroup = lax.axis_index("warpgroup")
+        block = lax.axis_index("block")
+        tile, head_of_all, first_block = order_ref[block, 0], order_ref[block, 1], order_ref[block, 2]
+        batch, kv_head = _divmod(head_of_all, problem.kv_heads)
+        first_key = tile * block_kv
+        per_head = query_blocks - first_block
+        steps = per_head * group
+        q_slot = lambda j: lax.rem(j, jnp.int32(q_stages))
+        o_slot = lambda j: lax.rem(j, jnp.int32(o_stages))
+
+        def locate(j):
+            """Query block and head of step j."""
+            if group == 1:
+                return first_block + j, kv_head
+            member = lax.div(j, per_head)
+            return first_block + j - member * per_head, kv_head * group + member
+
+        # One copy of the code a consumer: addresses become constants, which saves registers.
+        def _consumer(consumer: int):
+            plgpu.set_max_registers(config.registers[0], action="increase")
+            own_first_key, own_keys = split.keys(consumer)
+            own = pl.ds(own_first_key, own_keys)
+            part = split.part(consumer)
+            ds_copy = consumer if split.by_columns else 0
+
+            def meet_other(parity):
+                meet.arrive(2 * parity + consumer)
+                meet.wait(2 * parity + (1 - consumer))
+
+            def masked(weights, query_block):
+                """Weights with 0 where the query may not see the key, or there is no such key."""
+                key = plgpu.broadcasted_iota(jnp.int32, (own_keys,), 0, layout=_KEYS)
+                key = key + (first_key + own_first_key)
+                first_row = query_block * block_q
+                first_seeing = jnp.zeros_like(key)
+                if problem.is_causal:
+                    first_seeing = key - (first_row + problem.query_offset)
+                if ragged:
+                    first_seeing = jnp.where(key < problem.key_length, first_seeing, block_q)
+                return keep_columns_from(weights, first_seeing, 0.0)
+
+            def needs_mask(query_block):
+                needed = jnp.bool(False)
+                if problem.is_causal:
+                    last_key = first_key + (own_first_key + own_keys - 1)
+                    needed = query_block * block_q + problem.query_offset < last_key
+                if ragged:
+                    needed = needed | (tile == key_tiles - 1)
+                return needed
+
+            def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc):
+                def step(j, _):
+                    qs, os, parity = q_slot(j), o_slot(j), lax.rem(j, jnp.int32(2))
+                    query_block, head = locate(j)
+
+                    plgpu.barrier_wait(q_full.at[qs])
+                    s_acc[...] = _per_query(plgpu.load(start_smem.at[qs], layout=_QUERIES), own_keys)
+                    for p in range(parts):
+                        plgpu.wgmma(s_acc, k_smem.at[p, own], q_smem.at[qs, p].transpose((1, 0)))
+                    plgpu.barrier_wait(o_full.at[os])
+                    dp_acc[...] = _zeros(own_keys, block_q)
+                    for p in range(parts):
+                        plgpu.wgmma(dp_acc, v_smem.at[p, own], o_smem.at[os, p].transpose((1, 0)))
+
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=parts)
+                    weights = jnp.exp2(logits * factor)
+                    if problem.is_causal or ragged:
+                        weights = lax.cond(
+                            needs_mask(query_block), masked, lambda w, _: w, weights, query_block
+                        )
+                    plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[os, part])
+
+                    d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+                    minus_delta = plgpu.load(delta_smem.at[os], layout=_QUERIES)
+                    ds = weights * (d_weights + _per_query(minus_delta, own_keys))
+                    ds = ds.astype(dtype)
+                    plgpu.wgmma(dk_acc, ds, q_smem.at[qs, part])
+
+                    # Two buffers: the other may still read what was stored one step ago.
+                    ds_smem[parity, ds_copy, own] = ds
+                    if split.by_columns:
+                        plgpu.commit_smem()
+                    else:
+                        fence_async_shared()
+                        meet_other(parity)
+
+                    for index, (row, column) in enumerate(split.dq_tiles(consumer)):
+                        dq_acc[...] = _zeros(_DQ_TILE, _DQ_TILE)
+                        plgpu.wgmma(
+                            dq_acc,
+                            ds_smem.at[parity, ds_copy, :, pl.ds(row, _DQ_TILE)].transpose((1, 0)),
+                            k_smem.at[part, :, pl.ds(column, _DQ_TILE)],
+                        )
+                        if index == 0:
+                            plgpu.wgmma_wait(1)
+                            o_free.arrive(os)
+                            q_free.arrive(qs)
+                        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+                        row_tile = query_block * (block_q // _DQ_TILE) + row // _DQ_TILE
+                        column_tile = (part * part_width + column) // _DQ_TILE
+                        add_fragment(dq_ref.at[batch, head, row_tile, column_tile], dq)
+
+                plgpu.barrier_wait(kv_full)
+                lax.fori_loop(jnp.int32(0), steps, step, None)
+                dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
+                dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
+                # The gradients leave from where K and V were, once the other has read them.
+                meet_other(lax.rem(steps, jnp.int32(2)))
+                rows = pl.ds(first_key + own_first_key, own_keys)
+                columns = pl.ds(part * part_width, part_width)
+                k_smem[part, own] = (dk * problem.scale).astype(dtype)
+                v_smem[part, own] = dv.astype(dtype)
+                plgpu.commit_smem()
+                for staging, gradient in ((k_smem, dk_ref), (v_smem, dv_ref)):
+                    target = gradient.at[batch, rows, kv_head, columns]
+                    plgpu.copy_smem_to_gmem(staging.at[part, own], target)
+                plgpu.wait_smem_to_gmem(0)
+
+            accumulator = lambda rows, columns: plgpu.ACC((rows, columns), jnp.float32)
+            pl.run_scoped(
+                compute,
+                accumulator(own_keys, part_width),
+                accumulator(own_keys, part_width),
+                accumulator(own_keys, block_q),
+                accumulator(own_keys, block_q),
+                accumulator(_DQ_TILE, _DQ_TILE),
+            )
+
+        for consumer in range(_CONSUMERS):
+            pl.when(warpgroup == consumer)(functools.partial(_consumer, consumer))
+
+        @pl.when(warpgroup == _CONSUMERS)
+        def _producer():
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+            part_columns = [pl.ds(p * part_width, part_width) for p in range(parts)]
+            keys = pl.ds(first_key, block_kv)
+            for ref, buffer in ((k_ref, k_smem), (v_ref, v_smem)):
+                for p, columns in enumerate(part_columns):
+                    source = ref.at[batch, keys, kv_head, columns]
+                    plgpu.copy_gmem_to_smem(source, buffer.at[p], kv_full)
+
+            def load(j, slot, stages, free, full, ref, buffer, row_ref, row_buffer):
+                query_block, head = locate(j)
+                pl.when(j >= stages)(lambda: free.wait(slot))
+                rows = pl.ds(query_block * block_q, block_q)
+                for p, columns in enumerate(part_columns):
+                    source = ref.at[batch, rows, head, columns]
+                    plgpu.copy_gmem_to_smem(source, buffer.at[slot, p], full.at[slot])
+                row_source = row_ref.at[batch, head, rows]
+                plgpu.copy_gmem_to_smem(row_source, row_buffer.at[slot], full.at[slot])
+
+            @pl.loop(jnp.int32(0), steps)
+            def _(j):
+                load(j, q_slot(j), q_stages, q_free, q_full, q_ref, q_smem, start_ref, start_smem)
+                load(j, o_slot(j), o_stages, o_free, o_full, do_ref, o_smem, delta_ref, delta_smem)
+
+    gradient = jax.ShapeDtypeStruct((problem.batch, key_rows, problem.kv_heads, width), dtype)
+    kernel = plgpu.kernel(
+        attention_backward,
+        out_type=(gradient, gradient),
+        grid=(len(order),),
+        grid_names=("block",),
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        # Every hand-over through shared memory is ordered above; Mosaic's own barriers round each
+        # store would stop both consumers twice a step.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+    return lambda *operands: kernel(jnp.asarray(order), *operands)
+
+
+def _build_cast(problem: Problem, query_rows: int):
+    """dQ from fragment order to `[B, T, N, H]`, times scale, in the input dtype."""
+    width, dtype = problem.width, problem.dtype
+    row_tiles = -(-query_rows // _DQ_TILE)
+
+    def cast_dq(fragments_ref, dq_ref, *, dq_smem):
+        head_of_all, row_tile = _divmod(lax.axis_index("block"), row_tiles)
+        batch, head = _divmod(head_of_all, problem.heads)
+        tiles = [
+            load_fragment(fragments_ref.at[batch, head, row_tile, column_tile], _DQ_TILE)
+            for column_tile in range(width // _DQ_TILE)
+        ]
+        for column_tile, tile in enumerate(tiles):
+            columns = pl.ds(column_tile * _DQ_TILE, _DQ_TILE)
+            dq_smem[:, columns] = (tile * problem.scale).astype(dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(row_tile * _DQ_TILE, _DQ_TILE)
+        plgpu.copy_smem_to_gmem(dq_smem, dq_ref.at[batch, rows, head])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        cast_dq,
+        out_type=jax.ShapeDtypeStruct((problem.batch, query_rows, problem.heads, width), dtype),
+        grid=(problem.batch * problem.heads * row_tiles,),
+        grid_names=("block",),
+        scratch_types=dict(dq_smem=plgpu.SMEM((_DQ_TILE, width), dtype, transforms=_TILED)),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+
+
+def _divmod(x, divisor: int):
+    divisor = jnp.int32(divisor)
+    return lax.div(x, divisor), lax.rem(x, divisor)
+
+
+def _zeros(rows: int, columns: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def _per_query(values: jax.Array, keys: int) -> jax.Array:
+    """Broadcasts one value a query over a transposed tile."""
+    return lax.broadcast_in_dim(values, (keys, values.shape[0]), [1])
