@@ -18,6 +18,7 @@ import math
 import pathlib
 import re
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,7 @@ def _jax_flash(implementation: str) -> Callable:
     return attention
 
 
-def _jax_nn(implementation: str) -> Callable:
+def _jax_nn(implementation: Literal["cudnn", "xla"]) -> Callable:
     def attention(query, key, value, causal):
         return jax.nn.dot_product_attention(
             query, key, value, is_causal=causal, implementation=implementation

@@ -206,7 +206,8 @@ def train(
 
     state = start(params)
     data = batches(read_text(), batch, length)
-    losses, seconds = [], []
+    losses: list[jax.Array] = []
+    seconds = []
     every = max(1, steps // 10)
     for _ in timing.progress(range(0, steps, every), implementation):
         now = time.perf_counter()
