@@ -30,7 +30,9 @@ def matmul(width: int, accumulators: int, wait_n: int):
       accumulators: how many products are kept in registers at a time, `width / 2` of them each.
       wait_n: how many products may be in flight as the accumulator is read: 0 is right.
     """
-    swizzle_128b = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+    def swizzled(columns: int):
+        return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
 
     def body(a_gmem, b_gmem, out_gmem, a_smem, b_smem, out_smem, barrier):
         plgpu.copy_gmem_to_smem(a_gmem, a_smem, barrier)
@@ -57,9 +59,9 @@ def matmul(width: int, accumulators: int, wait_n: int):
         body,
         out_type=jax.ShapeDtypeStruct((64, width), jnp.float32),
         scratch_types=(
-            plgpu.SMEM((64, 64), jnp.bfloat16, transforms=swizzle_128b),
-            plgpu.SMEM((64, width), jnp.bfloat16, transforms=swizzle_128b),
-            plgpu.SMEM((64, width), jnp.float32),
+            plgpu.SMEM((64, 64), jnp.bfloat16, transforms=swizzled(64)),
+            plgpu.SMEM((64, width), jnp.bfloat16, transforms=swizzled(64)),
+            plgpu.SMEM((64, width), jnp.float32, transforms=swizzled(32)),
             plgpu.Barrier(num_arrivals=2),
         ),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
