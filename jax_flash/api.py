@@ -1,5 +1,6 @@
 """attention(): what users call. It checks the arguments and brings them into one form, a `Call`."""
 
+import functools
 import inspect
 import math
 import numbers
@@ -120,6 +121,7 @@ def attention(
     return (out, lse) if return_residual else out
 
 
+@functools.wraps(attention, assigned=(), updated=())  # the signature alone
 def explain(*args, **kwargs) -> dispatch.Explanation:
     """Says which implementation `attention` would run with the same arguments, and why.
 
@@ -148,11 +150,6 @@ def explain(*args, **kwargs) -> dispatch.Explanation:
     else:  # untraced, so that the query's own device counts
         choose({})
     return explanations[0]
-
-
-explain.__signature__ = inspect.signature(attention).replace(  # pyright: ignore
-    return_annotation=dispatch.Explanation
-)
 
 
 def _checked(

@@ -56,7 +56,7 @@ def choose(call: Call, implementation: str | None) -> Explanation:
         if reason is not None:
             raise NotImplementedError(f"implementation={implementation!r}: {reason}")
         return Explanation(implementation, {})
-    reasons = {}
+    reasons: dict[str, str] = {}
     for name, module in IMPLEMENTATIONS.items():
         reason = _device_reason(name, here) or module.unsupported(call)
         if reason is None:

@@ -341,9 +341,7 @@ def test_simplest_positions_mean_the_same(t, s):
                 ):
                     lo, hi = Visibility(*args).row_intervals(t, s)
                     keys = np.arange(s)
-                    visible.append(
-                        np.broadcast_to((lo.T <= keys) & (keys < hi.T), (t, s))
-                    )
+                    visible.append(np.broadcast_to((keys >= lo.T) & (keys < hi.T), (t, s)))
                 np.testing.assert_array_equal(*visible, err_msg=f"{is_causal} {window} {offset}")
 
 
@@ -498,6 +496,11 @@ def test_ids_that_int32_cannot_hold_are_refused():
             query_segment_ids=jnp.zeros((B, T), jnp.int64),
             key_value_segment_ids=jnp.zeros((B, S), jnp.int64),
         )
+
+
+def test_explain_has_the_signature_of_attention():
+    assert inspect.signature(jax_flash.explain) == inspect.signature(jax_flash.attention)
+    assert "which implementation" in jax_flash.explain.__doc__
 
 
 def test_public_names():
