@@ -1,0 +1,188 @@
+"""Attention in plain JAX: any device, any dtype, any option, forward and reverse mode, any order.
+
+    for each chunk of query rows:                    one lax.map, its body under jax.checkpoint
+        logits = scale * q_chunk K' + bias           [B, K, N // K, rows, S] is all that is held
+        weights = softmax(mask(soft_cap(logits)))    every key at once: no online rescaling
+        out = dropout(weights) V
+
+Derivatives are JAX's own. A row of which nothing is visible has weights 0, not 0 / 0, and what no
+row may see is replaced by zeros before it meets a product, since 0 * NaN is NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_flash.call import Call
+from jax_flash.masks import Visibility, dropout_keep, slice_axis
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+# Bytes of a chunk's logits. A chunk holds a few arrays of this size, forward and reverse.
+LOGITS_BYTES = 2**27
+# Fewer rows than this make the products too thin to be worth the memory they save.
+MIN_ROWS = 16
+
+
+def unsupported(call: Call) -> str | None:
+    """Why plain JAX cannot do the call, None if it can."""
+    if call.query.dtype.name not in DTYPES:
+        return f"query is {call.query.dtype.name}, plain JAX attention takes {', '.join(DTYPES)}"
+    return None
+
+
+def attention(call: Call) -> tuple[jax.Array, jax.Array]:
+    """Exact attention, in memory linear in the number of keys.
+
+    A row whose visible logits are all -inf (by bias) counts as a row that sees nothing.
+
+    Args:
+      call: the checked arguments.
+
+    Returns:
+      out: `[B, T, N, h]`, in the dtype of query.
+      lse: `[B, T, N]` float32, natural log of the softmax denominator, sinks included; -inf for a
+        row that sees nothing.
+    """
+    B, T, N, _ = call.query.shape
+    S, h = call.value.shape[1], call.value.shape[3]
+    if 0 in (B, T, N, S):
+        out = jnp.zeros((B, T, N, h), call.query.dtype)
+        return out, jnp.full((B, T, N), -jnp.inf, jnp.float32)
+
+    reach = _reach(call.visibility)
+    num_chunks, rows = _chunks(B * N, T, S, reach)
+    num_cols = S if reach is None else min(S, rows + reach)
+    chunk = _chunk_function(call, rows, num_cols, num_chunks)
+    if num_chunks == 1:
+        return chunk(jnp.int32(0))
+    # The last chunk starts early rather than be ragged; its repeated rows are dropped.
+    starts = jnp.minimum(jnp.arange(num_chunks, dtype=jnp.int32) * rows, T - rows)
+    repeated = num_chunks * rows - T
+    out, lse = lax.map(chunk, starts)
+    return _rows_in_order(out, repeated), _rows_in_order(lse, repeated)
+
+
+def _reach(visibility: Visibility) -> int | None:
+    """Where statics bound the keys of a row on both sides: how many it sees, less one."""
+    if visibility.window is None or not isinstance(visibility.query_offset, int):
+        return None
+    left, right = visibility.window
+    return max(0, left + (min(right, 0) if visibility.is_causal else right))
+
+
+def _chunks(heads: int, num_rows: int, num_keys: int, reach: int | None) -> tuple[int, int]:
+    """How many chunks of how many rows: the fewest that keep to the budget, of equal size."""
+    if reach is None:
+        rows = LOGITS_BYTES // (4 * heads * num_keys)
+    else:
+        # Not more rows than keys in reach: rows + reach keys are loaded for a chunk.
+        rows = min(reach, LOGITS_BYTES // (4 * heads * min(num_keys, 2 * reach + MIN_ROWS)))
+    num_chunks = -(-num_rows // max(rows, MIN_ROWS))
+    return num_chunks, -(-num_rows // num_chunks)
+
+
+def _rows_in_order(chunks: jax.Array, repeated: int) -> jax.Array:
+    """`[chunks, B, rows, ...]` to `[B, T, ...]`, without the rows the last chunk repeats."""
+    num_chunks, B, rows, *rest = chunks.shape
+    first = jnp.moveaxis(chunks[:-1], 0, 1).reshape(B, (num_chunks - 1) * rows, *rest)
+    return jnp.concatenate([first, chunks[-1, :, repeated:]], axis=1)
+
+
+def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
+    """A function of a chunk's first row that gives its out `[B, rows, N, h]` and LSE."""
+    B, T, N, H = call.query.shape
+    _, S, K, h = call.value.shape
+    dtype = call.query.dtype
+    accum = jnp.promote_types(dtype, jnp.float32)
+    # float32 products on a GPU are TF32 unless asked otherwise.
+    precision = None if dtype.itemsize == 2 else lax.Precision.HIGHEST
+    visibility = call.visibility
+
+    # What every chunk shares is held in float32, for its gradient is a sum over the chunks.
+    def shared(x):
+        return x.astype(accum) if num_chunks > 1 else x
+
+    key, value = shared(call.key), shared(call.value)
+    bias = call.bias
+    if bias is not None and bias.shape[2] == 1:
+        bias = shared(bias)
+    sinks = None if call.sinks is None else call.sinks.astype(accum).reshape(K, N // K, 1, 1)
+    scale = jnp.asarray(call.scale, accum)
+
+    def grouped(x):
+        """`[b, n, t, s]`, axes whole or 1, to `[b, K or 1, N // K or 1, t, s]`."""
+        heads = (1, 1) if x.shape[1] == 1 else (K, N // K)
+        return x.reshape(x.shape[0], *heads, *x.shape[2:])
+
+    def chunk(start):
+        first_key = jnp.int32(0)
+        if num_cols < S and visibility.window is not None:
+            left = min(max(visibility.window[0] - visibility.query_offset, -S), T)
+            first_key = jnp.clip(start - left, 0, S - num_cols)
+        q = slice_axis(call.query, 1, start, rows).reshape(B, rows, K, N // K, H)
+        k = slice_axis(key, 1, first_key, num_cols).astype(dtype)
+        v = slice_axis(value, 1, first_key, num_cols).astype(dtype)
+
+        visible = visibility.tile(start, rows, first_key, num_cols)
+        if visible is not None:
+            visible = grouped(visible)
+            seeing = visible.any(4).transpose(0, 3, 1, 2)[..., None]
+            seen = visible.any((2, 3)).transpose(0, 2, 1)[..., None]
+            q = jnp.where(seeing, q, 0)
+            k = jnp.where(seen, k, 0)
+            v = jnp.where(seen, v, 0)
+
+        logits = scale * jnp.einsum(
+            "btkgh,bskh->bkgts", q, k, precision=precision, preferred_element_type=accum
+        )
+        if bias is not None:
+            tile = slice_axis(slice_axis(bias, 2, start, rows), 3, first_key, num_cols)
+            logits = logits + grouped(tile).astype(accum)
+        if call.logits_soft_cap is not None:
+            if visible is not None:  # tanh'(NaN) * 0 is NaN
+                logits = jnp.where(visible, logits, 0)
+            logits = call.logits_soft_cap * jnp.tanh(logits / call.logits_soft_cap)
+        if visible is not None:
+            logits = jnp.where(visible, logits, -jnp.inf)
+
+        # Softmax does not depend on what is subtracted: no derivative through the maximum.
+        top = lax.stop_gradient(logits.max(-1, keepdims=True))
+        empty = top == -jnp.inf
+        if sinks is not None:
+            top = jnp.maximum(top, lax.stop_gradient(sinks))
+        top = jnp.where(empty, 0, top)
+        weights = jnp.exp(logits - top)
+        total = weights.sum(-1, keepdims=True)
+        if sinks is not None:
+            total = total + jnp.exp(jnp.where(empty, -jnp.inf, sinks) - top)
+        total = jnp.where(empty, 1, total)
+        weights = weights / total
+        lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
+
+        if call.dropout_rate > 0:
+            keep = dropout_keep(
+                call.dropout_key,
+                call.dropout_rate,
+                jnp.arange(B).reshape(B, 1, 1, 1, 1),
+                jnp.arange(N).reshape(K, N // K, 1, 1),
+                start + jnp.arange(rows)[:, None],
+                first_key + jnp.arange(num_cols),
+            )
+            weights = jnp.where(keep, weights / (1 - call.dropout_rate), 0)
+
+        out = jnp.einsum(
+            "bkgts,bskh->btkgh",
+            weights.astype(dtype),
+            v,
+            precision=precision,
+            preferred_element_type=accum,
+        )
+        # Also keeps the cotangent of an empty row, whatever it is, out of the products.
+        out = jnp.where(empty[..., 0].transpose(0, 3, 1, 2)[..., None], 0, out)
+        out = out.reshape(B, rows, N, h).astype(dtype)
+        lse = lse[..., 0].transpose(0, 3, 1, 2).reshape(B, rows, N).astype(jnp.float32)
+        return out, lse
+
+    # Inside a loop nothing can be merged across forward and reverse anyway.
+    return jax.checkpoint(chunk, prevent_cse=num_chunks == 1)
