@@ -1,0 +1,221 @@
+"""The Hopper kernels as a differentiable JAX function: implementation "mosaic_gpu".
+
+The gradient is written by hand (`jax.custom_vjp`): the backward kernel recomputes the weights from
+query, key and the LSE, so that what is kept between forward and backward is linear in the sequence
+(Dao 2023, "FlashAttention-2", section 3.1). Reverse mode only.
+
+Output and LSE carry the checkpoint names `OUT_NAME` and `LSE_NAME`, so that under `jax.checkpoint` a
+policy such as `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)` keeps them and the
+forward kernel is not run again.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jax_flash.call import Call
+from pallas_kernels import backward, config, forward
+from pallas_kernels.primitives import interpreting
+
+OUT_NAME = "jax_flash_out"
+LSE_NAME = "jax_flash_lse"
+CHECKPOINT_NAMES = (OUT_NAME, LSE_NAME)
+
+_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
+_ROW_MULTIPLE = 8  # TMA tiles are 8 rows high: other lengths are padded here
+
+
+def unsupported(call: Call) -> str | None:
+    """Why the kernels cannot do this call, or None if they can; devices are dispatch's business."""
+    batch, query_length, heads, width = call.query.shape
+    key_length, value_width = call.key.shape[1], call.value.shape[-1]
+    see = call.visibility
+    reasons = {
+        f"dtype {call.query.dtype}: the kernels take bfloat16 and float16": (
+            call.query.dtype not in _DTYPES
+        ),
+        f"head width {width}: the kernels take {', '.join(map(str, config.WIDTHS))}": (
+            width not in config.WIDTHS
+        ),
+        f"value width {value_width} differs from query width {width}": value_width != width,
+        "an empty batch, head or sequence axis": 0 in (batch, heads, query_length, key_length),
+        "a scale that is traced": not isinstance(call.scale, (int, float)),
+        f"scale {call.scale} is not positive and finite": isinstance(call.scale, (int, float))
+        and not (0 < call.scale < math.inf),
+        "bias": call.bias is not None,
+        "mask": see.mask is not None,
+        "local_window_size": see.window is not None,
+        "query_offset as an array": not isinstance(see.query_offset, int),
+        "query_seq_lengths": see.query_seq_lengths is not None,
+        "key_value_seq_lengths": see.key_value_seq_lengths is not None,
+        "segment ids": see.query_segment_ids is not None,
+        "logits_soft_cap": call.logits_soft_cap is not None,
+        "sinks": call.sinks is not None,
+        "dropout": call.dropout_rate > 0,
+        "deterministic=True: the query gradient is summed in the order in which blocks end": (
+            call.deterministic
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def attention(call: Call) -> tuple[jax.Array, jax.Array]:
+    """Attention on the kernels; call must be one that `unsupported` has no reason against."""
+    query_length, key_length = call.query.shape[1], call.key.shape[1]
+    offset = call.visibility.query_offset
+    # An offset that hides nothing, or everything, is as good as any other such; int32 holds these.
+    is_causal = call.visibility.is_causal and offset < key_length - 1
+    settings = _Settings(
+        scale=float(call.scale),
+        is_causal=is_causal,
+        query_offset=max(offset, -query_length) if is_causal else 0,
+        config=call.config or config.default(call.query.shape[-1]),
+    )
+    out, lse = _attention(settings, call.query, call.key, call.value)
+    return out, lse.transpose(0, 2, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """What of a call is no array and no shape."""
+
+    scale: float
+    is_causal: bool
+    query_offset: int
+    config: config.Config
+
+    def problem(self, query: jax.Array, key: jax.Array) -> config.Problem:
+        batch, query_length, heads, width = query.shape
+        return config.Problem(
+            batch=batch,
+            query_length=query_length,
+            key_length=key.shape[1],
+            heads=heads,
+            kv_heads=key.shape[2],
+            width=width,
+            dtype=np.dtype(query.dtype),
+            scale=self.scale,
+            is_causal=self.is_causal,
+            query_offset=self.query_offset,
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(settings, query, key, value):
+    """Output `[B, T, N, H]` and LSE `[B, N, T]`."""
+    return _attention_forward(settings, query, key, value)[0]
+
+
+def _attention_forward(settings, query, key, value):
+    out, lse = _folding_vmap(functools.partial(_run_forward, settings))(query, key, value)
+    out = checkpoint_name(out, OUT_NAME)
+    lse = checkpoint_name(lse, LSE_NAME)
+    return (out, lse), (query, key, value, out, lse)
+
+
+def _attention_backward(settings, residuals, cotangents):
+    run = _folding_vmap(functools.partial(_run_backward, settings))
+    return run(*residuals, *cotangents)
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _run_forward(settings, query, key, value):
+    problem = settings.problem(query, key)
+
+    def kernel(query, key, value):
+        out, lse = forward.attention(
+            _pad_rows(query),
+            _pad_rows(key),
+            _pad_rows(value),
+            problem=problem,
+            config=settings.config.forward,
+        )
+        return out[:, : problem.query_length], lse[:, :, : problem.query_length]
+
+    return _on_hopper(kernel, query, key, value)
+
+
+def _run_backward(settings, query, key, value, out, lse, d_out, d_lse):
+    problem = settings.problem(query, key)
+
+    def kernel(query, key, value, out, lse, d_out, d_lse):
+        d_query, d_key, d_value = backward.attention_gradients(
+            _pad_rows(query),
+            _pad_rows(key),
+            _pad_rows(value),
+            _pad_rows(out),
+            lse,
+            _pad_rows(d_out),
+            d_lse,
+            problem=problem,
+            config=settings.config.backward,
+        )
+        rows, keys = problem.query_length, problem.key_length
+        return d_query[:, :rows], d_key[:, :keys], d_value[:, :keys]
+
+    return _on_hopper(kernel, query, key, value, out, lse, d_out, d_lse)
+
+
+def _pad_rows(x):
+    """`[B, T, ...]` with T rounded up by rows of zeros; the array itself if T is round."""
+    missing = -x.shape[1] % _ROW_MULTIPLE
+    if not missing:
+        return x
+    return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
+
+
+def _folding_vmap(function):
+    """`function` of arrays `[B, ...]`, where vmap makes the batch longer instead of a new axis."""
+    function = jax.custom_batching.custom_vmap(function)
+
+    @function.def_vmap
+    def _(axis_size, in_batched, *args):
+        whole = [
+            x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+            for x, batched in zip(args, in_batched, strict=True)
+        ]
+        out = function(*(x.reshape(-1, *x.shape[2:]) for x in whole))
+        unfold = lambda x: x.reshape(axis_size, -1, *x.shape[1:])
+        return jax.tree.map(unfold, out), jax.tree.map(lambda _: True, out)
+
+    return function
+
+
+def _on_hopper(kernel, *args):
+    """Runs `kernel`; lowered for anything but CUDA (no interpret mode either) it says so."""
+    if interpreting():
+        return kernel(*args)
+    out_types = tuple(jax.eval_shape(kernel, *args))
+    refuse = lambda *args: tuple(_refuse_p.bind(*args, out_types=out_types))
+    return lax.platform_dependent(*args, cuda=kernel, default=refuse)
+
+
+# Stands where the kernels would be on a platform that cannot run them.
+_refuse_p = Primitive("jax_flash_mosaic_gpu")
+_refuse_p.multiple_results = True
+_refuse_p.def_abstract_eval(
+    lambda *_, out_types: [jax.core.ShapedArray(t.shape, t.dtype) for t in out_types]
+)
+
+
+def _refuse_lowering(ctx, *_, out_types):
+    del out_types
+    platforms = ctx.platforms or ctx.module_context.platforms
+    raise NotImplementedError(
+        "jax_flash: implementation='mosaic_gpu' runs on Hopper GPUs (H100, H200) alone, and this"
+        f" computation is lowered for {', '.join(platforms)}. Lower it for CUDA"
+        " (lowering_platforms=('cuda',), jax.export), or leave implementation=None."
+    )
+
+
+mlir.register_lowering(_refuse_p, _refuse_lowering)
