@@ -168,8 +168,8 @@ def plain_adam(
     """Adam (Kingma and Ba 2014): (init, update), update(grads, state, params) -> params, state."""
 
     def start(params):
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return jnp.zeros((), jnp.int32), zeros, zeros
+        mean, square = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return jnp.zeros((), jnp.int32), mean, square
 
     def update(grads, state, params):
         step, mean, square = state
