@@ -11,7 +11,8 @@ P and dS are in the registers that the products for dV and dK read them from:
                dV += P' dO
                dS' = P' * (dP' - delta)                         while dV is computed
                dK += dS' Q;  dS' to shared memory
-               dQ = dS K, added to global memory in float32     once both consumers' dS' are there
+               dQ = dS K, through shared memory                 once both consumers' dS' are there
+    producer   adds dQ to global memory in float32              TMA reduction
 
     delta = rowsum(dO * O) - dLSE, computed before. What is left of dQ, the factor scale and the cast,
     is a small kernel of its own.
@@ -24,8 +25,8 @@ products of five and saves every exchange between them.
 Query rows beyond the end, and rows that see no key, have a start of -inf where others have
 -LSE / scale, so that their weights are 0. Keys beyond the end are masked.
 
-dQ is accumulated in fragment order (`primitives.add_fragment`): the order in which the threads of a
-warpgroup hold an accumulator, so that a reduction covers contiguous bytes with no staging.
+dQ is accumulated in fragment order (`primitives.store_fragment`): the order in which the threads of
+a warpgroup hold an accumulator, so that storing it takes neither a swizzle nor address registers.
 """
 
 import dataclasses
@@ -43,12 +44,13 @@ from pallas_kernels.config import L2_SECTION_BYTES, BackwardConfig, Problem
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
     NamedBarriers,
-    add_fragment,
     fence_async_shared,
     fragment_shape,
+    fresh_zero,
     interpreting,
     keep_columns_from,
     load_fragment,
+    store_fragment,
 )
 
 _CONSUMERS = 2
@@ -135,7 +137,7 @@ def attention_gradients(
     # XLA may skip the rounding of a cotangent that it computes in float32 (excess precision), and
     # then delta would not be of the d_out that the kernel reads.
     d_out, out = lax.optimization_barrier((d_out, out))
-    delta = jnp.einsum("btnh,btnh->bnt", d_out, out, preferred_element_type=jnp.float32)
+    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).transpose(0, 2, 1)
     delta = delta[:, :, : problem.query_length]
     if d_lse is not None:
         delta = delta - d_lse
@@ -197,18 +199,21 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
     meet = NamedBarriers(first=_CONSUMERS + 2, count=2 * _CONSUMERS, arrivers=1)
     q_free = NamedBarriers(meet.first + meet.count, q_stages, arrivers=_CONSUMERS)
     o_free = NamedBarriers(q_free.first + q_stages, o_stages, arrivers=_CONSUMERS)
-    named = dict(meet=meet, q_free=q_free, o_free=o_free)
+    dq_full = NamedBarriers(o_free.first + o_stages, _CONSUMERS, arrivers=1)
+    dq_free = NamedBarriers(dq_full.first + _CONSUMERS, _CONSUMERS, arrivers=1)
+    named = dict(meet=meet, q_free=q_free, o_free=o_free, dq_full=dq_full, dq_free=dq_free)
 
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=_TILED)
     ds_copies = _CONSUMERS if split.by_columns else 1
     scratch = dict(
-        k_smem=smem((parts, block_kv, part_width)),
-        v_smem=smem((parts, block_kv, part_width)),
+        k_smem=smem((1, parts, block_kv, part_width)),
+        v_smem=smem((1, parts, block_kv, part_width)),
         q_smem=smem((q_stages, parts, block_q, part_width)),
         o_smem=smem((o_stages, parts, block_q, part_width)),
         start_smem=plgpu.SMEM((q_stages, block_q), jnp.float32),
         delta_smem=plgpu.SMEM((o_stages, block_q), jnp.float32),
         ds_smem=smem((2, ds_copies, block_kv, block_q)),
+        dq_smem=plgpu.SMEM((_CONSUMERS, *fragment_shape(_DQ_TILE)), jnp.float32),
         kv_full=plgpu.Barrier(num_arrivals=2 * parts),
         q_full=plgpu.Barrier(num_arrivals=parts + 1, num_barriers=q_stages),
         o_full=plgpu.Barrier(num_arrivals=parts + 1, num_barriers=o_stages),
@@ -218,10 +223,10 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
 
     def attention_backward(
         order_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref, dk_ref, dv_ref,
-        *, k_smem, v_smem, q_smem, o_smem, start_smem, delta_smem, ds_smem, kv_full, q_full, o_full,
-        twins=None,
+        *, k_smem, v_smem, q_smem, o_smem, start_smem, delta_smem, ds_smem, dq_smem,
+        kv_full, q_full, o_full, twins=None,
     ):  # fmt: skip
-        meet, q_free, o_free = (
+        meet, q_free, o_free, dq_full, dq_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
         )
@@ -232,8 +237,6 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
         first_key = tile * block_kv
         per_head = query_blocks - first_block
         steps = per_head * group
-        q_slot = lambda j: lax.rem(j, jnp.int32(q_stages))
-        o_slot = lambda j: lax.rem(j, jnp.int32(o_stages))
 
         def locate(j):
             """Query block and head of step j."""
@@ -241,6 +244,12 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                 return first_block + j, kv_head
             member = lax.div(j, per_head)
             return first_block + j - member * per_head, kv_head * group + member
+
+        def dq_target(j, row, column):
+            """Where a dQ tile is accumulated; row and column within the block."""
+            query_block, head = locate(j)
+            row_tile = query_block * (block_q // _DQ_TILE) + row // _DQ_TILE
+            return dq_ref.at[batch, head, row_tile, column // _DQ_TILE]
 
         # One copy of the code a consumer: addresses become constants, which saves registers.
         def _consumer(consumer: int):
@@ -277,17 +286,19 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
 
             def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc):
                 def step(j, _):
-                    qs, os, parity = q_slot(j), o_slot(j), lax.rem(j, jnp.int32(2))
-                    query_block, head = locate(j)
+                    only = fresh_zero()
+                    qs, os = lax.rem(j, jnp.int32(q_stages)), lax.rem(j, jnp.int32(o_stages))
+                    parity = lax.rem(j, jnp.int32(2))
+                    query_block, _ = locate(j)
 
                     plgpu.barrier_wait(q_full.at[qs])
                     s_acc[...] = _per_query(plgpu.load(start_smem.at[qs], layout=_QUERIES), own_keys)
                     for p in range(parts):
-                        plgpu.wgmma(s_acc, k_smem.at[p, own], q_smem.at[qs, p].transpose((1, 0)))
+                        plgpu.wgmma(s_acc, k_smem.at[only, p, own], q_smem.at[qs, p].transpose((1, 0)))
                     plgpu.barrier_wait(o_full.at[os])
                     dp_acc[...] = _zeros(own_keys, block_q)
                     for p in range(parts):
-                        plgpu.wgmma(dp_acc, v_smem.at[p, own], o_smem.at[os, p].transpose((1, 0)))
+                        plgpu.wgmma(dp_acc, v_smem.at[only, p, own], o_smem.at[os, p].transpose((1, 0)))
 
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=parts)
                     weights = jnp.exp2(logits * factor)
@@ -316,16 +327,17 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                         plgpu.wgmma(
                             dq_acc,
                             ds_smem.at[parity, ds_copy, :, pl.ds(row, _DQ_TILE)].transpose((1, 0)),
-                            k_smem.at[part, :, pl.ds(column, _DQ_TILE)],
+                            k_smem.at[only, part, :, pl.ds(column, _DQ_TILE)],
                         )
                         if index == 0:
                             plgpu.wgmma_wait(1)
                             o_free.arrive(os)
                             q_free.arrive(qs)
                         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-                        row_tile = query_block * (block_q // _DQ_TILE) + row // _DQ_TILE
-                        column_tile = (part * part_width + column) // _DQ_TILE
-                        add_fragment(dq_ref.at[batch, head, row_tile, column_tile], dq)
+                        dq_free.wait(consumer)
+                        store_fragment(dq_smem.at[consumer], dq)
+                        fence_async_shared()
+                        dq_full.arrive(consumer)
 
                 plgpu.barrier_wait(kv_full)
                 lax.fori_loop(jnp.int32(0), steps, step, None)
@@ -335,12 +347,12 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                 meet_other(lax.rem(steps, jnp.int32(2)))
                 rows = pl.ds(first_key + own_first_key, own_keys)
                 columns = pl.ds(part * part_width, part_width)
-                k_smem[part, own] = (dk * problem.scale).astype(dtype)
-                v_smem[part, own] = dv.astype(dtype)
+                k_smem[0, part, own] = (dk * problem.scale).astype(dtype)
+                v_smem[0, part, own] = dv.astype(dtype)
                 plgpu.commit_smem()
                 for staging, gradient in ((k_smem, dk_ref), (v_smem, dv_ref)):
                     target = gradient.at[batch, rows, kv_head, columns]
-                    plgpu.copy_smem_to_gmem(staging.at[part, own], target)
+                    plgpu.copy_smem_to_gmem(staging.at[0, part, own], target)
                 plgpu.wait_smem_to_gmem(0)
 
             accumulator = lambda rows, columns: plgpu.ACC((rows, columns), jnp.float32)
@@ -364,9 +376,11 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
             for ref, buffer in ((k_ref, k_smem), (v_ref, v_smem)):
                 for p, columns in enumerate(part_columns):
                     source = ref.at[batch, keys, kv_head, columns]
-                    plgpu.copy_gmem_to_smem(source, buffer.at[p], kv_full)
+                    plgpu.copy_gmem_to_smem(source, buffer.at[0, p], kv_full)
 
-            def load(j, slot, stages, free, full, ref, buffer, row_ref, row_buffer):
+            def load(j, stages, free, full, ref, buffer, row_ref, row_buffer):
+                """Loads a block of step j and its row statistics once their slot is free."""
+                slot = lax.rem(j, jnp.int32(stages))
                 query_block, head = locate(j)
                 pl.when(j >= stages)(lambda: free.wait(slot))
                 rows = pl.ds(query_block * block_q, block_q)
@@ -376,10 +390,36 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                 row_source = row_ref.at[batch, head, rows]
                 plgpu.copy_gmem_to_smem(row_source, row_buffer.at[slot], full.at[slot])
 
+            def load_query(j):
+                load(j, q_stages, q_free, q_full, q_ref, q_smem, start_ref, start_smem)
+
+            def load_d_out(j):
+                load(j, o_stages, o_free, o_full, do_ref, o_smem, delta_ref, delta_smem)
+
+            for consumer in range(_CONSUMERS):
+                dq_free.arrive(consumer)
+
+            @pl.loop(jnp.int32(0), jnp.minimum(steps, max(q_stages, o_stages)))
+            def _(j):
+                pl.when(j < q_stages)(lambda: load_query(j))
+                pl.when(j < o_stages)(lambda: load_d_out(j))
+
             @pl.loop(jnp.int32(0), steps)
             def _(j):
-                load(j, q_slot(j), q_stages, q_free, q_full, q_ref, q_smem, start_ref, start_smem)
-                load(j, o_slot(j), o_stages, o_free, o_full, do_ref, o_smem, delta_ref, delta_smem)
+                # In the order in which the consumers get done with things.
+                pl.when(j + o_stages < steps)(lambda: load_d_out(j + o_stages))
+                pl.when(j + q_stages < steps)(lambda: load_query(j + q_stages))
+                for tiles in zip(*map(split.dq_tiles, range(_CONSUMERS)), strict=True):
+                    for consumer, (row, column) in enumerate(tiles):
+                        dq_full.wait(consumer)
+                        column = split.part(consumer) * part_width + column
+                        target = dq_target(j, row, column)
+                        plgpu.copy_smem_to_gmem(dq_smem.at[consumer], target, reduction_op="add")
+                    for consumer in range(_CONSUMERS):
+                        plgpu.wait_smem_to_gmem(_CONSUMERS - 1 - consumer, wait_read_only=True)
+                        dq_free.arrive(consumer)
+
+            plgpu.wait_smem_to_gmem(0)
 
     gradient = jax.ShapeDtypeStruct((problem.batch, key_rows, problem.kv_heads, width), dtype)
     kernel = plgpu.kernel(

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src.config import pallas_tpu_interpret_mode_context_manager as _interpret_mode
+import jax.experimental.mosaic.gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 WARPGROUP_THREADS = 128
-FRAGMENT_WIDTH = 4 * WARPGROUP_THREADS  # 16 columns by one row half of a (64, n) tile
+_PIECE_BYTES = 16 * WARPGROUP_THREADS  # 16 columns by one row half of a (64, n) float32 tile
 
 _TILE = plgpu.Layout.WGMMA
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -91,6 +92,26 @@ def fence_async_shared() -> None:
     fence()
 
 
+def fresh_zero() -> jax.Array:
+    """A scalar 0 that the compiler cannot see through.
+
+    An address made with it inside a loop is computed there. Otherwise what is the same in every
+    step, such as wgmma descriptors of a resident tile, is kept in registers across the loop, and
+    other registers are spilled for it.
+    """
+    if interpreting():
+        return jnp.int32(0)
+
+    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(return_type=shape)
+    def zero(_):
+        value = _asm("mov.u32 $0, 0;", "=r", result=ir.IntegerType.get_signless(32))
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return zero()
+
+
 # --- masks ---------------------------------------------------------------------------------------
 
 
@@ -132,7 +153,7 @@ def _keep_columns(tile, bound, fill, predicate, compare):
     return keep(tile, bound)
 
 
-# --- global memory -------------------------------------------------------------------------------
+# --- memory --------------------------------------------------------------------------------------
 
 
 def store_rows(ref, rows: jax.Array) -> None:
@@ -165,41 +186,43 @@ def store_rows(ref, rows: jax.Array) -> None:
 
 
 def fragment_shape(columns: int) -> tuple[int, int]:
-    """Shape of a `(64, columns)` float32 tile in fragment order."""
-    return (columns // 8, FRAGMENT_WIDTH)
+    """Shape of a `(64, columns)` float32 tile in fragment order; TMA takes up to 256 an axis."""
+    return (columns // 4, 256)
 
 
-def add_fragment(ref, tile: jax.Array) -> None:
-    """Adds a `(64, n)` float32 tile to global memory in fragment order, 16 bytes a thread at once.
+def store_fragment(ref, tile: jax.Array) -> None:
+    """Stores a `(64, n)` float32 tile to shared memory in fragment order, 16 bytes a thread at once.
 
-    Fragment order is `[16 columns][row half][thread][4]`: what a thread holds is contiguous, so the
-    vector reductions of a warp cover 512 contiguous bytes. PTX ISA, `red` with `.v4.f32` (sm_90).
+    Fragment order is `[16 columns][row half][thread][4]`: what a thread holds is contiguous, so one
+    address register serves all stores, and no two threads meet in a bank.
     """
     if interpreting():
-        plgpu.atomic_add(ref, _to_fragment_order(tile))
+        ref[...] = _to_fragment_order(tile)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
-    def add(_, ref, tile):
-        address = _global_address(ref, arith.muli(_thread(), _i32(16)))
+    def store(_, ref, tile):
+        i32 = ir.IntegerType.get_signless(32)
+        base = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(ref))
+        address = arith.addi(base, arith.muli(_thread(), _i32(16)))
         pairs = {(group, half): pair for _, group, half, pair in _fragments(tile.registers)}
         for group, half in pairs:
             if group % 2 == 0:
                 values = [
                     _extract(pairs[g, half], e) for g in (group, group + 1) for e in range(2)
                 ]
-                offset = (group + half) * FRAGMENT_WIDTH * 4
+                offset = (group + half) * _PIECE_BYTES
                 _asm(
-                    f"red.relaxed.gpu.global.add.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};",
-                    "l,f,f,f,f,~{memory}",
+                    f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};",
+                    "r,f,f,f,f,~{memory}",
                     [address, *values],
                 )
 
-    add(ref, tile)
+    store(ref, tile)
 
 
 def load_fragment(ref, columns: int) -> jax.Array:
-    """The `(64, columns)` float32 tile that `add_fragment` left in global memory."""
+    """The `(64, columns)` float32 tile that stands in global memory in fragment order."""
     if interpreting():
         return _from_fragment_order(ref[...], columns)
 
@@ -214,7 +237,7 @@ def load_fragment(ref, columns: int) -> jax.Array:
         loaded = {}
         for group in range(0, columns // 8, 2):
             for half in range(2):
-                offset = (group + half) * FRAGMENT_WIDTH * 4
+                offset = (group + half) * _PIECE_BYTES
                 loaded[group, half] = _asm(
                     f"ld.global.nc.L1::no_allocate.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];",
                     "=f,=f,=f,=f,l",
