@@ -123,7 +123,7 @@ class Report:
     shared_memory_bytes: int | None
     setmaxnreg: tuple[str, ...]
     resources: Resources
-    sass: Sass | None  # None without nvdisasm
+    sass: Sass | None  # None if not asked for, or without nvdisasm
 
     def faults(self) -> list[str]:
         return self.resources.faults()
@@ -168,7 +168,9 @@ def find_tool(name: str) -> str | None:
     return shutil.which(name)
 
 
-def compile_kernels(fn: Callable, args: Any, keep: str | None = None) -> list[Report]:
+def compile_kernels(
+    fn: Callable, args: Any, keep: str | None = None, sass: bool = True
+) -> list[Report]:
     """Compiles `fn(*args)` for an H100 and reports on every Mosaic kernel in it.
 
     The plugin compiles equal kernels once in a process, so a kernel that an earlier call reported
@@ -178,6 +180,7 @@ def compile_kernels(fn: Callable, args: Any, keep: str | None = None) -> list[Re
       fn: function to jit, with Mosaic GPU kernels in it.
       args: its arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
       keep: directory to leave the PTX, cubin and SASS in.
+      sass: count instructions too, which assembles every kernel once more.
 
     Raises:
       ValueError: `fn` has no Mosaic kernel.
@@ -203,7 +206,7 @@ def compile_kernels(fn: Callable, args: Any, keep: str | None = None) -> list[Re
         new = kernels - _reported
         if len(ptx_files) != len(new):
             raise RuntimeError(f"{len(new)} kernels were to compile, {len(ptx_files)} did")
-        reports = [_report(ptx) for ptx in ptx_files]
+        reports = [_report(ptx, sass) for ptx in ptx_files]
         _reported.update(new)
         return reports
 
@@ -259,7 +262,7 @@ def parse_sass(text: str) -> Sass:
     )
 
 
-def _report(ptx: pathlib.Path) -> Report:
+def _report(ptx: pathlib.Path, sass: bool) -> Report:
     text = ptx.read_text()
     grid, shared_memory = _launch(ptx.with_suffix(".mlir-passes.log"))
     return Report(
@@ -272,7 +275,7 @@ def _report(ptx: pathlib.Path) -> Report:
             for action, count in re.findall(r"setmaxnreg\.(inc|dec)\S*\s+(\d+)", text)
         ),
         resources=parse_ptxas_log(ptx.with_suffix(".ptxas").read_text()),
-        sass=_disassemble(ptx),
+        sass=_disassemble(ptx) if sass else None,
     )
 
 

@@ -1,9 +1,48 @@
 """The kernel variants that tests compile: every one that the library may launch."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_flash
+from pallas_kernels import config
+
+# (T, S, N, K, dtype): tiles that fit, and tails at both ends with grouped heads.
+SHAPES = {
+    "even": (4096, 4096, 16, 16, jnp.bfloat16),
+    "ragged": (1001, 1013, 8, 2, jnp.float16),
+}
 
 
 def kernel_cases() -> list[tuple[str, Callable, Any]]:
     """`(id, fn, args)`: fn calls kernels, args are pytrees of `jax.ShapeDtypeStruct`."""
-    return []
+    cases = []
+    for width, is_causal, shape in itertools.product(config.WIDTHS, (False, True), SHAPES):
+        T, S, N, K, dtype = SHAPES[shape]
+        query = jax.ShapeDtypeStruct((1, T, N, width), dtype)
+        key = jax.ShapeDtypeStruct((1, S, K, width), dtype)
+        lse = jax.ShapeDtypeStruct((1, T, N), jnp.float32)
+        name = f"H{width}-{'causal' if is_causal else 'full'}-{shape}"
+        cases.append((name, _forward_and_backward(is_causal), (query, key, key, query, lse)))
+    return cases
+
+
+def _forward_and_backward(is_causal: bool) -> Callable:
+    def attention(query, key, value):
+        return jax_flash.attention(
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            return_residual=True,
+            implementation="mosaic_gpu",
+        )
+
+    def run(query, key, value, dout, dlse):
+        results, backward = jax.vjp(attention, query, key, value)
+        return results, backward((dout, dlse))
+
+    return run
