@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jax_flash import dispatch
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
+from pallas_kernels.config import Config
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -40,7 +41,7 @@ def attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     deterministic: bool = False,
-    config: object | None = None,
+    config: Config | None = None,
 ) -> Any:
     """Exact multi-head attention, in memory linear in the sequence lengths.
 
@@ -188,6 +189,13 @@ def _checked(
         "implementation",
         repr(implementation),
         f"None or one of {', '.join(dispatch.IMPLEMENTATIONS)}",
+    )
+    _need(
+        config is None or isinstance(config, Config),
+        "config",
+        type(config).__name__,
+        "None or a pallas_kernels.config.Config",
+        TypeError,
     )
     _need(
         config is None or implementation in (None, "mosaic_gpu"),

@@ -4,9 +4,9 @@ The gradient is written by hand (`jax.custom_vjp`): the backward kernel recomput
 query, key and the LSE, so that what is kept between forward and backward is linear in the sequence
 (Dao 2023, "FlashAttention-2", section 3.1). Reverse mode only.
 
-Output and LSE carry the checkpoint names `OUT_NAME` and `LSE_NAME`, so that under `jax.checkpoint` a
-policy such as `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)` keeps them and the
-forward kernel is not run again.
+Output and LSE carry the checkpoint names `OUT_NAME` and `LSE_NAME`, so that under `jax.checkpoint`
+a policy such as `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)` keeps them and
+the forward kernel is not run again.
 """
 
 import dataclasses
@@ -22,7 +22,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_flash.call import Call
-from pallas_kernels import backward, config, forward
+from pallas_kernels import backward, forward
+from pallas_kernels.config import WIDTHS, Config, Problem, default
 from pallas_kernels.primitives import interpreting
 
 OUT_NAME = "jax_flash_out"
@@ -42,8 +43,8 @@ def unsupported(call: Call) -> str | None:
         f"dtype {call.query.dtype}: the kernels take bfloat16 and float16": (
             call.query.dtype not in _DTYPES
         ),
-        f"head width {width}: the kernels take {', '.join(map(str, config.WIDTHS))}": (
-            width not in config.WIDTHS
+        f"head width {width}: the kernels take {', '.join(map(str, WIDTHS))}": (
+            width not in WIDTHS
         ),
         f"value width {value_width} differs from query width {width}": value_width != width,
         "an empty batch, head or sequence axis": 0 in (batch, heads, query_length, key_length),
@@ -71,13 +72,14 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     """Attention on the kernels; call must be one that `unsupported` has no reason against."""
     query_length, key_length = call.query.shape[1], call.key.shape[1]
     offset = call.visibility.query_offset
+    assert isinstance(offset, int) and isinstance(call.scale, (int, float))  # else unsupported
     # An offset that hides nothing, or everything, is as good as any other such; int32 holds these.
     is_causal = call.visibility.is_causal and offset < key_length - 1
     settings = _Settings(
         scale=float(call.scale),
         is_causal=is_causal,
         query_offset=max(offset, -query_length) if is_causal else 0,
-        config=call.config or config.default(call.query.shape[-1]),
+        config=call.config or default(call.query.shape[-1]),
     )
     out, lse = _attention(settings, call.query, call.key, call.value)
     return out, lse.transpose(0, 2, 1)
@@ -90,11 +92,11 @@ class _Settings:
     scale: float
     is_causal: bool
     query_offset: int
-    config: config.Config
+    config: Config
 
-    def problem(self, query: jax.Array, key: jax.Array) -> config.Problem:
+    def problem(self, query: jax.Array, key: jax.Array) -> Problem:
         batch, query_length, heads, width = query.shape
-        return config.Problem(
+        return Problem(
             batch=batch,
             query_length=query_length,
             key_length=key.shape[1],
@@ -129,6 +131,7 @@ def _attention_backward(settings, residuals, cotangents):
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
+@functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
 def _run_forward(settings, query, key, value):
     problem = settings.problem(query, key)
 
@@ -145,6 +148,7 @@ def _run_forward(settings, query, key, value):
     return _on_hopper(kernel, query, key, value)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _run_backward(settings, query, key, value, out, lse, d_out, d_lse):
     problem = settings.problem(query, key)
 

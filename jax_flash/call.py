@@ -12,6 +12,7 @@ import dataclasses
 import jax
 
 from jax_flash.masks import Visibility
+from pallas_kernels.config import Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,4 +47,4 @@ class Call:
     dropout_key: jax.Array | None = None
     return_residual: bool = False
     deterministic: bool = False
-    config: object | None = None
+    config: Config | None = None

@@ -14,8 +14,8 @@ P and dS are in the registers that the products for dV and dK read them from:
                dQ = dS K, through shared memory                 once both consumers' dS' are there
     producer   adds dQ to global memory in float32              TMA reduction
 
-    delta = rowsum(dO * O) - dLSE, computed before. What is left of dQ, the factor scale and the cast,
-    is a small kernel of its own.
+delta = rowsum(dO * O) - dLSE is computed before. What is left of dQ, the factor scale and the cast,
+is a small kernel of its own.
 
 Two consumers share the work in one of two ways (`_Split`). Up to width 128 each has 64 keys of its
 own, and dQ needs the dS' of both. At width 256 the accumulators of dK and dV for 64 keys fill both
@@ -31,6 +31,7 @@ a warpgroup hold an accumulator, so that storing it takes neither a swizzle nor 
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -162,7 +163,9 @@ def attention_gradients(
 
 
 @functools.lru_cache
-def _build(problem: Problem, config: BackwardConfig, query_rows: int, key_rows: int, interpret: bool):
+def _build(
+    problem: Problem, config: BackwardConfig, query_rows: int, key_rows: int, interpret: bool
+):
     """The main kernel and the cast of dQ."""
     return (
         _build_main(problem, config, key_rows, interpret),
@@ -205,7 +208,7 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
 
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=_TILED)
     ds_copies = _CONSUMERS if split.by_columns else 1
-    scratch = dict(
+    scratch: dict[str, Any] = dict(
         k_smem=smem((1, parts, block_kv, part_width)),
         v_smem=smem((1, parts, block_kv, part_width)),
         q_smem=smem((q_stages, parts, block_q, part_width)),
@@ -232,24 +235,21 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
         )
         warpgroup = lax.axis_index("warpgroup")
         block = lax.axis_index("block")
-        tile, head_of_all, first_block = order_ref[block, 0], order_ref[block, 1], order_ref[block, 2]
-        batch, kv_head = _divmod(head_of_all, problem.kv_heads)
+        tile, first_block = order_ref[block, 0], order_ref[block, 2]
         first_key = tile * block_kv
         per_head = query_blocks - first_block
         steps = per_head * group
 
-        def locate(j):
-            """Query block and head of step j."""
-            if group == 1:
-                return first_block + j, kv_head
-            member = lax.div(j, per_head)
-            return first_block + j - member * per_head, kv_head * group + member
+        def batch_and_kv_head():
+            """Read where needed: kept over the loop, they cost registers."""
+            return _divmod(order_ref[block, 1], problem.kv_heads)
 
-        def dq_target(j, row, column):
-            """Where a dQ tile is accumulated; row and column within the block."""
-            query_block, head = locate(j)
-            row_tile = query_block * (block_q // _DQ_TILE) + row // _DQ_TILE
-            return dq_ref.at[batch, head, row_tile, column // _DQ_TILE]
+        def locate(j):
+            """Query block of step j, and the query head's number in its group."""
+            if group == 1:
+                return first_block + j, 0
+            member = lax.div(j, per_head)
+            return first_block + j - member * per_head, member
 
         # One copy of the code a consumer: addresses become constants, which saves registers.
         def _consumer(consumer: int):
@@ -286,19 +286,27 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
 
             def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc):
                 def step(j, _):
+                    # Addresses made anew each step: registers are short.
                     only = fresh_zero()
-                    qs, os = lax.rem(j, jnp.int32(q_stages)), lax.rem(j, jnp.int32(o_stages))
+                    qs = lax.rem(j, jnp.int32(q_stages))
+                    os = lax.rem(j, jnp.int32(o_stages)) + fresh_zero()
                     parity = lax.rem(j, jnp.int32(2))
                     query_block, _ = locate(j)
 
                     plgpu.barrier_wait(q_full.at[qs])
-                    s_acc[...] = _per_query(plgpu.load(start_smem.at[qs], layout=_QUERIES), own_keys)
+                    s_acc[...] = _per_query(
+                        plgpu.load(start_smem.at[qs], layout=_QUERIES), own_keys
+                    )
                     for p in range(parts):
-                        plgpu.wgmma(s_acc, k_smem.at[only, p, own], q_smem.at[qs, p].transpose((1, 0)))
+                        plgpu.wgmma(
+                            s_acc, k_smem.at[only, p, own], q_smem.at[qs, p].transpose((1, 0))
+                        )
                     plgpu.barrier_wait(o_full.at[os])
                     dp_acc[...] = _zeros(own_keys, block_q)
                     for p in range(parts):
-                        plgpu.wgmma(dp_acc, v_smem.at[only, p, own], o_smem.at[os, p].transpose((1, 0)))
+                        plgpu.wgmma(
+                            dp_acc, v_smem.at[only, p, own], o_smem.at[os, p].transpose((1, 0))
+                        )
 
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=parts)
                     weights = jnp.exp2(logits * factor)
@@ -345,7 +353,8 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                 dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
                 # The gradients leave from where K and V were, once the other has read them.
                 meet_other(lax.rem(steps, jnp.int32(2)))
-                rows = pl.ds(first_key + own_first_key, own_keys)
+                batch, kv_head = batch_and_kv_head()
+                rows = pl.ds(order_ref[block, 0] * block_kv + own_first_key, own_keys)
                 columns = pl.ds(part * part_width, part_width)
                 k_smem[0, part, own] = (dk * problem.scale).astype(dtype)
                 v_smem[0, part, own] = dv.astype(dtype)
@@ -371,6 +380,7 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
         @pl.when(warpgroup == _CONSUMERS)
         def _producer():
             plgpu.set_max_registers(config.registers[1], action="decrease")
+            batch, kv_head = batch_and_kv_head()
             part_columns = [pl.ds(p * part_width, part_width) for p in range(parts)]
             keys = pl.ds(first_key, block_kv)
             for ref, buffer in ((k_ref, k_smem), (v_ref, v_smem)):
@@ -381,7 +391,8 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
             def load(j, stages, free, full, ref, buffer, row_ref, row_buffer):
                 """Loads a block of step j and its row statistics once their slot is free."""
                 slot = lax.rem(j, jnp.int32(stages))
-                query_block, head = locate(j)
+                query_block, member = locate(j)
+                head = kv_head * group + member
                 pl.when(j >= stages)(lambda: free.wait(slot))
                 rows = pl.ds(query_block * block_q, block_q)
                 for p, columns in enumerate(part_columns):
@@ -409,11 +420,13 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                 # In the order in which the consumers get done with things.
                 pl.when(j + o_stages < steps)(lambda: load_d_out(j + o_stages))
                 pl.when(j + q_stages < steps)(lambda: load_query(j + q_stages))
+                query_block, member = locate(j)
                 for tiles in zip(*map(split.dq_tiles, range(_CONSUMERS)), strict=True):
                     for consumer, (row, column) in enumerate(tiles):
                         dq_full.wait(consumer)
-                        column = split.part(consumer) * part_width + column
-                        target = dq_target(j, row, column)
+                        row_tile = (query_block * block_q + row) // _DQ_TILE
+                        column_tile = (split.part(consumer) * part_width + column) // _DQ_TILE
+                        target = dq_ref.at[batch, kv_head * group + member, row_tile, column_tile]
                         plgpu.copy_smem_to_gmem(dq_smem.at[consumer], target, reduction_op="add")
                     for consumer in range(_CONSUMERS):
                         plgpu.wait_smem_to_gmem(_CONSUMERS - 1 - consumer, wait_read_only=True)

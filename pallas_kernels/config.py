@@ -13,8 +13,9 @@ L2_SECTION_BYTES = 24 << 20  # what K and V of the heads in work at a time may t
 class Problem:
     """The static part of one attention call: what a kernel is built for.
 
-    Query `[batch, query_length, heads, width]`, key and value `[batch, key_length, kv_heads, width]`.
-    Query i sees keys j <= i + query_offset if causal, else all.
+    Query is `[batch, query_length, heads, width]`, key and value are
+    `[batch, key_length, kv_heads, width]`. Query i sees keys j <= i + query_offset if causal, else
+    all.
     """
 
     batch: int
@@ -62,6 +63,16 @@ class ForwardConfig:
     registers: tuple[int, int]
     section_bytes: int = L2_SECTION_BYTES
 
+    def __post_init__(self):
+        if self.consumers < 1:
+            raise ValueError(f"consumers: got {self.consumers}, needs at least 1")
+        if self.block_kv < 64 or self.block_kv % 64:
+            raise ValueError(f"block_kv: got {self.block_kv}, needs a multiple of 64")
+        if self.stages < 2:
+            raise ValueError(f"stages: got {self.stages}, needs at least 2")
+        if self.query_buffers not in (1, 2):
+            raise ValueError(f"query_buffers: got {self.query_buffers}, needs 1 or 2")
+
     @property
     def block_q(self) -> int:
         return 64 * self.consumers
@@ -80,6 +91,12 @@ class BackwardConfig:
     block_q: int
     stages: tuple[int, int]
     registers: tuple[int, int] = (240, 24)
+
+    def __post_init__(self):
+        if self.block_q < 64 or self.block_q % 64:
+            raise ValueError(f"block_q: got {self.block_q}, needs a multiple of 64")
+        if min(self.stages) < 1:
+            raise ValueError(f"stages: got {self.stages}, needs at least 1 of each")
 
 
 @dataclasses.dataclass(frozen=True)

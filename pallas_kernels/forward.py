@@ -9,17 +9,17 @@ walks a list of tiles. A tile is `block_q` query rows of one head, 64 for each c
                ...
                S=Q' K0' | O+=P V(n-1)   the next tile's first logits; then O is divided and stored
 
-Key blocks run from the last to the first, so that the blocks that causality cuts come first, and the
-steps that need a mask are over before the loop that needs none.
+Key blocks run from the last to the first, so that the blocks that causality cuts come first, and
+the steps that need a mask are over before the loop that needs none.
 
-Barriers. Full: an mbarrier a slot of Q, K and V, completed by TMA. Free: a named barrier a slot, the
-consumers arrive and the producer waits. Turn: a named barrier a consumer; who has the turn issues
-its two products, so one warpgroup's softmax runs under another's products (ping-pong).
+Barriers. Full: an mbarrier a slot of Q, K and V, completed by TMA. Free: a named barrier a slot,
+the consumers arrive and the producer waits. Turn: a named barrier a consumer; who has the turn
+issues its two products, so one warpgroup's softmax runs under another's products (ping-pong).
 """
 
 import dataclasses
 import functools
-import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -131,7 +131,7 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=tiled)
-    scratch = dict(
+    scratch: dict[str, Any] = dict(
         q_smem=smem((query_buffers, consumers, _ROWS, width)),
         k_smem=smem((stages, block_kv, width)),
         v_smem=smem((stages, block_kv, width)),
@@ -309,9 +309,7 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
                             begin, needing_mask, functools.partial(step, mask=True), carry
                         )
                         begin = needing_mask
-                    carry = lax.fori_loop(
-                        begin, blocks, functools.partial(step, mask=False), carry
-                    )
+                    carry = lax.fori_loop(begin, blocks, functools.partial(step, mask=False), carry)
                     weights, state = end_tile(index, steps + blocks, number, carry, following)
                     return steps + blocks, weights, RowState(*state)
 
@@ -379,9 +377,7 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
     kernel = plgpu.kernel(
         attention_forward,
         out_type=(
-            jax.ShapeDtypeStruct(
-                (problem.batch, padded_query_length, problem.heads, width), dtype
-            ),
+            jax.ShapeDtypeStruct((problem.batch, padded_query_length, problem.heads, width), dtype),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
         grid=(thread_blocks,),

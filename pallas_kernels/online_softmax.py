@@ -28,7 +28,7 @@ class RowState(NamedTuple):
     sums: jax.Array
 
 
-def spread(rows: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def spread(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Broadcasts one value a row over `shape`."""
     return lax.broadcast_in_dim(rows, shape, [0])
 
@@ -61,7 +61,8 @@ def finish(state: RowState) -> tuple[jax.Array, jax.Array]:
 def _partial_sums(weights: jax.Array) -> jax.Array:
     groups = [weights[:, g : g + 8] for g in range(0, weights.shape[1], 8)]
     # Two chains, so that an addition need not wait for the last one.
-    even, odd = functools.reduce(operator.add, groups[0::2]), functools.reduce(
-        operator.add, groups[1::2]
+    even, odd = (
+        functools.reduce(operator.add, groups[0::2]),
+        functools.reduce(operator.add, groups[1::2]),
     )
     return even + odd

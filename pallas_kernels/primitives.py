@@ -1,4 +1,4 @@
-"""What Pallas Mosaic GPU does not offer: each a few instructions of PTX, with a twin for interpret mode.
+"""What Pallas Mosaic GPU does not offer: a few instructions of PTX each.
 
 `inline_mgpu` has no interpret mode, so every function here asks `interpreting()` and then does the
 same with what Pallas has. Register layouts are those of the wgmma accumulator (PTX ISA, "register
@@ -11,12 +11,12 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src.config import pallas_tpu_interpret_mode_context_manager as _interpret_mode
-import jax.experimental.mosaic.gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
@@ -191,7 +191,7 @@ def fragment_shape(columns: int) -> tuple[int, int]:
 
 
 def store_fragment(ref, tile: jax.Array) -> None:
-    """Stores a `(64, n)` float32 tile to shared memory in fragment order, 16 bytes a thread at once.
+    """Stores a `(64, n)` float32 tile to shared memory in fragment order, 16 bytes at a time.
 
     Fragment order is `[16 columns][row half][thread][4]`: what a thread holds is contiguous, so one
     address register serves all stores, and no two threads meet in a bank.
@@ -208,9 +208,7 @@ def store_fragment(ref, tile: jax.Array) -> None:
         pairs = {(group, half): pair for _, group, half, pair in _fragments(tile.registers)}
         for group, half in pairs:
             if group % 2 == 0:
-                values = [
-                    _extract(pairs[g, half], e) for g in (group, group + 1) for e in range(2)
-                ]
+                values = [_extract(pairs[g, half], e) for g in (group, group + 1) for e in range(2)]
                 offset = (group + half) * _PIECE_BYTES
                 _asm(
                     f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};",

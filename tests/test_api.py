@@ -12,6 +12,7 @@ import pytest
 import jax_flash
 from jax_flash import api
 from jax_flash.masks import Visibility
+from pallas_kernels import config
 from tests import oracle
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
@@ -414,8 +415,17 @@ ERRORS = [
     ({"local_window_size": True}, TypeError, "local_window_size: got True"),
     ({"implementation": "cuda"}, ValueError, "implementation: got 'cuda'; needs .* mosaic_gpu, c"),
     ({"implementation": 1}, ValueError, "implementation: got 1"),
-    ({"config": object(), "implementation": "xla"}, ValueError, "config: got one with impl"),
-    ({"config": object(), "implementation": "cudnn"}, ValueError, "config: got one with impl"),
+    ({"config": object()}, TypeError, "config: got object"),
+    (
+        {"config": config.default(64), "implementation": "xla"},
+        ValueError,
+        "config: got one with impl",
+    ),
+    (
+        {"config": config.default(64), "implementation": "cudnn"},
+        ValueError,
+        "config: got one with impl",
+    ),
     ({"query_segment_ids": jnp.zeros((B, T), int)}, ValueError, "one without the other"),
     ({"key_value_segment_ids": jnp.zeros((B, S), int)}, ValueError, "one without the other"),
     (

@@ -13,6 +13,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 import jax_flash
 from jax_flash import autodiff, cudnn, device, dispatch, xla
 from jax_flash.device import Device
+from pallas_kernels import config
 
 CPU = Device("cpu", "cpu")
 H100 = Device("gpu", "NVIDIA H100", (9, 0))
@@ -172,7 +173,7 @@ def test_explicit_choice_never_falls_back(on, implementation, here, reason):
 
 def test_config_does_not_choose(on):
     on(CPU)
-    assert jax_flash.explain(*shapes(), config=object()).implementation == "xla"
+    assert jax_flash.explain(*shapes(), config=config.default(64)).implementation == "xla"
 
 
 # --- the log ------------------------------------------------------------------------------------

@@ -1,0 +1,34 @@
+"""How far a result in a short float type may be from the exact one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def assert_as_accurate_as_plain(actual, plain, exact, name: str) -> None:
+    """Checks max|actual - exact| <= 2 * max|plain - exact| + a rounding.
+
+    The rule of FlashAttention's own tests: `plain` is textbook attention computed in the dtype of
+    `actual`. The rounding is what storing the largest value costs, for results that plain attention
+    happens to get exactly.
+    """
+    actual, plain, exact = (np.asarray(x, np.float64) for x in (actual, plain, exact))
+    assert actual.shape == exact.shape, f"{name}: {actual.shape} is not {exact.shape}"
+    assert np.isfinite(actual).all(), f"{name}: not finite"
+    if not exact.size:
+        return
+    error, plain_error = np.abs(actual - exact).max(), np.abs(plain - exact).max()
+    rounding = 2.0**-9 * np.abs(exact).max() + 2.0**-16
+    assert error <= 2 * plain_error + rounding, f"{name}: {error} beside {plain_error} of plain"
+
+
+def plain_attention(query, key, value, is_causal: bool, query_offset: int) -> jax.Array:
+    """Textbook attention with every product and the weights in the dtype of the inputs."""
+    group = query.shape[2] // key.shape[2]
+    key, value = jnp.repeat(key, group, axis=2), jnp.repeat(value, group, axis=2)
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(query.shape[-1])
+    row, column = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])
+    seen = (column <= row + query_offset) | (not is_causal)
+    logits = jnp.where(seen, logits.astype(jnp.float32), -1e30)
+    weights = jnp.where(seen, jax.nn.softmax(logits, axis=-1), 0.0).astype(query.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)

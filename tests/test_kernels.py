@@ -1,0 +1,194 @@
+"""The kernels in interpret mode, with race detection, beside float64 attention."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import autodiff
+from pallas_kernels import config, primitives, scheduler
+from pallas_kernels.forward import Tiles
+from tests import oracle
+from tests.support.interpret import interpret_mode
+from tests.support.rounding import assert_as_accurate_as_plain, plain_attention
+
+
+def inputs(B, T, S, N, K, H, dtype, seed=0):
+    """Query, key, value and the cotangents of output and LSE."""
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)
+    keys = jax.random.split(jax.random.key(seed), 5)
+    arrays = [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=False)]
+    return (*arrays, jax.random.normal(keys[4], (B, T, N), jnp.float32))
+
+
+def check(arrays, *, is_causal, query_offset=0):
+    """Runs forward and backward and compares every result with float64."""
+    query, key, value, dout, dlse = arrays
+    options = dict(is_causal=is_causal, query_offset=query_offset)
+    attention = functools.partial(
+        jax_flash.attention, **options, return_residual=True, implementation="mosaic_gpu"
+    )
+    (out, lse), vjp = jax.vjp(attention, query, key, value)
+    gradients = vjp((dout, dlse))
+
+    exact_out, exact_lse = oracle.attention(query, key, value, **options)
+    exact = oracle.gradients(query, key, value, dout=dout, dlse=dlse, **options)
+    plain, plain_vjp = jax.vjp(
+        lambda q, k, v: plain_attention(q, k, v, is_causal, query_offset), query, key, value
+    )
+    assert_as_accurate_as_plain(out, plain, exact_out, "out")
+    seen = np.isfinite(exact_lse)
+    chex.assert_trees_all_equal(np.isfinite(lse), seen)
+    np.testing.assert_allclose(np.asarray(lse)[seen], exact_lse[seen], atol=1e-4, rtol=1e-5)
+    np.testing.assert_array_equal(np.asarray(lse)[~seen], -np.inf)
+    for name, actual, rough, truth in zip(
+        ("d_query", "d_key", "d_value"), gradients, plain_vjp(dout), exact, strict=False
+    ):
+        assert_as_accurate_as_plain(actual, rough, truth, name)
+    for empty in (np.asarray(out)[~seen], np.asarray(gradients[0])[~seen]):
+        assert not empty.any()
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "dtype", "is_causal", "query_offset"),
+    [
+        (256, 256, 1, 1, 64, jnp.bfloat16, False, 0),
+        (200, 264, 2, 1, 64, jnp.bfloat16, True, 0),
+        (1, 239, 2, 2, 64, jnp.float16, False, 0),
+        (256, 256, 1, 1, 128, jnp.bfloat16, True, 0),
+        (67, 300, 4, 2, 128, jnp.float16, False, 0),
+        (113, 203, 2, 1, 128, jnp.bfloat16, True, 90),
+        (200, 70, 1, 1, 128, jnp.bfloat16, True, -50),
+        (150, 67, 1, 1, 256, jnp.bfloat16, False, 0),
+        (100, 150, 2, 1, 256, jnp.float16, True, 50),
+    ],
+)
+def test_kernels_in_interpret_mode(T, S, N, K, H, dtype, is_causal, query_offset):
+    with interpret_mode():
+        check(inputs(1, T, S, N, K, H, dtype), is_causal=is_causal, query_offset=query_offset)
+
+
+def test_rows_of_large_logits_and_maxima_that_grow():
+    """Each later key block, in the order of the kernel, brings a larger maximum."""
+    query, key, value, dout, dlse = inputs(1, 64, 512, 1, 1, 64, jnp.bfloat16)
+    growth = jnp.repeat(jnp.array([8.0, 4.0, 2.0, 1.0], jnp.bfloat16), 128)
+    with interpret_mode():
+        check((query, key * growth[:, None, None], value, dout, dlse), is_causal=False)
+
+
+def test_other_batch_entries_do_not_leak():
+    """NaN in the sequences beside one whose length is no multiple of any tile."""
+    arrays = inputs(3, 70, 77, 1, 1, 64, jnp.bfloat16)
+    poisoned = [x.at[jnp.array([0, 2])].set(jnp.nan) for x in arrays[:4]]
+    attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
+
+    def results(query, key, value, dout):
+        out, vjp = jax.vjp(attention, query, key, value)
+        return [x[1] for x in (out, *vjp(dout))]
+
+    with interpret_mode():
+        chex.assert_trees_all_equal(results(*poisoned), results(*arrays[:4]))
+
+
+def test_vmap_over_any_axis_folds_into_the_batch():
+    query, key, value, _, _ = inputs(2, 40, 48, 2, 2, 64, jnp.bfloat16)
+    attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
+    over_heads = jax.vmap(attention, in_axes=(2, 2, 2), out_axes=2)
+    with interpret_mode():
+        expected = attention(query, key, value)
+        one_head = over_heads(*(x[:, :, :, None] for x in (query, key, value)))
+        shared_keys = jax.vmap(attention, in_axes=(0, None, None))(
+            query[:, None], key[:1], value[:1]
+        )
+    chex.assert_trees_all_equal(one_head[:, :, :, 0], expected)
+    with interpret_mode():
+        again = attention(query, jnp.repeat(key[:1], 2, axis=0), jnp.repeat(value[:1], 2, axis=0))
+    chex.assert_trees_all_equal(shared_keys[:, 0], again)
+
+
+def test_gradient_of_vmap_and_vmap_of_gradient():
+    query, key, value, _, _ = inputs(2, 24, 24, 1, 1, 64, jnp.bfloat16)
+
+    def loss(q, k, v):
+        return (
+            jax_flash.attention(q, k, v, implementation="mosaic_gpu").astype("float32") ** 2
+        ).sum()
+
+    with interpret_mode():
+        expected = jax.grad(loss, (0, 1, 2))(query, key, value)
+        unbatched = jax.vmap(jax.grad(loss, (0, 1, 2)))(query, key, value)
+        total = jax.grad(lambda *x: jax.vmap(loss)(*x).sum(), (0, 1, 2))(query, key, value)
+    chex.assert_trees_all_equal(unbatched, expected)
+    chex.assert_trees_all_equal(total, expected)
+
+
+def test_checkpoint_names_save_the_forward_kernel():
+    query, key, value, _, _ = inputs(1, 64, 64, 1, 1, 64, jnp.bfloat16)
+
+    def forward_kernels(**checkpoint_options) -> int:
+        @functools.partial(jax.checkpoint, **checkpoint_options)
+        def loss(q, k, v):
+            return jax_flash.attention(q, k, v, implementation="mosaic_gpu").astype("float32").sum()
+
+        jaxpr = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(query, key, value))
+        assert jaxpr.count("attention_backward") == 1
+        return jaxpr.count("attention_forward")
+
+    save = jax.checkpoint_policies.save_only_these_names(*autodiff.CHECKPOINT_NAMES)
+    assert forward_kernels(policy=save) == 1
+    assert forward_kernels() > 1
+
+
+def test_lowering_for_cuda_and_refusal_elsewhere():
+    query, key, value, _, _ = inputs(1, 64, 64, 1, 1, 64, jnp.bfloat16)
+    attention = jax.jit(functools.partial(jax_flash.attention, implementation="mosaic_gpu"))
+    exported = jax.export.export(attention, platforms=["cuda"])(query, key, value)
+    assert exported.out_avals[0].shape == query.shape
+    lowered = attention.trace(query, key, value).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+    if jax.default_backend() == "cpu":
+        with pytest.raises(NotImplementedError, match=r"Hopper GPUs.*lowered for cpu"):
+            attention(query, key, value)
+
+
+def problem(T, S, N=4, K=2, B=2, is_causal=True, query_offset=0):
+    return config.Problem(B, T, S, N, K, 128, np.dtype(jnp.bfloat16), 1.0, is_causal, query_offset)
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 132])
+@pytest.mark.parametrize("tile_count", [1, 5, 40_000])
+def test_every_piece_of_work_is_dealt_once(blocks, tile_count):
+    costs = np.random.default_rng(0).uniform(1, 9, tile_count)
+    pieces = np.random.default_rng(1).permutation(tile_count)
+    table = scheduler.deal(pieces, costs, blocks)
+    dealt = np.concatenate([row[1 : 1 + row[0]] for row in table])
+    np.testing.assert_array_equal(np.sort(dealt), np.arange(tile_count))
+    assert not table[np.arange(blocks), 1 + table[:, 0]].any()
+
+
+def test_longest_tiles_come_first_within_a_section():
+    tile, head = scheduler.tile_order(np.array([1.0, 3.0, 2.0]), heads=4, section=2)
+    np.testing.assert_array_equal(tile, [1, 1, 2, 2, 0, 0] * 2)
+    np.testing.assert_array_equal(head, [0, 1] * 3 + [2, 3] * 3)
+
+
+@pytest.mark.parametrize(("T", "S", "offset"), [(300, 300, 0), (1, 77, 76), (513, 100, -37)])
+def test_key_blocks_cover_what_is_visible(T, S, offset):
+    """Blocks left out are invisible to every row, blocks without a mask visible to every row."""
+    tiles = Tiles(problem(T, S, query_offset=offset), config.FORWARD[128])
+    block_q, block_kv = tiles.config.block_q, tiles.config.block_kv
+    seen = np.arange(S) <= np.arange(T)[:, None] + offset
+    for tile, (blocks, masked) in enumerate(tiles.key_blocks()):
+        rows = seen[tile * block_q : (tile + 1) * block_q]
+        assert not rows[:, blocks * block_kv :].any()
+        assert rows[:, : (blocks - masked) * block_kv].all()
+        assert (blocks - masked) * block_kv <= S
+
+
+def test_named_barriers_are_sixteen():
+    with pytest.raises(ValueError, match="16"):
+        primitives.NamedBarriers(first=14, count=3, arrivers=1)

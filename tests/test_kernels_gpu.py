@@ -1,0 +1,141 @@
+"""The kernels on a Hopper GPU."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from tests.test_kernels import check, inputs
+
+pytestmark = pytest.mark.gpu
+
+attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
+
+LENGTHS = [
+    (1, 1),
+    (3, 3),
+    (1, 239),
+    (64, 1),
+    (799, 3),
+    (113, 203),
+    (128, 217),
+    (108, 256),
+    (255, 256),
+    (384, 256),
+    (1023, 1024),
+    (1024, 1023),
+    (4224, 4224),
+]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize(("T", "S"), LENGTHS)
+def test_lengths(T, S, H, is_causal):
+    """Heads and dtype change from case to case, so that each meets every width and mask."""
+    case = LENGTHS.index((T, S)) + H // 64 + is_causal
+    N, K = [(2, 2), (4, 2), (3, 1)][case % 3]
+    dtype = [jnp.bfloat16, jnp.float16][case // 3 % 2]
+    B = 1 if T > 2000 else 2
+    check(inputs(B, T, S, N, K, H, dtype, seed=case), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(("N", "K"), [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_heads(H, N, K, dtype):
+    check(inputs(2, 300, 413, N, K, H, dtype), is_causal=True, query_offset=413 - 300)
+
+
+@pytest.mark.parametrize("query_offset", [-1000, -450, -77, 1, 63, 500, 10**12])
+def test_query_offset(query_offset):
+    arrays = inputs(1, 500, 300, 2, 1, 128, jnp.bfloat16)
+    check(arrays, is_causal=True, query_offset=query_offset)
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_other_batch_entries_do_not_leak(H):
+    arrays = inputs(3, 613, 517, 4, 2, H, jnp.bfloat16)[:4]
+    poisoned = [x.at[jnp.array([0, 2])].set(jnp.nan) for x in arrays]
+
+    @jax.jit
+    def results(query, key, value, dout):
+        out, vjp = jax.vjp(attention, query, key, value)
+        return [x[1] for x in (out, *vjp(dout))]
+
+    (out, dq, dk, dv), (clean_out, clean_dq, clean_dk, clean_dv) = (
+        results(*arrays),
+        results(*poisoned),
+    )
+    chex.assert_trees_all_equal((out, dk, dv), (clean_out, clean_dk, clean_dv))
+    np.testing.assert_allclose(dq.astype("float32"), clean_dq.astype("float32"), atol=1e-2)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_repeats_are_bit_equal(H, is_causal):
+    """1000 forward runs, and 100 backward runs of which only dQ may round differently."""
+    query, key, value, dout, _ = inputs(2, 1157, 1157, 8, 2, H, jnp.bfloat16)
+    forward = jax.jit(functools.partial(attention, is_causal=is_causal, return_residual=True))
+
+    @jax.jit
+    def gradients(query, key, value, dout):
+        return jax.vjp(functools.partial(attention, is_causal=is_causal), query, key, value)[1](
+            dout
+        )
+
+    same = jax.jit(lambda x, y: jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), x, y)))
+    first = forward(query, key, value)
+    assert all(same(first, forward(query, key, value)) for _ in range(1000))
+    dq, dk, dv = gradients(query, key, value, dout)
+    for _ in range(100):
+        dq_again, *again = gradients(query, key, value, dout)
+        assert same([dk, dv], again)
+        np.testing.assert_allclose(
+            dq_again.astype("float32"), dq.astype("float32"), atol=2e-3, rtol=2e-2
+        )
+
+
+def test_more_elements_than_int32_counts():
+    """The last sequences of 2^31 elements and more, beside the same sequences alone."""
+    B, T, N, H = 1032, 1024, 16, 128
+    assert B * T * N * H > 2**31
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, dout = (jax.random.normal(k, (B, T, N, H), jnp.bfloat16) for k in keys[:2])
+    key, value = (jax.random.normal(k, (B, T, 2, H), jnp.bfloat16) for k in keys[2:])
+
+    @jax.jit
+    def results(query, key, value, dout):
+        causal = functools.partial(attention, is_causal=True)
+        out, vjp = jax.vjp(causal, query, key, value)
+        return out, *vjp(dout)
+
+    last = slice(B - 2, B)
+    whole = [np.asarray(x[last].astype(jnp.float32)) for x in results(query, key, value, dout)]
+    alone = [np.asarray(x.astype(jnp.float32)) for x in results(
+        query[last], key[last], value[last], dout[last]
+    )]  # fmt: skip
+    for index, (a, b) in enumerate(zip(whole, alone, strict=True)):
+        if index == 1:  # dQ
+            np.testing.assert_allclose(a, b, atol=2e-3, rtol=2e-2)
+        else:
+            np.testing.assert_array_equal(a, b)
+
+
+def test_second_call_compiles_nothing(caplog):
+    query, key, value, dout, _ = inputs(1, 200, 200, 2, 1, 64, jnp.bfloat16)
+
+    def run(query):
+        out, vjp = jax.vjp(attention, query, key, value)
+        return jax.block_until_ready((out, vjp(dout)))
+
+    with jax.log_compiles():
+        run(query)
+        assert "Compiling" in caplog.text  # the test would see a compilation
+        caplog.clear()
+        run(query + 1)
+        assert "Compiling" not in caplog.text
