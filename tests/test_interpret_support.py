@@ -151,3 +151,9 @@ def test_wgmma_takes_a_from_registers():
     with interpret_mode():
         out, expected = matmul_from_registers(a, b, start)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_too_few_threads_are_refused(monkeypatch):
+    monkeypatch.setenv("NPROC", "2")
+    with pytest.raises(RuntimeError, match="NPROC=16"), interpret_mode():
+        pass

@@ -22,6 +22,7 @@ new version of JAX broke it.
 import contextlib
 import dataclasses
 import functools
+import os
 import threading
 from collections.abc import Iterator
 
@@ -47,6 +48,9 @@ REDUCTIONS = {
 }
 
 
+MOST_WARPGROUPS = 8  # each is an XLA program that waits for the others on a thread of its own
+
+
 class RaceError(AssertionError):
     """Two threads of a kernel touched the same memory without a barrier between them."""
 
@@ -64,9 +68,16 @@ def interpret_mode(detect_races: bool = True) -> Iterator[None]:
       detect_races: look for races too, which costs about half as much time again.
 
     Raises:
+      RuntimeError: XLA has too few threads for the warpgroups of a kernel.
       RaceError: on leaving, if any kernel run inside raced. Where is in the captured output, after
         "RACE DETECTED".
     """
+    threads = int(os.environ.get("NPROC", os.cpu_count() or 1))
+    if threads < MOST_WARPGROUPS:
+        raise RuntimeError(
+            f"XLA has {threads} threads, too few for kernels of {MOST_WARPGROUPS} warpgroups, which"
+            " would hang: set NPROC=16 in the environment before jax starts, as conftest.py does"
+        )
     _install()
     options = {}
     if any(f.name == "on_race" for f in dataclasses.fields(plgpu.InterpretGPUParams)):
