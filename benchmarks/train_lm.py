@@ -136,11 +136,13 @@ def loss(params: dict, tokens: jax.Array, model: Model, attention: Callable) -> 
         y = rms_norm(x, p["mlp_norm"])
         return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"], None
 
-    x = params["embedding"].astype(jnp.bfloat16)[tokens[:, :-1]]
+    # A product, since the gradient of a gather would add up 256 rows with colliding atomics.
+    embedding = params["embedding"].astype(jnp.bfloat16)
+    x = jax.nn.one_hot(tokens[:, :-1], VOCABULARY, dtype=jnp.bfloat16) @ embedding
     x, _ = jax.lax.scan(layer, x, params["layers"])
     logits = jnp.matmul(
         rms_norm(x, params["norm"]),
-        params["embedding"].astype(jnp.bfloat16).T,
+        embedding.T,
         preferred_element_type=jnp.float32,
     )
     log_likelihood = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)

@@ -282,7 +282,7 @@ def test_device_of_arrays_and_tracers():
         (shapes(), {"query_offset": 3}),  # means nothing without causal or window
         (shapes(), {"is_causal": True, "query_offset": S - 1}),  # hides nothing
         (shapes(dtype=jnp.float16), {"scale": 0.1}),
-        (shapes(t=113, s=203), {"is_causal": True}),
+        (shapes(t=114, s=204), {"is_causal": True}),
         (shapes(width=8), {}),
         (shapes(width=128), {}),
         (shapes(), {"dropout_key": jax.random.key(0)}),
@@ -312,6 +312,8 @@ INT = jnp.int32
         (H100, shapes(s=0), {}, "no empty axis"),
         (H100, shapes(t=1), {}, "wrong for a length of 1"),
         (H100, shapes(s=1), {}, "wrong for a length of 1"),
+        (H100, shapes(t=33), {}, "even lengths; T, S are 33,"),
+        (H100, shapes(s=33), {}, "even lengths"),
         (H100, shapes(s=192), {}, "S % 128 is 64, as in S = 192"),
         (H100, shapes(t=2**18), {"batch": 32}, r"wrong beyond 2\*\*31 elements"),
         (H100, shapes(s=2**18), {"batch": 64}, r"wrong beyond 2\*\*31 elements"),
@@ -458,13 +460,13 @@ def assert_as_good_as_xla(ours, low, exact):
 @pytest.mark.parametrize(
     ("t", "s", "width"),
     [
-        (3, 3, 64),
-        (113, 203, 64),
-        (128, 217, 128),
+        (4, 4, 64),
+        (114, 204, 64),
+        (128, 218, 128),
         (108, 256, 40),
-        (799, 3, 64),
-        (1023, 1024, 128),
-        (1024, 1023, 128),
+        (798, 4, 64),
+        (1022, 1024, 128),
+        (1024, 1022, 128),
         (256, 384, 256),
     ],
 )
@@ -478,7 +480,7 @@ def test_cudnn_on_gpu(t, s, width, dtype, options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [(0, 0), (7, 0), (130, 5)])
-@pytest.mark.parametrize("length", [113, 384])
+@pytest.mark.parametrize("length", [114, 384])
 def test_cudnn_window_on_gpu(length, window):
     query, key, value = on_gpu(length, length, 64, jnp.bfloat16)
     options = {"is_causal": True, "local_window_size": window}
@@ -491,7 +493,7 @@ def test_cudnn_window_on_gpu(length, window):
 @pytest.mark.gpu
 def test_cudnn_gradients_of_low_lse_on_gpu():
     """Rows whose LSE is about -100, where masks that cuDNN forgets would overflow."""
-    for length in (128, 200, 203, 384):
+    for length in (128, 200, 204, 384):
         query, key, value = on_gpu(length, length, 64, jnp.bfloat16)
         query, key = query * 0.1, key * 0.1
         query = query.at[..., 0].set(1.0)
