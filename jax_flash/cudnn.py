@@ -42,7 +42,7 @@ def unsupported(call: Call) -> str | None:
         # cuDNN 9.18 release notes (S = 1; T = 1, causal, with fewer key heads) and
         # NVIDIA/cudnn-frontend#1072 (T = 1: dK and dV are NaN where a row's LSE is below -88).
         (1 in (T, S), f"its gradients are wrong for a length of 1; T, S are {T}, {S}"),
-        # On an H200 with jax 0.11.2 every such call raised "Unsupported sequence length".
+        # Its gradient raises "Unsupported sequence length" (jax 0.11.2 on an H200).
         (T % 2 != 0 or S % 2 != 0, f"it takes even lengths; T, S are {T}, {S}"),
         # NVIDIA/cudnn-frontend#628: the second half of the last tile of 128 keys is not masked.
         (S % 128 == 64, f"its dQ is NaN for rows of low LSE where S % 128 is 64, as in S = {S}"),
