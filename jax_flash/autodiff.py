@@ -145,7 +145,9 @@ def _run_forward(settings, query, key, value):
         )
         return out[:, : problem.query_length], lse[:, :, : problem.query_length]
 
-    return _on_hopper(kernel, query, key, value)
+    lse_shape = (problem.batch, problem.heads, problem.query_length)
+    out_types = (jax.typeof(query), jax.ShapeDtypeStruct(lse_shape, jnp.float32))
+    return _on_hopper(kernel, out_types, query, key, value)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -167,7 +169,8 @@ def _run_backward(settings, query, key, value, out, lse, d_out, d_lse):
         rows, keys = problem.query_length, problem.key_length
         return d_query[:, :rows], d_key[:, :keys], d_value[:, :keys]
 
-    return _on_hopper(kernel, query, key, value, out, lse, d_out, d_lse)
+    out_types = (jax.typeof(query), jax.typeof(key), jax.typeof(value))
+    return _on_hopper(kernel, out_types, query, key, value, out, lse, d_out, d_lse)
 
 
 def _pad_rows(x):
@@ -195,11 +198,10 @@ def _folding_vmap(function):
     return function
 
 
-def _on_hopper(kernel, *args):
+def _on_hopper(kernel, out_types, *args):
     """Runs `kernel`; lowered for anything but CUDA (no interpret mode either) it says so."""
     if interpreting():
         return kernel(*args)
-    out_types = tuple(jax.eval_shape(kernel, *args))
     refuse = lambda *args: tuple(_refuse_p.bind(*args, out_types=out_types))
     return lax.platform_dependent(*args, cuda=kernel, default=refuse)
 
