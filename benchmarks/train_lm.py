@@ -197,7 +197,7 @@ def train(
     """
     # The losses of a run are those of any other of the same sizes: nothing else is random.
     params = init(model, jax.random.key(0))
-    start, update = optimizer(lambda step: 2e-3 * jnp.minimum(1.0, (step + 1) / 20))
+    start, update = optimizer(lambda step: 1e-3 * jnp.minimum(1.0, (step + 1) / 20))
     attention = attention_of(implementation)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
