@@ -109,8 +109,15 @@ def test_suite_is_checked_timed_and_written(tmp_path, capsys):
     assert "b1 s256 4/2 heads H64 causal" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("fault", ["wrong", "failing", "nan"])
-def test_faulty_candidate_fails_the_benchmark(fault, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("wrong", "is off by 1.0e-01"),
+        ("failing", "failed: NotImplementedError: not this shape"),
+        ("nan", "is off by nan"),
+    ],
+)
+def test_faulty_candidate_fails_the_benchmark(fault, said, tmp_path, monkeypatch, capsys):
     def attend(query, key, value, causal):
         if fault == "failing":
             raise NotImplementedError("not this shape")
@@ -121,7 +128,7 @@ def test_faulty_candidate_fails_the_benchmark(fault, tmp_path, monkeypatch, caps
     sizes = ["--suite", "small", "--rows", "full", "--rounds", "1", "--iterations", "1"]
     names = ["--candidates", "jax_flash xla", "--passes", "forward"]
     assert attention.main([*sizes, *names, "--results", str(tmp_path)]) == 1
-    assert "jax_flash xla" in capsys.readouterr().out.splitlines()[-3]
+    assert f"H64 full, forward: jax_flash xla {said}" in capsys.readouterr().out
 
 
 def test_table_names_the_best_peer():
