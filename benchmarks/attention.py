@@ -287,7 +287,7 @@ def plot(results: list[dict], candidates: list[str], title: str, path: pathlib.P
         panel.grid(axis="y", alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(x=0.01)
-    panels[0, 0].set_title(title, loc="left")
+    panels[0, 0].set_title(title, loc="left", pad=28)  # above the legend
     panels[0, 0].legend(
         loc="lower right", bbox_to_anchor=(1, 1), frameon=False, ncols=len(candidates)
     )

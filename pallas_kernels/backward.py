@@ -41,7 +41,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import scheduler
-from pallas_kernels.config import L2_SECTION_BYTES, BackwardConfig, Problem
+from pallas_kernels.config import L2_SECTION_BYTES, SM_COUNT, BackwardConfig, Problem
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
     NamedBarriers,
@@ -192,7 +192,12 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
     # Longest first. What heads in work at a time read and add to per query head: Q, dO, dQ.
     bytes_per_kv_head = group * problem.query_length * width * (2 * dtype.itemsize + 4)
     section = scheduler.heads_per_section(
-        L2_SECTION_BYTES, bytes_per_kv_head, problem.batch * problem.kv_heads, group=1
+        L2_SECTION_BYTES,
+        bytes_per_kv_head,
+        tiles_per_kv_head=key_tiles,
+        slots=SM_COUNT,
+        kv_heads=problem.batch * problem.kv_heads,
+        group=1,
     )
     tile, head = scheduler.tile_order(
         query_blocks - first_query_block, problem.batch * problem.kv_heads, section

@@ -53,7 +53,7 @@ class ForwardConfig:
       stages: slots of the circular buffers of K and of V.
       query_buffers: 2 to start the next tile under the end of this one, 1 where memory is short.
       registers: registers a thread of a consumer and of the producer.
-      section_bytes: heads whose K and V take about this much are worked on together; 0 is one head.
+      section_bytes: heads whose K and V take about this much are worked on together.
     """
 
     consumers: int

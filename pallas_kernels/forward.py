@@ -70,7 +70,12 @@ class Tiles:
         cost = self.key_blocks()[:, 0] + _TILE_OVERHEAD
         bytes_per_kv_head = 2 * p.key_length * p.width * p.dtype.itemsize
         section = scheduler.heads_per_section(
-            self.config.section_bytes, bytes_per_kv_head, p.batch * p.kv_heads, p.group
+            self.config.section_bytes,
+            bytes_per_kv_head,
+            tiles_per_kv_head=self.per_head * p.group,
+            slots=SM_COUNT,
+            kv_heads=p.batch * p.kv_heads,
+            group=p.group,
         )
         tile, head = scheduler.tile_order(cost, p.batch * p.heads, section)
         return scheduler.deal(head * self.per_head + tile, cost[tile], thread_blocks)

@@ -11,9 +11,29 @@ import numpy as np
 _GREEDY_LIMIT = 1 << 15  # above it a plain deal is as even, and the simulation takes seconds
 
 
-def heads_per_section(section_bytes: int, bytes_per_kv_head: int, kv_heads: int, group: int) -> int:
-    """Query heads that share L2, a whole number of groups that divides all heads."""
-    sharing = min(kv_heads, max(1, section_bytes // max(1, bytes_per_kv_head)))
+def heads_per_section(
+    section_bytes: int,
+    bytes_per_kv_head: int,
+    tiles_per_kv_head: int,
+    slots: int,
+    kv_heads: int,
+    group: int,
+) -> int:
+    """Query heads that are worked on together: what L2 holds, or what is in work at a time anyway.
+
+    Args:
+      section_bytes: what the heads of a section may take of L2.
+      bytes_per_kv_head: what the tiles of one key head share.
+      tiles_per_kv_head: tiles of all query heads of a key head.
+      slots: tiles that are in work at a time.
+      kv_heads: key heads, of every batch entry.
+      group: query heads a key head.
+
+    Returns:
+      A whole number of groups that divides all heads.
+    """
+    sharing = max(1, section_bytes // bytes_per_kv_head, slots // tiles_per_kv_head)
+    sharing = min(sharing, kv_heads)
     while kv_heads % sharing:
         sharing -= 1
     return sharing * group

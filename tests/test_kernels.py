@@ -170,6 +170,20 @@ def test_every_piece_of_work_is_dealt_once(blocks, tile_count):
     assert not table[np.arange(blocks), 1 + table[:, 0]].any()
 
 
+@pytest.mark.parametrize(
+    ("section_bytes", "tiles", "kv_heads", "expected"),
+    [
+        (1000, 500, 32, 8 * 3),  # L2 holds 10 heads, 8 divide 32
+        (0, 500, 32, 1 * 3),
+        (0, 33, 32, 4 * 3),  # 132 slots are 4 heads
+        (0, 1, 7, 7 * 3),
+    ],
+)
+def test_heads_of_a_section(section_bytes, tiles, kv_heads, expected):
+    section = scheduler.heads_per_section(section_bytes, 100, tiles, 132, kv_heads, group=3)
+    assert section == expected
+
+
 def test_longest_tiles_come_first_within_a_section():
     tile, head = scheduler.tile_order(np.array([1.0, 3.0, 2.0]), heads=4, section=2)
     np.testing.assert_array_equal(tile, [1, 1, 2, 2, 0, 0] * 2)
