@@ -41,7 +41,13 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import scheduler
-from pallas_kernels.config import L2_SECTION_BYTES, SM_COUNT, BackwardConfig, Problem
+from pallas_kernels.config import (
+    BACKWARD_CONSUMERS,
+    L2_SECTION_BYTES,
+    SM_COUNT,
+    BackwardConfig,
+    Problem,
+)
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
     NamedBarriers,
@@ -54,7 +60,7 @@ from pallas_kernels.primitives import (
     store_fragment,
 )
 
-_CONSUMERS = 2
+_CONSUMERS = BACKWARD_CONSUMERS
 _DQ_TILE = 64  # dQ is accumulated in tiles of 64 rows by 64 columns
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _QUERIES = plgpu.Layout.WGMMA.reduce(0)  # one value a column of a transposed tile
@@ -104,7 +110,14 @@ class _Split:
             for row in range(0, self.block_q, _DQ_TILE)
             for column in range(0, self.part_width, _DQ_TILE)
         ]
-        return tiles if self.by_columns else tiles[consumer::_CONSUMERS]
+        if self.by_columns:
+            return tiles
+        if len(tiles) % _CONSUMERS:
+            raise ValueError(
+                f"block_q: got {self.block_q} at width {self.width}, needs an even number of"
+                f" {_DQ_TILE} x {_DQ_TILE} tiles, one half for each consumer"
+            )
+        return tiles[consumer::_CONSUMERS]
 
 
 def attention_gradients(
@@ -114,7 +127,7 @@ def attention_gradients(
     out: jax.Array,
     lse: jax.Array,
     d_out: jax.Array,
-    d_lse: jax.Array | None,
+    d_lse: jax.Array,
     *,
     problem: Problem,
     config: BackwardConfig,
@@ -125,7 +138,7 @@ def attention_gradients(
       query, out, d_out: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero.
       key, value: `[B, S, K, H]`; S a multiple of 8.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
-      d_lse: None or `[B, N, query_length]` float32.
+      d_lse: `[B, N, query_length]` float32.
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
 
@@ -135,13 +148,14 @@ def attention_gradients(
     """
     padded_rows = -(-problem.query_length // config.block_q) * config.block_q
     lse = lse[:, :, : problem.query_length]
+    if problem.is_causal and problem.query_offset < 0:
+        # These rows see no key. Their weights are 0, and 0 * NaN would be NaN.
+        d_out = d_out.at[:, : -problem.query_offset].set(0)
     # XLA may skip the rounding of a cotangent that it computes in float32 (excess precision), and
     # then delta would not be of the d_out that the kernel reads.
     d_out, out = lax.optimization_barrier((d_out, out))
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).transpose(0, 2, 1)
-    delta = delta[:, :, : problem.query_length]
-    if d_lse is not None:
-        delta = delta - d_lse
+    delta = delta[:, :, : problem.query_length] - d_lse
     unseen = jnp.isneginf(lse)
     start = jnp.where(unseen, -jnp.inf, lse * (-1.0 / problem.scale))
     minus_delta = jnp.where(unseen, 0.0, -delta)
@@ -422,7 +436,7 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
 
             @pl.loop(jnp.int32(0), steps)
             def _(j):
-                # In the order in which the consumers get done with things.
+                # In the order in which the consumers get done with things; they free dO before Q.
                 pl.when(j + o_stages < steps)(lambda: load_d_out(j + o_stages))
                 pl.when(j + q_stages < steps)(lambda: load_query(j + q_stages))
                 query_block, member = locate(j)

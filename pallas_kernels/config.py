@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 SM_COUNT = 132  # H100 SXM and H200
+BACKWARD_CONSUMERS = 2  # how they share a tile is in backward.py
 L2_SECTION_BYTES = 24 << 20  # what K and V of the heads in work at a time may take of the 50 MB
 
 
@@ -43,6 +44,24 @@ class Problem:
         return jax.ShapeDtypeStruct(shape, self.dtype)
 
 
+def _need(holds: bool, name: str, got, needs: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}: got {got}, needs {needs}")
+
+
+def _check_registers(registers: tuple[int, int], consumers: int) -> None:
+    """The warpgroups of a block share what it was launched with: asking for more waits forever."""
+    _need(len(registers) == 2, "registers", registers, "two numbers, of consumers and producer")
+    for count in registers:
+        _need(
+            24 <= count <= 256 and count % 8 == 0, "registers", count, "a multiple of 8, 24 to 256"
+        )
+    warpgroups = consumers + 1
+    launched = 65536 // (128 * warpgroups) // 8 * 8 * warpgroups
+    wanted = consumers * registers[0] + registers[1]
+    _need(wanted <= launched, "registers", f"{wanted} for all warpgroups", f"at most {launched}")
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Settings of `forward.py`.
@@ -54,6 +73,7 @@ class ForwardConfig:
       query_buffers: 2 to start the next tile under the end of this one, 1 where memory is short.
       registers: registers a thread of a consumer and of the producer.
       section_bytes: heads whose K and V take about this much are worked on together.
+      thread_blocks: how many to launch at most; as many as there are SMs.
     """
 
     consumers: int
@@ -62,16 +82,21 @@ class ForwardConfig:
     query_buffers: int
     registers: tuple[int, int]
     section_bytes: int = L2_SECTION_BYTES
+    thread_blocks: int = SM_COUNT
 
     def __post_init__(self):
-        if self.consumers < 1:
-            raise ValueError(f"consumers: got {self.consumers}, needs at least 1")
-        if self.block_kv < 64 or self.block_kv % 64:
-            raise ValueError(f"block_kv: got {self.block_kv}, needs a multiple of 64")
-        if self.stages < 2:
-            raise ValueError(f"stages: got {self.stages}, needs at least 2")
-        if self.query_buffers not in (1, 2):
-            raise ValueError(f"query_buffers: got {self.query_buffers}, needs 1 or 2")
+        _need(self.consumers >= 2, "consumers", self.consumers, "at least 2, to take turns")
+        _need(
+            self.block_kv > 0 and self.block_kv % 64 == 0,
+            "block_kv",
+            self.block_kv,
+            "a multiple of 64",
+        )
+        _need(self.stages >= 2, "stages", self.stages, "at least 2")
+        _need(self.query_buffers in (1, 2), "query_buffers", self.query_buffers, "1 or 2")
+        _need(self.section_bytes >= 0, "section_bytes", self.section_bytes, "at least 0")
+        _need(self.thread_blocks >= 1, "thread_blocks", self.thread_blocks, "at least 1")
+        _check_registers(self.registers, self.consumers)
 
     @property
     def block_q(self) -> int:
@@ -93,10 +118,12 @@ class BackwardConfig:
     registers: tuple[int, int] = (240, 24)
 
     def __post_init__(self):
-        if self.block_q < 64 or self.block_q % 64:
-            raise ValueError(f"block_q: got {self.block_q}, needs a multiple of 64")
-        if min(self.stages) < 1:
-            raise ValueError(f"stages: got {self.stages}, needs at least 1 of each")
+        _need(
+            self.block_q > 0 and self.block_q % 64 == 0, "block_q", self.block_q, "a multiple of 64"
+        )
+        two = len(self.stages) == 2 and min(self.stages) >= 1
+        _need(two, "stages", self.stages, "two numbers, at least 1 each")
+        _check_registers(self.registers, BACKWARD_CONSUMERS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import online_softmax, scheduler
-from pallas_kernels.config import SM_COUNT, ForwardConfig, Problem
+from pallas_kernels.config import ForwardConfig, Problem
 from pallas_kernels.online_softmax import LOG2E, RowState, spread
 from pallas_kernels.primitives import NamedBarriers, interpreting, keep_columns_to, store_rows
 
@@ -73,7 +73,7 @@ class Tiles:
             self.config.section_bytes,
             bytes_per_kv_head,
             tiles_per_kv_head=self.per_head * p.group,
-            slots=SM_COUNT,
+            slots=self.config.thread_blocks,
             kv_heads=p.batch * p.kv_heads,
             group=p.group,
         )
@@ -121,7 +121,7 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
     tiles = Tiles(problem, config)
     key_blocks = tiles.key_blocks()
     most_masked = int(key_blocks[:, 1].max())
-    thread_blocks = min(SM_COUNT, problem.batch * problem.heads * tiles.per_head)
+    thread_blocks = min(config.thread_blocks, problem.batch * problem.heads * tiles.per_head)
     schedule = tiles.schedule(thread_blocks)
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers

@@ -1,5 +1,6 @@
 """The kernels in interpret mode, with race detection, beside float64 attention."""
 
+import dataclasses
 import functools
 
 import chex
@@ -25,12 +26,16 @@ def inputs(B, T, S, N, K, H, dtype, seed=0):
     return (*arrays, jax.random.normal(keys[4], (B, T, N), jnp.float32))
 
 
-def check(arrays, *, is_causal, query_offset=0):
+def check(arrays, *, is_causal, query_offset=0, config=None):
     """Runs forward and backward and compares every result with float64."""
     query, key, value, dout, dlse = arrays
     options = dict(is_causal=is_causal, query_offset=query_offset)
     attention = functools.partial(
-        jax_flash.attention, **options, return_residual=True, implementation="mosaic_gpu"
+        jax_flash.attention,
+        **options,
+        return_residual=True,
+        implementation="mosaic_gpu",
+        config=config,
     )
     (out, lse), vjp = jax.vjp(attention, query, key, value)
     gradients = vjp((dout, dlse))
@@ -78,6 +83,102 @@ def test_rows_of_large_logits_and_maxima_that_grow():
     growth = jnp.repeat(jnp.array([8.0, 4.0, 2.0, 1.0], jnp.bfloat16), 128)
     with interpret_mode():
         check((query, key * growth[:, None, None], value, dout, dlse), is_causal=False)
+
+
+def few_thread_blocks(width: int, count: int) -> config.Config:
+    """The default settings, with so few thread blocks that each walks several tiles."""
+    settings = config.default(width)
+    forward = dataclasses.replace(settings.forward, thread_blocks=count)
+    return dataclasses.replace(settings, forward=forward)
+
+
+@pytest.mark.parametrize(
+    ("H", "thread_blocks", "is_causal", "query_offset"),
+    [(64, 2, True, 0), (64, 1, False, 0), (128, 1, True, -130), (256, 2, True, 0)],
+)
+def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offset):
+    arrays = inputs(1, 300, 277, 2, 1, H, jnp.bfloat16)
+    settings = few_thread_blocks(H, thread_blocks)
+    with interpret_mode():
+        check(arrays, is_causal=is_causal, query_offset=query_offset, config=settings)
+
+
+def test_settings_other_than_the_default():
+    settings = config.Config(
+        config.ForwardConfig(
+            consumers=2, block_kv=64, stages=3, query_buffers=1, registers=(240, 24)
+        ),
+        config.BackwardConfig(block_q=128, stages=(1, 1)),
+    )
+    with interpret_mode():
+        check(inputs(1, 200, 150, 2, 1, 128, jnp.bfloat16), is_causal=True, config=settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (dict(consumers=1), "consumers"),
+        (dict(consumers=4), "registers"),
+        (dict(registers=(240, 24)), "registers"),
+        (dict(registers=(161, 32)), "registers"),
+        (dict(block_kv=96), "block_kv"),
+        (dict(stages=1), "stages"),
+        (dict(query_buffers=3), "query_buffers"),
+        (dict(section_bytes=-1), "section_bytes"),
+        (dict(thread_blocks=0), "thread_blocks"),
+    ],
+)
+def test_forward_settings_that_cannot_be(change, name):
+    with pytest.raises(ValueError, match=f"{name}: got"):
+        dataclasses.replace(config.FORWARD[64], **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (dict(block_q=96), "block_q"),
+        (dict(stages=(2,)), "stages"),
+        (dict(stages=(0, 1)), "stages"),
+        (dict(registers=(240, 32)), "registers"),
+    ],
+)
+def test_backward_settings_that_cannot_be(change, name):
+    with pytest.raises(ValueError, match=f"{name}: got"):
+        dataclasses.replace(config.BACKWARD[64], **change)
+
+
+def test_query_blocks_that_two_consumers_cannot_share():
+    backward = config.BackwardConfig(block_q=64, stages=(2, 2))
+    settings = dataclasses.replace(config.default(64), backward=backward)
+    arrays = inputs(1, 64, 64, 1, 1, 64, jnp.bfloat16)
+    with pytest.raises(ValueError, match="block_q: got 64 at width 64"), interpret_mode():
+        check(arrays, is_causal=False, config=settings)
+
+
+@pytest.mark.parametrize("H", [64, 256])
+def test_keys_beyond_the_end_where_every_logit_is_very_negative(H):
+    """A zero in the place of a missing key would have a weight beyond float32."""
+    query, key, *rest = inputs(1, 64, 77, 1, 1, H, jnp.bfloat16)
+    with interpret_mode():
+        check((abs(query) * 8, -abs(key) * 8, *rest), is_causal=False)
+
+
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
+def test_cotangents_of_rows_that_see_nothing_do_not_count(poison):
+    query, key, value, dout, dlse = inputs(1, 40, 40, 1, 1, 64, jnp.bfloat16)
+    attention = functools.partial(
+        jax_flash.attention,
+        is_causal=True,
+        query_offset=-20,
+        return_residual=True,
+        implementation="mosaic_gpu",
+    )
+    with interpret_mode():
+        _, vjp = jax.vjp(attention, query, key, value)
+        clean = vjp((dout, dlse))
+        poisoned = vjp((dout.at[:, :20].set(poison), dlse.at[:, :20].set(poison)))
+    chex.assert_tree_all_finite(clean)
+    chex.assert_trees_all_equal(poisoned, clean)
 
 
 def test_other_batch_entries_do_not_leak():

@@ -46,6 +46,18 @@ def test_lengths(T, S, H, is_causal):
     check(inputs(B, T, S, N, K, H, dtype, seed=case), is_causal=is_causal)
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_a_thread_block_walks_many_tiles(H, is_causal):
+    check(inputs(4, 1157, 1091, 16, 4, H, jnp.bfloat16), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_keys_beyond_the_end_where_every_logit_is_very_negative(H):
+    query, key, *rest = inputs(2, 300, 333, 2, 1, H, jnp.bfloat16)
+    check((abs(query) * 8, -abs(key) * 8, *rest), is_causal=False)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize(("N", "K"), [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("H", [64, 128, 256])

@@ -128,8 +128,8 @@ def test_packed_documents():
 
 
 def test_large_cases_are_calls_that_the_library_takes():
-    titles = [case.title for case in large_cases()]
-    assert titles[1:] == [case.title for case in small_cases()]
+    titles = {case.title for case in large_cases()}
+    assert titles < {case.title for case in small_cases()}
     for case in large_cases():
         query = jax.ShapeDtypeStruct((case.batch, case.queries, case.heads, case.width), case.dtype)
         key = jax.ShapeDtypeStruct((case.batch, case.keys, case.key_heads, case.width), case.dtype)
