@@ -51,6 +51,7 @@ from pallas_kernels.config import (
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
     NamedBarriers,
+    div_rem,
     fence_async_shared,
     fragment_shape,
     fresh_zero,
@@ -58,6 +59,7 @@ from pallas_kernels.primitives import (
     keep_columns_from,
     load_fragment,
     store_fragment,
+    zero_tile,
 )
 
 _CONSUMERS = BACKWARD_CONSUMERS
@@ -261,7 +263,7 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
 
         def batch_and_kv_head():
             """Read where needed: kept over the loop, they cost registers."""
-            return _divmod(order_ref[block, 1], problem.kv_heads)
+            return div_rem(order_ref[block, 1], problem.kv_heads)
 
         def locate(j):
             """Query block of step j, and the query head's number in its group."""
@@ -321,7 +323,7 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                             s_acc, k_smem.at[only, p, own], q_smem.at[qs, p].transpose((1, 0))
                         )
                     plgpu.barrier_wait(o_full.at[os])
-                    dp_acc[...] = _zeros(own_keys, block_q)
+                    dp_acc[...] = zero_tile(own_keys, block_q)
                     for p in range(parts):
                         plgpu.wgmma(
                             dp_acc, v_smem.at[only, p, own], o_smem.at[os, p].transpose((1, 0))
@@ -350,7 +352,7 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                         meet_other(parity)
 
                     for index, (row, column) in enumerate(split.dq_tiles(consumer)):
-                        dq_acc[...] = _zeros(_DQ_TILE, _DQ_TILE)
+                        dq_acc[...] = zero_tile(_DQ_TILE, _DQ_TILE)
                         plgpu.wgmma(
                             dq_acc,
                             ds_smem.at[parity, ds_copy, :, pl.ds(row, _DQ_TILE)].transpose((1, 0)),
@@ -479,8 +481,8 @@ def _build_cast(problem: Problem, query_rows: int):
     row_tiles = -(-query_rows // _DQ_TILE)
 
     def cast_dq(fragments_ref, dq_ref, *, dq_smem):
-        head_of_all, row_tile = _divmod(lax.axis_index("block"), row_tiles)
-        batch, head = _divmod(head_of_all, problem.heads)
+        head_of_all, row_tile = div_rem(lax.axis_index("block"), row_tiles)
+        batch, head = div_rem(head_of_all, problem.heads)
         tiles = [
             load_fragment(fragments_ref.at[batch, head, row_tile, column_tile], _DQ_TILE)
             for column_tile in range(width // _DQ_TILE)
@@ -505,15 +507,6 @@ def _build_cast(problem: Problem, query_rows: int):
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
-
-
-def _divmod(x, divisor: int):
-    divisor = jnp.int32(divisor)
-    return lax.div(x, divisor), lax.rem(x, divisor)
-
-
-def _zeros(rows: int, columns: int) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def _per_query(values: jax.Array, keys: int) -> jax.Array:

@@ -31,7 +31,14 @@ from jax import lax
 from pallas_kernels import online_softmax, scheduler
 from pallas_kernels.config import ForwardConfig, Problem
 from pallas_kernels.online_softmax import LOG2E, RowState, spread
-from pallas_kernels.primitives import NamedBarriers, interpreting, keep_columns_to, store_rows
+from pallas_kernels.primitives import (
+    NamedBarriers,
+    div_rem,
+    interpreting,
+    keep_columns_to,
+    store_rows,
+    zero_tile,
+)
 
 _ROWS = 64  # query rows of a consumer: the M of a wgmma
 _TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
@@ -82,14 +89,9 @@ class Tiles:
 
     def locate(self, number):
         """Tile, batch entry and head of a tile's number."""
-        head_of_all, tile = _divmod(number, self.per_head)
-        batch, head = _divmod(head_of_all, self.problem.heads)
+        head_of_all, tile = div_rem(number, self.per_head)
+        batch, head = div_rem(head_of_all, self.problem.heads)
         return tile, batch, head
-
-
-def _divmod(x, divisor: int):
-    divisor = jnp.int32(divisor)
-    return lax.div(x, divisor), lax.rem(x, divisor)
 
 
 def attention(
@@ -192,7 +194,7 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
 
             def compute(o_acc, s_acc):
                 def issue_logits(buffer, k_slot):
-                    s_acc[...] = _zeros(_ROWS, block_kv)
+                    s_acc[...] = zero_tile(_ROWS, block_kv)
                     k = k_smem.at[k_slot].transpose((1, 0))
                     plgpu.wgmma(s_acc, q_smem.at[buffer, warpgroup], k)
 
@@ -243,7 +245,7 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
                     first_row = tile * block_q + warpgroup * _ROWS
                     staging[...] = (output * spread(inverse, output.shape)).astype(dtype)
                     store_rows(lse_ref.at[batch, head, pl.ds(first_row, _ROWS)], lse)
-                    o_acc[...] = _zeros(_ROWS, width)
+                    o_acc[...] = zero_tile(_ROWS, width)
                     plgpu.commit_smem()
                     rows = o_ref.at[batch, pl.ds(first_row, _ROWS), head]
                     plgpu.copy_smem_to_gmem(staging, rows)
@@ -397,7 +399,3 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
     return lambda query, key, value: kernel(
         jnp.asarray(schedule), jnp.asarray(key_blocks), query, key, value
     )
-
-
-def _zeros(rows: int, columns: int) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)

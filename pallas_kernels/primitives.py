@@ -33,6 +33,17 @@ def interpreting() -> bool:
     return _interpret_mode.value is not None
 
 
+def zero_tile(rows: int, columns: int) -> jax.Array:
+    """A float32 tile of zeros in the layout of a wgmma accumulator."""
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), _TILE)
+
+
+def div_rem(x, divisor: int):
+    """Quotient and remainder of a traced int32 that is not negative."""
+    divisor = jnp.int32(divisor)
+    return lax.div(x, divisor), lax.rem(x, divisor)
+
+
 # --- named barriers ------------------------------------------------------------------------------
 
 
@@ -224,7 +235,7 @@ def load_fragment(ref, columns: int) -> jax.Array:
     if interpreting():
         return _from_fragment_order(ref[...], columns)
 
-    zeros = plgpu.layout_cast(jnp.zeros((64, columns), jnp.float32), _TILE)
+    zeros = zero_tile(64, columns)
     shape = plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE), return_type=shape)
