@@ -32,6 +32,7 @@ from pallas_kernels import online_softmax, scheduler
 from pallas_kernels.config import ForwardConfig, Problem
 from pallas_kernels.online_softmax import LOG2E, RowState, spread
 from pallas_kernels.primitives import (
+    BlockVote,
     NamedBarriers,
     div_rem,
     interpreting,
@@ -40,6 +41,7 @@ from pallas_kernels.primitives import (
     zero_tile,
 )
 
+_STAGED_COLUMNS = 128  # of the output at a time, where shared memory is short
 _ROWS = 64  # query rows of a consumer: the M of a wgmma
 _TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
 
@@ -55,20 +57,41 @@ class Tiles:
     def per_head(self) -> int:
         return -(-self.problem.query_length // self.config.block_q)
 
+    @property
+    def rows(self) -> int:
+        return self.per_head * self.config.block_q
+
+    @property
+    def shift(self) -> int:
+        """Rows by which the first tile starts before the first query.
+
+        Where tiles do not divide the rows, some warpgroups of one tile have none. Under a causal
+        mask that is the first tile, which sees the fewest keys.
+        """
+        rows_of_warpgroups = -(-self.problem.query_length // _ROWS) * _ROWS
+        return self.rows - rows_of_warpgroups if self.problem.is_causal else 0
+
+    def first_row(self, tile, warpgroup):
+        """First query row of a warpgroup: beyond the last query for one that has none."""
+        row = tile * self.config.block_q + warpgroup * _ROWS
+        return lax.rem(row + (self.rows - self.shift), jnp.int32(self.rows)) if self.shift else row
+
     def key_blocks(self) -> np.ndarray:
         """`[tiles of a head, 2]` int32: key blocks that a tile needs, and how many need a mask.
 
         A tile that sees nothing takes one, fully masked, so that every tile has a first block.
         """
         p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv
-        first_row = np.arange(self.per_head) * block_q
+        first_row = np.arange(self.per_head) * block_q - self.shift
         last_row = np.minimum(first_row + block_q, p.query_length) - 1
+        first_row = np.maximum(first_row, 0)
         seen_by_last = seen_by_first = np.full(self.per_head, p.key_length)
         if p.is_causal:
             seen_by_first = np.minimum(p.key_length, first_row + 1 + p.query_offset)
             seen_by_last = np.minimum(p.key_length, last_row + 1 + p.query_offset)
         blocks = np.maximum(1, -(-seen_by_last // block_kv))
-        unmasked = np.clip(seen_by_first // block_kv, 0, blocks)
+        # Causal tiles: one more block where none of the masked ones holds a key of the first row.
+        unmasked = np.clip((seen_by_first - p.is_causal) // block_kv, 0, blocks)
         return np.stack([blocks, blocks - unmasked], axis=1).astype(np.int32)
 
     def schedule(self, thread_blocks: int) -> np.ndarray:
@@ -127,14 +150,16 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
     schedule = tiles.schedule(thread_blocks)
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
-    block_q, block_kv, width, dtype = config.block_q, config.block_kv, problem.width, problem.dtype
+    block_kv, width, dtype = config.block_kv, problem.width, problem.dtype
     factor = problem.scale * LOG2E
+    headroom, limit = online_softmax.weight_range(dtype)
 
     turn = NamedBarriers(first=consumers + 2, count=consumers, arrivers=1)
     k_free = NamedBarriers(turn.first + consumers, stages, arrivers=consumers)
     v_free = NamedBarriers(k_free.first + stages, stages, arrivers=consumers)
     q_free = NamedBarriers(v_free.first + stages, query_buffers, arrivers=consumers)
-    named = dict(turn=turn, k_free=k_free, v_free=v_free, q_free=q_free)
+    block_vote = BlockVote(consumers + 1)
+    named = dict(turn=turn, k_free=k_free, v_free=v_free, q_free=q_free, block_vote=block_vote)
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=tiled)
@@ -142,28 +167,40 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
         q_smem=smem((query_buffers, consumers, _ROWS, width)),
         k_smem=smem((stages, block_kv, width)),
         v_smem=smem((stages, block_kv, width)),
+        o_smem=smem((consumers, _ROWS, min(width, _STAGED_COLUMNS))),
         q_full=plgpu.Barrier(num_arrivals=consumers, num_barriers=query_buffers),
         k_full=plgpu.Barrier(num_barriers=stages),
         v_full=plgpu.Barrier(num_barriers=stages),
     )
-    if query_buffers > 1:  # with one buffer, the output is staged where the queries were
-        scratch["o_smem"] = smem((consumers, _ROWS, width))
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_forward(
         schedule_ref, key_blocks_ref, q_ref, k_ref, v_ref, o_ref, lse_ref,
-        *, q_smem, k_smem, v_smem, q_full, k_full, v_full, o_smem=None, twins=None,
+        *, q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, twins=None,
     ):  # fmt: skip
-        turn, k_free, v_free, q_free = (
+        turn, k_free, v_free, q_free, block_vote = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
         )
         warpgroup = lax.axis_index("warpgroup")
         block = lax.axis_index("block")
+        zero = jnp.int32(0)
+        no_rows = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.int32), plgpu.Layout.WGMMA.reduce(1))
         tile_count = schedule_ref[block, 0]
         slot = lambda step: lax.rem(step, jnp.int32(stages))
         query_buffer = lambda index: lax.rem(index, jnp.int32(query_buffers))
+
+        def rounds(one_round):
+            """Runs `one_round(begin, steps)` once, and again if a reference was too low."""
+
+            def run(carry):
+                begin, steps = carry
+                steps, too_low = one_round(begin, steps)
+                is_last = jnp.logical_not(block_vote.any(too_low, warpgroup)) | (begin > 0)
+                return jnp.where(is_last, 2 * tile_count, tile_count), steps
+
+            lax.while_loop(lambda carry: carry[0] < 2 * tile_count, run, (zero, zero))
 
         @pl.when(warpgroup < consumers)
         def _consumer():
@@ -172,6 +209,8 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
             pass_turn = lambda: turn.arrive(lax.rem(warpgroup + 1, jnp.int32(consumers)))
             pl.when(warpgroup == consumers - 1)(pass_turn)  # warpgroup 0 begins
 
+            rows_of = lambda tile: pl.ds(tiles.first_row(tile, warpgroup), _ROWS)
+
             def masked(logits, tile, key_block):
                 """Logits with -inf where a row may not see the key, or there is none."""
                 last = jnp.int32(problem.key_length - 1)
@@ -179,8 +218,8 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
                     row = plgpu.broadcasted_iota(
                         jnp.int32, (_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
                     )
-                    first_row = tile * block_q + warpgroup * _ROWS + problem.query_offset
-                    last = jnp.minimum(row + first_row, last)
+                    first_row = tiles.first_row(tile, warpgroup)
+                    last = jnp.minimum(row + (first_row + problem.query_offset), last)
                 else:
                     last = plgpu.layout_cast(
                         jnp.broadcast_to(last, (_ROWS,)), plgpu.Layout.WGMMA.reduce(1)
@@ -190,9 +229,12 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
             def first_softmax(logits, tile, key_block):
                 if most_masked:
                     logits = masked(logits, tile, key_block)
-                return online_softmax.start(logits, factor)
+                return online_softmax.start(logits, factor, headroom)
 
-            def compute(o_acc, s_acc):
+            def compute(o_acc, s_acc, begin, first_step):
+                end = begin + tile_count
+                number_of = lambda index: schedule_ref[block, 1 + index - begin]
+
                 def issue_logits(buffer, k_slot):
                     s_acc[...] = zero_tile(_ROWS, block_kv)
                     k = k_smem.at[k_slot].transpose((1, 0))
@@ -205,18 +247,18 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
                 def start_tile(index, steps, tile, blocks):
                     """The first key block of a tile, with no other product open."""
 
-                    @pl.when(index < tile_count)
+                    @pl.when(index < end)
                     def _():
                         plgpu.barrier_wait(q_full.at[query_buffer(index)])
                         plgpu.barrier_wait(k_full.at[slot(steps)])
 
                     issue_logits(query_buffer(index), slot(steps))
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                    pl.when(index < tile_count)(lambda: k_free.arrive(slot(steps)))
+                    pl.when(index < end)(lambda: k_free.arrive(slot(steps)))
                     weights, state = first_softmax(logits, tile, blocks - 1)
                     return weights.astype(dtype), state
 
-                def key_step(j, carry, *, steps, index, tile, blocks, mask):
+                def key_step(j, carry, *, steps, index, tile, blocks, exact):
                     """Logits of key block j together with the output of block j - 1."""
                     weights, state = carry
                     k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
@@ -227,28 +269,45 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
                     pass_turn()
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     k_free.arrive(k_slot)
-                    if mask:
-                        logits = masked(logits, tile, blocks - 1 - j)
-                    weights, correction, state = online_softmax.advance(logits, factor, state)
+                    correction = None
+                    if exact:
+                        if most_masked:
+                            logits = masked(logits, tile, blocks - 1 - j)
+                        weights, correction, state = online_softmax.advance(
+                            logits, factor, headroom, limit, state
+                        )
+                    else:
+                        weights, state = online_softmax.go_on(logits, factor, state)
                     # A cast of the weights before the wait makes ptxas serialise every wgmma.
                     weights, correction, state = lax.optimization_barrier(
                         (weights, correction, state)
                     )
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(v_slot)
-                    o_acc[...] = output * spread(correction, output.shape)
+                    if correction is not None:
+                        output *= spread(correction, output.shape)
+                    o_acc[...] = output
                     return weights.astype(dtype), state
 
-                def store_tile(output, state, tile, batch, head, staging):
-                    """Divides by the row sums and sends output and LSE to global memory."""
-                    inverse, lse = online_softmax.finish(state)
-                    first_row = tile * block_q + warpgroup * _ROWS
-                    staging[...] = (output * spread(inverse, output.shape)).astype(dtype)
-                    store_rows(lse_ref.at[batch, head, pl.ds(first_row, _ROWS)], lse)
+                def end_rows(state, tile, batch, head):
+                    """Stores the LSE; returns 1 / sum and whether a reference was too low."""
+                    inverse, lse, too_low = online_softmax.finish(state, limit)
+                    store_rows(lse_ref.at[batch, head, rows_of(tile)], lse)
+                    return inverse, too_low.astype(jnp.int32)
+
+                def store_output(output, inverse, tile, batch, head):
+                    """Divides by the row sums and sends output to global memory."""
+                    staging = o_smem.at[warpgroup]
+                    output *= spread(inverse, output.shape)
                     o_acc[...] = zero_tile(_ROWS, width)
-                    plgpu.commit_smem()
-                    rows = o_ref.at[batch, pl.ds(first_row, _ROWS), head]
-                    plgpu.copy_smem_to_gmem(staging, rows)
+                    for first in range(0, width, _STAGED_COLUMNS):
+                        columns = slice(first, min(first + _STAGED_COLUMNS, width))
+                        if first > 0:
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        staging[...] = output[:, columns].astype(dtype)
+                        plgpu.commit_smem()
+                        target = o_ref.at[batch, rows_of(tile), head, columns]
+                        plgpu.copy_smem_to_gmem(staging, target)
 
                 def end_tile_under_next(index, steps, number, carry, following):
                     """The next tile's first logits run with this tile's last output product."""
@@ -257,9 +316,11 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
                     next_tile, _, _ = tiles.locate(following)
                     buffer, k_slot, v_slot = query_buffer(index + 1), slot(steps), slot(steps - 1)
                     q_free.arrive(query_buffer(index))
+                    inverse, too_low = end_rows(state, tile, batch, head)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                     # After the last tile the logits are of no tile, and go nowhere.
-                    @pl.when(index + 1 < tile_count)
+                    @pl.when(index + 1 < end)
                     def _():
                         plgpu.barrier_wait(q_full.at[buffer])
                         plgpu.barrier_wait(k_full.at[k_slot])
@@ -269,118 +330,121 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
                     issue_output(weights, v_slot)
                     pass_turn()
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    pl.when(index + 1 < tile_count)(lambda: k_free.arrive(k_slot))
+                    pl.when(index + 1 < end)(lambda: k_free.arrive(k_slot))
                     weights, next_state = first_softmax(
                         logits, next_tile, key_blocks_ref[next_tile, 0] - 1
                     )
                     weights, next_state = lax.optimization_barrier((weights, next_state))
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(v_slot)
                     weights = weights.astype(dtype)
-                    store_tile(output, state, tile, batch, head, o_smem.at[warpgroup])
-                    return weights, next_state
+                    store_output(output, inverse, tile, batch, head)
+                    return weights, next_state, too_low
 
                 def end_tile_before_next(index, steps, number, carry, following):
-                    """This tile is stored from where its queries were, then the next one starts."""
+                    """The next queries arrive where this tile's were while it ends."""
                     weights, state = carry
                     tile, batch, head = tiles.locate(number)
                     next_tile, _, _ = tiles.locate(following)
+                    q_free.arrive(0)
+                    inverse, too_low = end_rows(state, tile, batch, head)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     take_turn()
                     issue_output(weights, slot(steps - 1))
                     pass_turn()
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(slot(steps - 1))
-                    store_tile(output, state, tile, batch, head, q_smem.at[0, warpgroup])
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    q_free.arrive(0)
-                    return start_tile(index + 1, steps, next_tile, key_blocks_ref[next_tile, 0])
+                    store_output(output, inverse, tile, batch, head)
+                    blocks = key_blocks_ref[next_tile, 0]
+                    return *start_tile(index + 1, steps, next_tile, blocks), too_low
 
                 end_tile = end_tile_under_next if query_buffers > 1 else end_tile_before_next
 
                 def whole_tile(index, carry):
-                    steps, weights, state = carry
-                    number, following = (
-                        schedule_ref[block, index + 1],
-                        schedule_ref[block, index + 2],
-                    )
+                    steps, weights, state, too_low = carry
+                    number, following = number_of(index), number_of(index + 1)
                     tile, _, _ = tiles.locate(number)
                     blocks, needing_mask = key_blocks_ref[tile, 0], key_blocks_ref[tile, 1]
+                    exact = jnp.where(begin > 0, blocks, jnp.maximum(needing_mask, 1))
                     step = functools.partial(
                         key_step, steps=steps, index=index, tile=tile, blocks=blocks
                     )
-                    begin, carry = jnp.int32(1), (weights, state)
-                    if most_masked > 1:
-                        needing_mask = jnp.maximum(needing_mask, begin)
-                        carry = lax.fori_loop(
-                            begin, needing_mask, functools.partial(step, mask=True), carry
-                        )
-                        begin = needing_mask
-                    carry = lax.fori_loop(begin, blocks, functools.partial(step, mask=False), carry)
-                    weights, state = end_tile(index, steps + blocks, number, carry, following)
-                    return steps + blocks, weights, RowState(*state)
+                    carry = lax.fori_loop(
+                        jnp.int32(1), exact, functools.partial(step, exact=True), (weights, state)
+                    )
+                    carry = lax.fori_loop(
+                        exact, blocks, functools.partial(step, exact=False), carry
+                    )
+                    weights, state, tile_too_low = end_tile(
+                        index, steps + blocks, number, carry, following
+                    )
+                    return steps + blocks, weights, RowState(*state), too_low | tile_too_low
 
-                zero = jnp.int32(0)
-                first_tile, _, _ = tiles.locate(schedule_ref[block, 1])
-                first = start_tile(zero, zero, first_tile, key_blocks_ref[first_tile, 0])
-                lax.fori_loop(zero, tile_count, whole_tile, (zero, *first))
+                first_tile, _, _ = tiles.locate(number_of(begin))
+                first = start_tile(begin, first_step, first_tile, key_blocks_ref[first_tile, 0])
+                steps, _, _, too_low = lax.fori_loop(
+                    begin, end, whole_tile, (first_step, *first, no_rows)
+                )
+                plgpu.wait_smem_to_gmem(0)
+                return steps, too_low
 
-            pl.run_scoped(
-                compute,
+            accumulators = (
                 plgpu.ACC((_ROWS, width), jnp.float32),
                 plgpu.ACC((_ROWS, block_kv), jnp.float32),
             )
-            plgpu.wait_smem_to_gmem(0)
+            rounds(lambda *args: pl.run_scoped(lambda *refs: compute(*refs, *args), *accumulators))
 
         @pl.when(warpgroup == consumers)
         def _producer():
             plgpu.set_max_registers(config.registers[1], action="decrease")
 
-            def load_queries(index):
-                tile, batch, head = tiles.locate(schedule_ref[block, index + 1])
-                buffer = query_buffer(index)
-                for w in range(consumers):
-                    rows = pl.ds(tile * block_q + w * _ROWS, _ROWS)
-                    source = q_ref.at[batch, rows, head]
-                    plgpu.copy_gmem_to_smem(source, q_smem.at[buffer, w], q_full.at[buffer])
+            def load_tiles(begin, first_step):
+                end = begin + tile_count
+                locate = lambda index: tiles.locate(schedule_ref[block, 1 + index - begin])
 
-            def whole_tile(index, steps):
-                tile, batch, head = tiles.locate(schedule_ref[block, index + 1])
-                kv_head = lax.div(head, jnp.int32(problem.group))
-                blocks = key_blocks_ref[tile, 0]
+                def load_queries(index):
+                    tile, batch, head = locate(index)
+                    buffer = query_buffer(index)
+                    pl.when(index >= query_buffers)(lambda: q_free.wait(buffer))
+                    for w in range(consumers):
+                        rows = pl.ds(tiles.first_row(tile, w), _ROWS)
+                        source = q_ref.at[batch, rows, head]
+                        plgpu.copy_gmem_to_smem(source, q_smem.at[buffer, w], q_full.at[buffer])
 
-                def load(ref, buffers, full, free, j):
-                    step = steps + j
-                    pl.when(step >= stages)(lambda: free.wait(slot(step)))
-                    rows = pl.ds((blocks - 1 - j) * block_kv, block_kv)
-                    source = ref.at[batch, rows, kv_head]
-                    plgpu.copy_gmem_to_smem(source, buffers.at[slot(step)], full.at[slot(step)])
+                def whole_tile(index, steps):
+                    tile, batch, head = locate(index)
+                    kv_head = lax.div(head, jnp.int32(problem.group))
+                    blocks = key_blocks_ref[tile, 0]
 
-                load_key = functools.partial(load, k_ref, k_smem, k_full, k_free)
-                load_value = functools.partial(load, v_ref, v_smem, v_full, v_free)
+                    def load(ref, buffers, full, free, j):
+                        step = steps + j
+                        pl.when(step >= stages)(lambda: free.wait(slot(step)))
+                        rows = pl.ds((blocks - 1 - j) * block_kv, block_kv)
+                        source = ref.at[batch, rows, kv_head]
+                        plgpu.copy_gmem_to_smem(source, buffers.at[slot(step)], full.at[slot(step)])
 
-                load_key(jnp.int32(0))
-                wanted = index + (query_buffers - 1)
+                    load_key = functools.partial(load, k_ref, k_smem, k_full, k_free)
+                    load_value = functools.partial(load, v_ref, v_smem, v_full, v_free)
 
-                @pl.when(wanted < tile_count)
-                def _():
-                    is_reused = wanted >= query_buffers
-                    pl.when(is_reused)(lambda: q_free.wait(query_buffer(wanted)))
-                    load_queries(wanted)
+                    load_key(zero)
+                    wanted = index + (query_buffers - 1)
+                    pl.when(wanted < end)(lambda: load_queries(wanted))
 
-                @pl.loop(jnp.int32(1), blocks)
-                def _(j):
-                    load_key(j)
-                    load_value(j - 1)
+                    @pl.loop(jnp.int32(1), blocks)
+                    def _(j):
+                        load_key(j)
+                        load_value(j - 1)
 
-                load_value(blocks - 1)
-                return steps + blocks
+                    load_value(blocks - 1)
+                    return steps + blocks
 
-            if query_buffers > 1:
-                load_queries(jnp.int32(0))
-            lax.fori_loop(jnp.int32(0), tile_count, whole_tile, jnp.int32(0))
+                if query_buffers > 1:
+                    load_queries(begin)
+                return lax.fori_loop(begin, end, whole_tile, first_step), no_rows
 
-    shape = (problem.batch, problem.heads, tiles.per_head * block_q)
+            rounds(load_tiles)
+
+    shape = (problem.batch, problem.heads, tiles.rows)
     kernel = plgpu.kernel(
         attention_forward,
         out_type=(

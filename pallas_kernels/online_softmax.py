@@ -1,9 +1,16 @@
-"""The running maximum and sum of a row of logits, for tiles of 64 rows in wgmma registers.
+"""The softmax of a row of logits that comes in tiles, for 64 rows in wgmma registers.
 
-Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), Algorithm 3, in base 2:
-`factor` is scale * log2(e), so that one fused multiply-add feeds the hardware's exp2. The sum stays
-spread over the threads until the end, as eight partial sums a row; only the maximum is shared
-between the four threads of a row at each step.
+In base 2: `factor` is scale * log2(e), so that one fused multiply-add feeds the hardware's exp2. A
+weight is 2^(factor * logit - reference), and any reference is exact: it cancels when the output is
+divided by the sum of the weights. It only has to keep weights within the range of their dtype.
+
+The online normaliser (Milakov and Gimelshein 2018, Algorithm 3) finds the maximum of every tile and
+corrects sum and output when it rises. That is a third of the instructions, in the one chain of
+dependent steps that nothing hides, and a row's maximum hardly changes after its first tile. So the
+reference stands `headroom` above the maximum of the first tile (`start`) and stays there (`go_on`),
+until a sum of weights reaches `limit`. `finish` reports such rows, and they are computed again with
+`advance`, which looks for weights beyond `limit` in each tile. A row that needs no new reference is
+the same to the bit either way.
 """
 
 import functools
@@ -13,6 +20,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 LOG2E = math.log2(math.e)
@@ -21,10 +29,26 @@ LOG2E = math.log2(math.e)
 _NOTHING_SEEN = -1e30
 
 
-class RowState(NamedTuple):
-    """What is known of each row: `(64,)` maximum in log2 units and `(64, 8)` partial sums."""
+class Range(NamedTuple):
+    """How large weights may be, as powers of 2."""
 
-    maximum: jax.Array
+    headroom: float  # a new reference makes the largest weight 2^-headroom
+    limit: float  # a weight or a sum of weights from 2^limit on asks for a new reference
+
+
+def weight_range(dtype: np.dtype) -> Range:
+    """The range for weights that are cast to `dtype`."""
+    if dtype == jnp.float16:
+        # Weights below 2^-14 lose precision, from 2^16 on they are infinite.
+        return Range(headroom=6.0, limit=15.0)
+    # Both near enough to 1 that weights times values stay in float32 where values do.
+    return Range(headroom=24.0, limit=8.0)
+
+
+class RowState(NamedTuple):
+    """What is known of each row: `(64,)` reference in log2 units and `(64, 8)` partial sums."""
+
+    reference: jax.Array
     sums: jax.Array
 
 
@@ -33,29 +57,47 @@ def spread(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(rows, shape, [0])
 
 
-def start(logits: jax.Array, factor: float) -> tuple[jax.Array, RowState]:
-    """The first tile of a row: its weights 2^(factor * logits - maximum) and the state."""
-    maximum = jnp.maximum(logits.max(axis=1) * factor, _NOTHING_SEEN)
-    weights = jnp.exp2(logits * factor - spread(maximum, logits.shape))
-    return weights, RowState(maximum, _partial_sums(weights))
+def start(logits: jax.Array, factor: float, headroom: float) -> tuple[jax.Array, RowState]:
+    """The first tile of a row: its weights and the state."""
+    reference = jnp.maximum(logits.max(axis=1) * factor, _NOTHING_SEEN) + headroom
+    weights = _weights(logits, factor, reference)
+    return weights, RowState(reference, _partial_sums(weights))
 
 
 def advance(
-    logits: jax.Array, factor: float, state: RowState
+    logits: jax.Array, factor: float, headroom: float, limit: float, state: RowState
 ) -> tuple[jax.Array, jax.Array, RowState]:
     """A further tile: its weights, what earlier weights must be multiplied with, and the state."""
-    maximum = jnp.maximum(state.maximum, logits.max(axis=1) * factor)
-    correction = jnp.exp2(state.maximum - maximum)
-    weights = jnp.exp2(logits * factor - spread(maximum, logits.shape))
+    maximum = logits.max(axis=1) * factor
+    is_low = maximum >= state.reference + limit
+    reference = jnp.where(is_low, maximum + headroom, state.reference)
+    correction = jnp.exp2(state.reference - reference)
+    weights = _weights(logits, factor, reference)
     sums = state.sums * spread(correction, state.sums.shape) + _partial_sums(weights)
-    return weights, correction, RowState(maximum, sums)
+    return weights, correction, RowState(reference, sums)
 
 
-def finish(state: RowState) -> tuple[jax.Array, jax.Array]:
-    """What to multiply the output with, 0 where nothing was seen, and the natural-log LSE."""
+def go_on(logits: jax.Array, factor: float, state: RowState) -> tuple[jax.Array, RowState]:
+    """A further tile of rows that have seen a key, with the reference they have."""
+    weights = _weights(logits, factor, state.reference)
+    return weights, RowState(state.reference, state.sums + _partial_sums(weights))
+
+
+def finish(state: RowState, limit: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What ends a row.
+
+    Returns:
+      What to multiply the output with (0 where nothing was seen), the natural-log LSE, and whether
+      the reference was too low, or an input NaN.
+    """
     total = state.sums.sum(axis=1)
     inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
-    return inverse, state.maximum * (1.0 / LOG2E) + jnp.log(total)
+    lse = state.reference * (1.0 / LOG2E) + jnp.log(total)
+    return inverse, lse, jnp.logical_not(total < 2.0**limit)
+
+
+def _weights(logits, factor, reference):
+    return jnp.exp2(logits * factor - spread(reference, logits.shape))
 
 
 def _partial_sums(weights: jax.Array) -> jax.Array:

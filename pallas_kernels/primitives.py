@@ -90,6 +90,53 @@ class NamedBarriers:
         bar(jnp.asarray(self.first + index, jnp.int32))
 
 
+@dataclasses.dataclass(frozen=True)
+class BlockVote:
+    """Lets all warpgroups of a thread block meet and learn whether one of them has seen something.
+
+    One `barrier.red` on barrier 0, which Mosaic GPU uses alike, for all threads. In interpret mode,
+    flags in shared memory and an mbarrier, from `scratch()`, stand in.
+    """
+
+    warpgroups: int
+    twins: Any = None
+
+    def scratch(self) -> tuple:
+        return (
+            plgpu.SMEM((self.warpgroups,), jnp.int32),
+            plgpu.Barrier(num_arrivals=self.warpgroups),
+        )
+
+    def any(self, seen: jax.Array, warpgroup) -> jax.Array:
+        """Whether an element of `(64,)` int32 is not 0 in any warpgroup; all must call it."""
+        if self.twins is not None:
+            flags, barrier = self.twins
+            flags[warpgroup] = seen.max()
+            plgpu.barrier_arrive(barrier)
+            plgpu.barrier_wait(barrier)
+            votes = sum(flags[w] for w in range(self.warpgroups))
+            plgpu.barrier_arrive(barrier)  # before the next vote overwrites the flags
+            plgpu.barrier_wait(barrier)
+            return votes > 0
+
+        shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+        threads = self.warpgroups * WARPGROUP_THREADS
+
+        @plgpu.inline_mgpu(arg_types=(_ROWS,), return_type=shape)
+        def vote(_, seen):
+            i32 = ir.IntegerType.get_signless(32)
+            low, high = (_scalar(r) for r in seen.registers.flat)
+            text = (
+                "{ .reg .pred p; setp.ne.s32 p, $1, 0;"
+                f" barrier.cta.red.or.pred p, 0, {threads}, p;"
+                " vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+            )
+            value = _asm(text, "=r,r,~{memory}", [arith.ori(low, high)], i32)
+            return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+        return vote(seen) > 0
+
+
 def fence_async_shared() -> None:
     """Orders this thread's shared-memory stores before later reads by wgmma and TMA."""
     if interpreting():
