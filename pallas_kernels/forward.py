@@ -5,12 +5,14 @@ walks a list of tiles. A tile is `block_q` query rows of one head, 64 for each c
 
     producer   K0  Q'  K1 V0  K2 V1  ...  V(n-1)      TMA into circular buffers of K and of V
     consumer   S=Q K0   softmax
-               S=Q K1 | O+=P V0   softmax of S while O+=P V0 still runs, then rescale O
+               S=Q K1 | O+=P V0   softmax of S while O+=P V0 still runs
                ...
                S=Q' K0' | O+=P V(n-1)   the next tile's first logits; then O is divided and stored
 
 Key blocks run from the last to the first, so that the blocks that causality cuts come first, and
-the steps that need a mask are over before the loop that needs none.
+the steps that need a mask are over before the loop that needs none. These first steps look for the
+maximum of each row; the others trust it (`online_softmax.py`). Where that went wrong, the thread
+block walks its list a second time and looks in every step.
 
 Barriers. Full: an mbarrier a slot of Q, K and V, completed by TMA. Free: a named barrier a slot,
 the consumers arrive and the producer waits. Turn: a named barrier a consumer; who has the turn
