@@ -17,8 +17,8 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -190,8 +190,22 @@ def relative_error(results, expected) -> jax.Array:
     return jnp.max(jnp.array([error(x, y) for x, y in zip(results, expected, strict=True)]))
 
 
-def benchmark(row: Row, passes: str, candidates: list[str], rounds: int, iterations: int) -> dict:
-    """Checks and times one row.
+def failure(error: Exception) -> dict[str, str]:
+    """What `benchmark` says of a candidate that raised."""
+    return {"failed": f"{type(error).__name__}: {error}".split("\n")[0]}
+
+
+def benchmark(
+    row: Row, passes: str, programs: Mapping[str, Callable], rounds: int, iterations: int
+) -> dict:
+    """Checks candidates on one row, and times those that are right.
+
+    Args:
+      row: the shape.
+      passes: "forward" or "both".
+      programs: for each candidate, what `program` gives, or that compiled.
+      rounds: how often each has its turn.
+      iterations: calls in a turn.
 
     Returns:
       The row's name, passes and, for each candidate, its error, times and TFLOP/s, or why it
@@ -200,19 +214,19 @@ def benchmark(row: Row, passes: str, candidates: list[str], rounds: int, iterati
     inputs = row.inputs()
     expected = reference(*inputs, row.causal)
     entries: dict[str, dict] = {}
-    programs = {}
-    for name in candidates:
-        run = program(name, row, passes)
+    right = {}
+    for name, run in programs.items():
         try:
             results = run(*inputs)
         except Exception as e:  # a peer may not do this shape: say so, go on with the others
-            entries[name] = {"failed": f"{type(e).__name__}: {e}".split("\n")[0]}
+            entries[name] = failure(e)
             continue
         error = float(relative_error(results, expected[: len(results)]))
         entries[name] = {"error": error}
-        programs[name] = run
+        if error <= TOLERANCE:
+            right[name] = run
     del expected
-    for name, time in timing.interleaved(programs, inputs, rounds, iterations).items():
+    for name, time in timing.interleaved(right, inputs, rounds, iterations).items():
         entries[name] |= {
             "milliseconds": dataclasses.asdict(time),
             "teraflops": row.flops(passes) / time.median / 1e9,
@@ -242,7 +256,7 @@ def table(results: list[dict], candidates: list[str], matmul: float) -> str:
         speed = {n: e["teraflops"] for n, e in entries.items() if "teraflops" in e}
         ours = max((s for n, s in speed.items() if is_ours(n)), default=math.nan)
         peer = max((s for n, s in speed.items() if not is_ours(n)), default=math.nan)
-        errors = [entries[n]["error"] for n in speed]
+        errors = [e["error"] for e in entries.values() if "error" in e]
         lines.append(
             [
                 result["row"],
@@ -253,7 +267,12 @@ def table(results: list[dict], candidates: list[str], matmul: float) -> str:
                 f"{max(errors, default=math.nan):.1e}",
             ]
         )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return markdown(lines)
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """A table of cells, the first line its header."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([rows[0], rule, *rows[1:]])
@@ -296,57 +315,86 @@ def plot(results: list[dict], candidates: list[str], title: str, path: pathlib.P
     plt.close(figure)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--suite", choices=SUITES, default="train" if timing.on_gpu() else "small")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which rows to time, how often, and where results go."""
     parser.add_argument("--quick", action="store_true", help="the rows of length 4096 alone")
-    parser.add_argument("--passes", default="forward,both", help="forward, both, or both of them")
     parser.add_argument("--rows", default="", help="regular expression that names of rows match")
-    parser.add_argument("--candidates", help=f"of {', '.join(CANDIDATES)}, separated by commas")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=10, help="calls in a round")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="where to write")
+
+
+def select(suite: str, options: argparse.Namespace) -> list[Row]:
+    """The rows of a suite that `add_arguments`'s options ask for."""
+    rows = [row for row in SUITES[suite] if re.search(options.rows, row.name)]
+    if options.quick and suite == "train":
+        rows = [row for row in rows if row.length == 4096]
+    return rows
+
+
+def provenance() -> dict[str, Any]:
+    """Where and when something was measured: device, jax, date."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+    }
+
+
+def heading(record: dict[str, Any], options: argparse.Namespace) -> str:
+    """What stands above a table: `provenance`, and what its figures are."""
+    where = f"{record['device']}, jax {record['jax']}, {record['date'][:10]}"
+    return f"{where}, bf16; TFLOP/s, medians of\n{options.rounds} x {options.iterations} calls"
+
+
+def write(directory: pathlib.Path, title: str, record: dict[str, Any]) -> pathlib.Path:
+    """Writes a record with `provenance` as JSON, named after its title, device and date."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stem = re.sub(r"\W+", "-", f"{title} {record['device']} {record['date'][:10]}".lower())
+    path = directory / f"{stem}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--suite", choices=SUITES, default="train" if timing.on_gpu() else "small")
+    parser.add_argument("--passes", default="forward,both", help="forward, both, or both of them")
+    parser.add_argument("--candidates", help=f"of {', '.join(CANDIDATES)}, separated by commas")
+    add_arguments(parser)
     options = parser.parse_args(argv)
 
     candidates = options.candidates.split(",") if options.candidates else default_candidates()
     passes = options.passes.split(",")
     if unknown := {*candidates} - {*CANDIDATES} | {*passes} - {"forward", "both"}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    rows = [row for row in SUITES[options.suite] if re.search(options.rows, row.name)]
-    if options.quick and options.suite == "train":
-        rows = [row for row in rows if row.length == 4096]
+    rows = select(options.suite, options)
     if not rows:
         parser.error("no such row")
 
-    device = jax.devices()[0].device_kind
     matmul = timing.matmul_teraflops(8192 if timing.on_gpu() else 512)
     work = [(row, kind) for kind in passes for row in rows]
     results = [
-        benchmark(row, kind, candidates, options.rounds, options.iterations)
+        benchmark(
+            row,
+            kind,
+            {name: program(name, row, kind) for name in candidates},
+            options.rounds,
+            options.iterations,
+        )
         for row, kind in timing.progress(work, "attention")
     ]
 
-    date = datetime.datetime.now(datetime.UTC)
-    print(f"\n{device}, jax {jax.__version__}, {date:%Y-%m-%d}, bf16; TFLOP/s, medians of")
-    print(f"{options.rounds} x {options.iterations} calls; bf16 matmul: {matmul:.3g} TFLOP/s\n")
+    record = provenance() | {"matmul_teraflops": matmul, "results": results}
+    print(f"\n{heading(record, options)}; bf16 matmul: {matmul:.3g} TFLOP/s\n")
     print(table(results, candidates, matmul))
     found = problems(results)
     print(*itertools.chain(*found.values()), sep="\n")
 
-    options.results.mkdir(parents=True, exist_ok=True)
-    stem = re.sub(r"\W+", "-", f"attention {options.suite} {device} {date:%Y-%m-%d}".lower())
-    path = options.results / f"{stem}.json"
-    record = {
-        "device": device,
-        "jax": jax.__version__,
-        "date": f"{date:%Y-%m-%d %H:%M} UTC",
-        "matmul_teraflops": matmul,
-        "results": results,
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path = write(options.results, f"attention {options.suite}", record)
     print(f"\nwritten: {path}")
     if importlib.util.find_spec("matplotlib"):
-        plot(results, candidates, f"{device}, bf16", path.with_suffix(".png"))
+        plot(results, candidates, f"{record['device']}, bf16", path.with_suffix(".png"))
         print(f"plotted: {path.with_suffix('.png')}")
 
     return 1 if any(map(is_ours, found)) else 0

@@ -126,9 +126,13 @@ def test_faulty_candidate_fails_the_benchmark(fault, said, tmp_path, monkeypatch
 
     monkeypatch.setitem(attention.CANDIDATES, "jax_flash xla", attend)
     sizes = ["--suite", "small", "--rows", "full", "--rounds", "1", "--iterations", "1"]
-    names = ["--candidates", "jax_flash xla", "--passes", "forward"]
+    names = ["--candidates", "jax_flash xla,jax.nn xla", "--passes", "forward"]
     assert attention.main([*sizes, *names, "--results", str(tmp_path)]) == 1
     assert f"H64 full, forward: jax_flash xla {said}" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*.json")
+    (result,) = json.loads(path.read_text())["results"]
+    assert "teraflops" not in result["candidates"]["jax_flash xla"]
+    assert result["candidates"]["jax.nn xla"]["teraflops"] > 0
 
 
 def test_table_names_the_best_peer():
