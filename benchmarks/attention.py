@@ -1,13 +1,16 @@
 """Attention side by side with its peers: `python -m benchmarks.attention --suite train`.
 
-Every candidate is checked against float32 before it is timed. TFLOP/s count 4*B*N*T*S*H for the
-forward pass, half of that if causal, and 3.5 times that for forward and backward together.
+Every candidate is checked against float32 before it is timed, in each of three passes: forward,
+backward (from what the candidate kept of its forward), and both in one program. TFLOP/s count
+4*B*N*T*S*H for the forward pass, half of that if causal, 2.5 times that for the backward and 3.5
+times that for both.
 
 Peers: cuDNN through jax.nn, and FlashAttention-3 where the package dew_flash_attn is importable
 (PyPI dew-flash-attn-cu13: Dao-AILab's kernels bound to JAX).
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import datetime
 import functools
@@ -17,7 +20,9 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+import statistics
+import threading
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -30,6 +35,9 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 # Relative error of a right result: bf16 output and weights give 2e-3 to 3e-3.
 TOLERANCE = 1e-2
+
+# FLOPs over those of the forward, which has two matrix products; the backward has five.
+PASSES = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Row:
 
     def flops(self, passes: str) -> float:
         forward = 4 * self.batch * self.heads * self.length**2 * self.width
-        return forward * (0.5 if self.causal else 1) * (3.5 if passes == "both" else 1)
+        return forward * (0.5 if self.causal else 1) * PASSES[passes]
 
     def inputs(self) -> tuple[jax.Array, ...]:
         """Query, key, value and the cotangent of the output, random in bf16."""
@@ -85,10 +93,15 @@ SUITES = {
 }
 
 
-def _jax_flash(implementation: str) -> Callable:
+def _jax_flash(implementation: str, deterministic: bool = False) -> Callable:
     def attention(query, key, value, causal):
         return jax_flash.attention(
-            query, key, value, is_causal=causal, implementation=implementation
+            query,
+            key,
+            value,
+            is_causal=causal,
+            implementation=implementation,
+            deterministic=deterministic,
         )
 
     return attention
@@ -110,12 +123,25 @@ def _fa3(query, key, value, causal):
     return flash_mha(query, key, value, query.shape[-1] ** -0.5, causal)
 
 
+# Its gradients are the same bit by bit from run to run. The peers' are not, so that it stands
+# apart from the comparison, and its forward is that of jax_flash.
+DETERMINISTIC = "jax_flash deterministic"
+
 CANDIDATES: dict[str, Callable] = {
     "jax_flash": _jax_flash("mosaic_gpu"),
+    DETERMINISTIC: _jax_flash("mosaic_gpu", deterministic=True),
     "jax_flash xla": _jax_flash("xla"),
     "cuDNN": _jax_nn("cudnn"),
     "FA3": _fa3,
     "jax.nn xla": _jax_nn("xla"),  # holds [B, N, T, S]: short rows only
+}
+
+# Their kernels allocate more as they run (FA3 its float32 query gradient), unseen by `temp_bytes`.
+ALLOCATING = ("FA3",)
+
+NOTES = {
+    "temp_bytes": "of one call, beside its arguments and results, as XLA plans it; more for"
+    f" {', '.join(ALLOCATING)}, which allocates as it runs",
 }
 
 
@@ -127,21 +153,53 @@ def default_candidates() -> list[str]:
     if not timing.on_gpu():
         return ["jax_flash xla", "jax.nn xla"]
     fa3 = ["FA3"] if importlib.util.find_spec("dew_flash_attn") else []
-    return ["jax_flash", "cuDNN", *fa3]
+    return ["jax_flash", DETERMINISTIC, "cuDNN", *fa3]
 
 
-def program(candidate: str, row: Row, passes: str) -> Callable:
-    """A jitted function of `row.inputs()`: the output, and for "both" dquery, dkey, dvalue too."""
-    attention = functools.partial(CANDIDATES[candidate], causal=row.causal)
+def taking_part(candidates: list[str], passes: str) -> list[str]:
+    """The candidates that differ in this pass."""
+    return [name for name in candidates if (name, passes) != (DETERMINISTIC, "forward")]
+
+
+_TRACING = threading.Lock()  # tracing is Python: threads would only take turns at it
+
+
+def build(candidate: Callable, row: Row, passes: str) -> list[jax.stages.Compiled]:
+    """Compiles a pass of a candidate; threads may compile at the same time.
+
+    Args:
+      candidate: the output of query, key, value and causal, as in CANDIDATES.
+      row: the shape.
+      passes: one of PASSES.
+
+    Returns:
+      Programs, the first of `row.inputs()` and each next one of what the one before returns. The
+      last is the pass. It returns the output and dquery, dkey, dvalue, or its part of them.
+    """
+    attention = functools.partial(candidate, causal=row.causal)
+    inputs = jax.eval_shape(row.inputs)
 
     def forward(query, key, value, dout):
         return (attention(query, key, value),)
 
-    def both(query, key, value, dout):
-        out, backward = jax.vjp(attention, query, key, value)
-        return (out, *backward(dout))
+    def residuals(query, key, value, dout):
+        _, vjp = jax.vjp(attention, query, key, value)
+        return vjp, dout
 
-    return jax.jit({"forward": forward, "both": both}[passes])
+    def backward(vjp, dout):
+        return vjp(dout)
+
+    def both(query, key, value, dout):
+        out, vjp = jax.vjp(attention, query, key, value)
+        return (out, *vjp(dout))
+
+    with _TRACING:
+        if passes == "backward":
+            kept = jax.jit(residuals).trace(*inputs)
+            lowered = [kept.lower(), jax.jit(backward).lower(*kept.out_info)]
+        else:
+            lowered = [jax.jit({"forward": forward, "both": both}[passes]).lower(*inputs)]
+    return [program.compile() for program in lowered]
 
 
 @functools.partial(jax.jit, static_argnames=("causal",))
@@ -190,48 +248,81 @@ def relative_error(results, expected) -> jax.Array:
     return jnp.max(jnp.array([error(x, y) for x, y in zip(results, expected, strict=True)]))
 
 
-def failure(error: Exception) -> dict[str, str]:
-    """What `benchmark` says of a candidate that raised."""
-    return {"failed": f"{type(error).__name__}: {error}".split("\n")[0]}
+def bind(programs: list[jax.stages.Compiled], inputs: tuple) -> timing.Bound:
+    """The last of what `build` returns, with its arguments."""
+    for program in programs[:-1]:
+        inputs = program(*inputs)
+    return timing.Bound(programs[-1], inputs)
 
 
-def benchmark(
-    row: Row, passes: str, programs: Mapping[str, Callable], rounds: int, iterations: int
+def measure(
+    row: Row,
+    passes: str,
+    built: dict[str, concurrent.futures.Future],
+    inputs: tuple,
+    expected: tuple,
+    rounds: int,
+    iterations: int,
 ) -> dict:
-    """Checks candidates on one row, and times those that are right.
+    """Checks one pass of a row, and times the candidates that are right.
 
     Args:
       row: the shape.
-      passes: "forward" or "both".
-      programs: for each candidate, what `program` gives, or that compiled.
-      rounds: how often each has its turn.
+      passes: one of PASSES.
+      built: for each candidate, what `build` gives.
+      inputs: `row.inputs()`.
+      expected: what the pass returns, in float32.
+      rounds: how often each candidate has its turn.
       iterations: calls in a turn.
 
     Returns:
-      The row's name, passes and, for each candidate, its error, times and TFLOP/s, or why it
-      failed.
+      The row's name, the passes and, for each candidate, its error, times and TFLOP/s, or why it
+      failed. For "both" also temp_bytes: memory of one call beside its arguments and results, as
+      XLA plans it, where the backend says.
     """
-    inputs = row.inputs()
-    expected = reference(*inputs, row.causal)
     entries: dict[str, dict] = {}
-    right = {}
-    for name, run in programs.items():
+    programs = {}
+    for name, future in built.items():
         try:
-            results = run(*inputs)
+            compiled = future.result()
+            program = bind(compiled, inputs)
+            results = jax.block_until_ready(program())
         except Exception as e:  # a peer may not do this shape: say so, go on with the others
-            entries[name] = failure(e)
+            entries[name] = {"failed": f"{type(e).__name__}: {e}".split("\n")[0]}
             continue
-        error = float(relative_error(results, expected[: len(results)]))
+        error = float(relative_error(results, expected))
         entries[name] = {"error": error}
+        if passes == "both" and (memory := compiled[-1].memory_analysis()):
+            entries[name]["temp_bytes"] = memory.temp_size_in_bytes
         if error <= TOLERANCE:
-            right[name] = run
-    del expected
-    for name, time in timing.interleaved(right, inputs, rounds, iterations).items():
+            programs[name] = program
+    for name, time in timing.interleaved(programs, (), rounds, iterations).items():
         entries[name] |= {
             "milliseconds": dataclasses.asdict(time),
             "teraflops": row.flops(passes) / time.median / 1e9,
         }
     return {"row": row.name, "passes": passes, "candidates": entries}
+
+
+def benchmark(
+    row: Row, passes: list[str], candidates: list[str], rounds: int, iterations: int
+) -> list[dict]:
+    """Compiles, checks and times one row: a result of `measure` for each of the passes."""
+    inputs = row.inputs()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        built = {
+            kind: {
+                name: pool.submit(build, CANDIDATES[name], row, kind)
+                for name in taking_part(candidates, kind)
+            }
+            for kind in passes
+        }
+        out, *gradients = reference(*inputs, row.causal)
+    expected = {"forward": (out,), "backward": (*gradients,), "both": (out, *gradients)}
+    return [
+        measure(row, kind, built[kind], inputs, expected[kind], rounds, iterations)
+        for kind in passes
+    ]
 
 
 def problems(results: list[dict]) -> dict[str, list[str]]:
@@ -247,15 +338,47 @@ def problems(results: list[dict]) -> dict[str, list[str]]:
     return found
 
 
+def best(result: dict) -> tuple[float, float]:
+    """TFLOP/s of the faster of ours, not the deterministic one, and of the fastest peer, or NaN."""
+    speed = {n: e["teraflops"] for n, e in result["candidates"].items() if "teraflops" in e}
+    ours = (s for n, s in speed.items() if is_ours(n) and n != DETERMINISTIC)
+    peers = (s for n, s in speed.items() if not is_ours(n))
+    return max(ours, default=math.nan), max(peers, default=math.nan)
+
+
+def summarize(results: list[dict]) -> dict[str, dict]:
+    """For each pass, ours / best peer over the rows that have both."""
+    summary = {}
+    for kind in dict.fromkeys(result["passes"] for result in results):
+        speeds = {r["row"]: best(r) for r in results if r["passes"] == kind}
+        ratios = {row: ours / peer for row, (ours, peer) in speeds.items()}
+        ratios = {row: ratio for row, ratio in ratios.items() if not math.isnan(ratio)}
+        if ratios:
+            lowest = min(ratios, key=lambda row: ratios[row])
+            summary[kind] = {
+                "rows": len(ratios),
+                "geometric_mean": statistics.geometric_mean(ratios.values()),
+                "smallest": ratios[lowest],
+                "smallest_row": lowest,
+            }
+    return summary
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """A table whose first line is the header."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([rows[0], rule, *rows[1:]])
+
+
 def table(results: list[dict], candidates: list[str], matmul: float) -> str:
     """TFLOP/s of every candidate; for ours, the ratio to the best peer and to the matmul."""
-    header = ["shape", "passes", *candidates, "ours / best peer", "ours / matmul", "error"]
-    lines = [header]
+    lines = [["shape", "passes", *candidates, "ours / best peer", "ours / matmul", "error"]]
     for result in results:
         entries = result["candidates"]
         speed = {n: e["teraflops"] for n, e in entries.items() if "teraflops" in e}
-        ours = max((s for n, s in speed.items() if is_ours(n)), default=math.nan)
-        peer = max((s for n, s in speed.items() if not is_ours(n)), default=math.nan)
+        ours, peer = best(result)
         errors = [e["error"] for e in entries.values() if "error" in e]
         lines.append(
             [
@@ -270,12 +393,49 @@ def table(results: list[dict], candidates: list[str], matmul: float) -> str:
     return markdown(lines)
 
 
-def markdown(lines: list[list[str]]) -> str:
-    """A table of cells, the first line its header."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([rows[0], rule, *rows[1:]])
+def memory_table(results: list[dict], candidates: list[str]) -> str:
+    """MiB of `temp_bytes` of every candidate, for the rows that have any."""
+
+    def mebibytes(name: str, entry: dict) -> str:
+        more = "> " if name in ALLOCATING else ""
+        return f"{more}{entry['temp_bytes'] / 2**20:.1f}" if "temp_bytes" in entry else "-"
+
+    lines = [["shape", *candidates]]
+    for result in results:
+        entries = result["candidates"]
+        if any("temp_bytes" in entry for entry in entries.values()):
+            lines.append([result["row"], *(mebibytes(n, entries.get(n, {})) for n in candidates)])
+    return markdown(lines)
+
+
+def heading(record: dict[str, Any], calls: str) -> str:
+    """What stands above a table: where and when it was measured, and what its figures are."""
+    where = f"{record['device']}, jax {record['jax']}, {record['date']}"
+    return f"{where}, bf16; TFLOP/s, medians of\n{calls} calls"
+
+
+def report(record: dict, candidates: list[str], calls: str) -> str:
+    """What the benchmark prints: tables, ratios, and what failed or is wrong."""
+    results = record["results"]
+    parts = [
+        f"\n{heading(record, calls)}; bf16 matmul: {record['matmul_teraflops']:.3g} TFLOP/s",
+        table(results, candidates, record["matmul_teraflops"]),
+    ]
+    if any("temp_bytes" in e for result in results for e in result["candidates"].values()):
+        parts += [
+            f"MiB of temporaries, forward + backward: {NOTES['temp_bytes']}",
+            memory_table(results, candidates),
+        ]
+    parts.append(
+        "\n".join(
+            f"{kind}: ours / best peer {s['geometric_mean']:.3f}, the geometric mean of {s['rows']}"
+            f" of {[r['passes'] for r in results].count(kind)} rows; smallest {s['smallest']:.3f},"
+            f" {s['smallest_row']}"
+            for kind, s in record["summary"].items()
+        )
+    )
+    parts.append("\n".join(itertools.chain(*problems(results).values())))
+    return "\n\n".join(filter(None, parts))
 
 
 def plot(results: list[dict], candidates: list[str], title: str, path: pathlib.Path) -> None:
@@ -285,30 +445,42 @@ def plot(results: list[dict], candidates: list[str], title: str, path: pathlib.P
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
+    labels = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
     kinds = list(dict.fromkeys(result["passes"] for result in results))
     rows = list(dict.fromkeys(result["row"] for result in results))
     figure, panels = plt.subplots(
         len(kinds), figsize=(2 + 0.6 * len(rows), 3.5 * len(kinds)), squeeze=False, sharex=True
     )
+    bars = {}
     for panel, kind in zip(panels[:, 0], kinds, strict=True):
         of_kind = {r["row"]: r["candidates"] for r in results if r["passes"] == kind}
-        for i, name in enumerate(candidates):
-            panel.bar(
-                [
-                    x + (i - (len(candidates) - 1) / 2) * 0.8 / len(candidates)
-                    for x in range(len(rows))
-                ],
-                [of_kind[row][name].get("teraflops", 0) for row in rows],
-                0.8 / len(candidates),
-                label=name,
+        speed = {
+            name: [of_kind[row].get(name, {}).get("teraflops", 0) for row in rows]
+            for name in candidates
+        }
+        shown = [name for name in candidates if any(speed[name])]
+        width = 0.8 / max(1, len(shown))
+        for i, name in enumerate(shown):
+            bars[name] = panel.bar(
+                [x + (i - (len(shown) - 1) / 2) * width for x in range(len(rows))],
+                speed[name],
+                width,
+                color=f"C{candidates.index(name)}",
             )
-        panel.set_ylabel("TFLOP/s, " + {"forward": "forward", "both": "forward + backward"}[kind])
+        panel.set_ylabel("TFLOP/s, " + labels[kind])
         panel.grid(axis="y", alpha=0.3)
+        panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(x=0.01)
     panels[0, 0].set_title(title, loc="left", pad=28)  # above the legend
+    legend = {name: bars[name] for name in candidates if name in bars}
     panels[0, 0].legend(
-        loc="lower right", bbox_to_anchor=(1, 1), frameon=False, ncols=len(candidates)
+        legend.values(),
+        legend.keys(),
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+        ncols=max(1, len(legend)),
     )
     panels[-1, 0].set_xticks(range(len(rows)), rows, rotation=60, ha="right")
     figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -325,7 +497,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def select(suite: str, options: argparse.Namespace) -> list[Row]:
-    """The rows of a suite that `add_arguments`'s options ask for."""
+    """The rows of a suite that the options of `add_arguments` ask for."""
     rows = [row for row in SUITES[suite] if re.search(options.rows, row.name)]
     if options.quick and suite == "train":
         rows = [row for row in rows if row.length == 4096]
@@ -341,12 +513,6 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def heading(record: dict[str, Any], options: argparse.Namespace) -> str:
-    """What stands above a table: `provenance`, and what its figures are."""
-    where = f"{record['device']}, jax {record['jax']}, {record['date'][:10]}"
-    return f"{where}, bf16; TFLOP/s, medians of\n{options.rounds} x {options.iterations} calls"
-
-
 def write(directory: pathlib.Path, title: str, record: dict[str, Any]) -> pathlib.Path:
     """Writes a record with `provenance` as JSON, named after its title, device and date."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -356,48 +522,54 @@ def write(directory: pathlib.Path, title: str, record: dict[str, Any]) -> pathli
     return path
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line: its candidates, passes and rows as lists of what there is."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--suite", choices=SUITES, default="train" if timing.on_gpu() else "small")
-    parser.add_argument("--passes", default="forward,both", help="forward, both, or both of them")
+    parser.add_argument("--passes", default=",".join(PASSES), help="of %(default)s")
     parser.add_argument("--candidates", help=f"of {', '.join(CANDIDATES)}, separated by commas")
     add_arguments(parser)
     options = parser.parse_args(argv)
 
-    candidates = options.candidates.split(",") if options.candidates else default_candidates()
-    passes = options.passes.split(",")
-    if unknown := {*candidates} - {*CANDIDATES} | {*passes} - {"forward", "both"}:
+    names = options.candidates
+    options.candidates = names.split(",") if names else default_candidates()
+    options.passes = options.passes.split(",")
+    if unknown := {*options.candidates} - {*CANDIDATES} | {*options.passes} - {*PASSES}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    rows = select(options.suite, options)
-    if not rows:
+    for kind in options.passes:
+        if not taking_part(options.candidates, kind):
+            parser.error(f"no candidate for {kind}: {DETERMINISTIC} has the forward of jax_flash")
+    options.rows = select(options.suite, options)
+    if not options.rows:
         parser.error("no such row")
+    return options
 
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
     matmul = timing.matmul_teraflops(8192 if timing.on_gpu() else 512)
-    work = [(row, kind) for kind in passes for row in rows]
-    results = [
-        benchmark(
-            row,
-            kind,
-            {name: program(name, row, kind) for name in candidates},
-            options.rounds,
-            options.iterations,
+    results = []
+    for row in timing.progress(options.rows, "attention"):
+        results += benchmark(
+            row, options.passes, options.candidates, options.rounds, options.iterations
         )
-        for row, kind in timing.progress(work, "attention")
-    ]
+    results.sort(key=lambda result: options.passes.index(result["passes"]))
 
-    record = provenance() | {"matmul_teraflops": matmul, "results": results}
-    print(f"\n{heading(record, options)}; bf16 matmul: {matmul:.3g} TFLOP/s\n")
-    print(table(results, candidates, matmul))
-    found = problems(results)
-    print(*itertools.chain(*found.values()), sep="\n")
+    record = provenance() | {
+        "matmul_teraflops": matmul,
+        "notes": NOTES,
+        "summary": summarize(results),
+        "results": results,
+    }
+    print(report(record, options.candidates, f"{options.rounds} x {options.iterations}"))
 
     path = write(options.results, f"attention {options.suite}", record)
     print(f"\nwritten: {path}")
     if importlib.util.find_spec("matplotlib"):
-        plot(results, candidates, f"{record['device']}, bf16", path.with_suffix(".png"))
+        plot(results, options.candidates, f"{record['device']}, bf16", path.with_suffix(".png"))
         print(f"plotted: {path.with_suffix('.png')}")
 
-    return 1 if any(map(is_ours, found)) else 0
+    return 1 if any(map(is_ours, problems(results))) else 0
 
 
 if __name__ == "__main__":

@@ -20,18 +20,31 @@ class Time:
     slowest: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A jitted or compiled function with arguments of its own, which are not compiled into it."""
+
+    fn: Callable
+    args: tuple
+
+    def __call__(self, *args):
+        return self.fn(*self.args, *args)
+
+
 def on_gpu() -> bool:
     return jax.devices()[0].platform == "gpu"
 
 
 def milliseconds(fn: Callable, args: tuple, iterations: int) -> list[float]:
-    """Times `iterations` calls of a jitted function after one to warm up.
+    """Times `iterations` calls of a jitted, compiled or Bound function after one to warm up.
 
     On a GPU it is the time its kernels ran (CUPTI), elsewhere the time until the result is there.
 
     Raises:
       RuntimeError: `fn` launched no kernel.
     """
+    if isinstance(fn, Bound):  # else the profiler would jit it, its arguments as constants
+        args, fn = (*fn.args, *args), fn.fn
     if on_gpu():
         _, times = profiler.measure(fn, iterations=iterations)(*args)
         if times is None:
@@ -49,13 +62,13 @@ def milliseconds(fn: Callable, args: tuple, iterations: int) -> list[float]:
 def interleaved(
     candidates: Mapping[str, Callable], args: tuple, rounds: int, iterations: int
 ) -> dict[str, Time]:
-    """Times jitted functions of the same arguments against each other.
+    """Times functions of the same arguments against each other.
 
     Every round runs every candidate, each round another one first, so that a change of clocks or
     of temperature falls on all alike.
 
     Args:
-      candidates: jitted functions by name.
+      candidates: jitted, compiled or Bound functions by name.
       args: what all are called with. Not zeros: they run faster than data do.
       rounds: how often each has its turn.
       iterations: calls in a turn.

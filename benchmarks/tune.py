@@ -1,6 +1,6 @@
 """Finds the fastest settings of the forward kernel on a Hopper GPU: `python -m benchmarks.tune`.
 
-Tries all settings that fit in an SM on rows of `benchmarks.attention`, then sizes of sections with
+Tries settings that fit in an SM on rows of `benchmarks.attention`, then sizes of sections with
 the best of them. Each is checked against float32 before it is timed. Prints every figure, and the
 best settings of each width beside the default as lines for pallas_kernels/config.py.
 """
@@ -10,12 +10,10 @@ import concurrent.futures
 import dataclasses
 import itertools
 import math
-import os
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-import jax
 import jax.numpy as jnp
 
 import jax_flash
@@ -24,6 +22,9 @@ from jax_flash.device import device_of
 from pallas_kernels.config import BACKWARD, FORWARD, WIDTHS, Config, ForwardConfig
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}  # the most that so many consumers can have
+KEYS = (64, 128, 192)  # a step; 256 need more registers than a thread has, at every width
+# Most of all settings fit at width 64: fewer stages there keep its search short.
+STAGES = {64: (2, 3), 128: (2, 3, 4), 256: (2, 3, 4)}
 SECTION_BYTES = tuple(megabytes << 20 for megabytes in (6, 12, 24, 48))
 
 # What a thread needs beside its tiles. With 16 left (width 64, 256 keys) 144 bytes spill and every
@@ -63,8 +64,8 @@ def fits(width: int, config: ForwardConfig) -> bool:
 
 
 def candidates(width: int) -> list[ForwardConfig]:
-    """The settings that fit, with the default size of sections."""
-    grid = itertools.product(REGISTERS, range(64, 257, 64), (2, 3, 4), (1, 2))
+    """The settings to try: those of KEYS and STAGES that fit, with the default size of sections."""
+    grid = itertools.product(REGISTERS, KEYS, STAGES[width], (1, 2))
     every = [
         dataclasses.replace(
             FORWARD[width],
@@ -94,51 +95,39 @@ def source(config: ForwardConfig) -> str:
     return f"ForwardConfig({', '.join(given)})"
 
 
-def program(row: attention.Row, config: ForwardConfig) -> jax.stages.Wrapped:
-    """A jitted function of `row.inputs()` that gives the output of the kernel with these settings.
+def candidate(config: ForwardConfig) -> Callable:
+    """The kernel with these settings, as in `benchmarks.attention.CANDIDATES`."""
 
-    As `benchmarks.attention.program` for "forward".
-    """
-
-    def forward(query, key, value, dout):
-        out = jax_flash.attention(
+    def attention(query, key, value, causal):
+        return jax_flash.attention(
             query,
             key,
             value,
-            is_causal=row.causal,
+            is_causal=causal,
             implementation="mosaic_gpu",
-            config=Config(config, BACKWARD[row.width]),
+            config=Config(config, BACKWARD[query.shape[-1]]),
         )
-        return (out,)
 
-    return jax.jit(forward)
-
-
-def compile_all(row: attention.Row, configs: Iterable[ForwardConfig]) -> tuple[dict, dict]:
-    """The compiled program of each of the settings by its `source`, and what failed, and why."""
-    inputs = jax.eval_shape(row.inputs)
-    programs, failures = {}, {}
-
-    def compiled(config: ForwardConfig) -> jax.stages.Compiled:
-        return program(row, config).lower(*inputs).compile()
-
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = {source(config): pool.submit(compiled, config) for config in configs}
-        for name, future in timing.progress(futures.items(), f"compile {row.name}"):
-            try:
-                programs[name] = future.result()
-            except Exception as e:  # listed with the reason, while the others go on
-                failures[name] = attention.failure(e)
-    return programs, failures
+    return attention
 
 
 def benchmark(
     row: attention.Row, configs: Iterable[ForwardConfig], rounds: int, iterations: int
 ) -> dict:
-    """Compiles, checks and times settings on one row: a result of `benchmarks.attention`."""
-    programs, failures = compile_all(row, configs)
-    result = attention.benchmark(row, "forward", programs, rounds, iterations)
-    return result | {"candidates": result["candidates"] | failures}
+    """Compiles, checks and times settings on one row: as `benchmarks.attention.measure`.
+
+    The candidates of the result are named by their `source`.
+    """
+    inputs = row.inputs()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        built = {
+            source(config): pool.submit(attention.build, candidate(config), row, "forward")
+            for config in configs
+        }
+        out, *_ = attention.reference(*inputs, row.causal)
+        for future in timing.progress(built.values(), f"compile {row.name}"):
+            concurrent.futures.wait([future])
+    return attention.measure(row, "forward", built, inputs, (out,), rounds, iterations)
 
 
 def search(
@@ -236,11 +225,12 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
     record = attention.provenance() | {"results": []}
+    calls = f"{options.rounds} x {options.iterations}"
     conclusions = []
     for width in dict.fromkeys(row.width for row in rows):
         rows_of_width = [row for row in rows if row.width == width]
         settings, sections = search(width, rows_of_width, options.rounds, options.iterations)
-        print(f"\n{attention.heading(record, options)}\n")
+        print(f"\n{attention.heading(record, calls)}\n")
         print(table(settings, FORWARD[width]))
         print()
         print(table(sections, FORWARD[width]))

@@ -100,13 +100,101 @@ def test_suite_is_checked_timed_and_written(tmp_path, capsys):
     assert attention.main([*sizes, *names, "--results", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*.json")
     record = json.loads(path.read_text())
-    assert [r["passes"] for r in record["results"]] == ["forward", "both"]
+    assert [r["passes"] for r in record["results"]] == ["forward", "backward", "both"]
     for result in record["results"]:
+        assert [*result["candidates"]] == ["jax_flash xla", "jax.nn xla"]
         for entry in result["candidates"].values():
             assert 0 < entry["error"] < attention.TOLERANCE
+            assert (entry.get("temp_bytes", 0) > 0) == (result["passes"] == "both")
             times = entry["milliseconds"]
             assert 0 < times["fastest"] <= times["median"] <= times["slowest"]
-    assert "b1 s256 4/2 heads H64 causal" in capsys.readouterr().out
+        ours, peer = (entry["teraflops"] for entry in result["candidates"].values())
+        summary = record["summary"][result["passes"]]
+        assert summary["smallest"] == pytest.approx(ours / peer)
+    printed = capsys.readouterr().out
+    assert printed.count("| b1 s256 4/2 heads H64 causal") == 4  # three passes, and memory
+    assert "the geometric mean of 1 of 1 rows" in printed
+
+
+def test_rows_are_written_pass_by_pass(tmp_path):
+    sizes = ["--suite", "small", "--rounds", "1", "--iterations", "1", "--results", str(tmp_path)]
+    names = ["--candidates", "jax.nn xla", "--passes", "both,forward"]
+    assert attention.main([*sizes, *names]) == 0
+    (path,) = tmp_path.glob("attention-small-*.json")
+    record = json.loads(path.read_text())
+    rows = [row.name for row in attention.SUITES["small"]]
+    order = [(result["passes"], result["row"]) for result in record["results"]]
+    assert order == [(kind, row) for kind in ("both", "forward") for row in rows]
+    assert record["summary"] == {}  # nothing of ours to compare
+
+
+def plain(query, key, value, causal):
+    return jax.nn.dot_product_attention(query, key, value, is_causal=causal)
+
+
+def test_backward_alone_has_no_forward():
+    @jax.custom_vjp
+    def marked(query, key, value):
+        return jnp.sin(query)
+
+    marked.defvjp(
+        lambda query, key, value: (jnp.sin(query), (key, value)),
+        lambda kept, dout: (jnp.tanh(dout), *kept),
+    )
+    candidate = lambda query, key, value, causal: marked(query, key, value)
+    row = small_row(causal=True)
+    kept, backward = attention.build(candidate, row, "backward")
+    (both,) = attention.build(candidate, row, "both")
+    has = lambda program: [op in program.as_text() for op in ("sine(", "tanh(")]
+    # The output is not among the residuals, so that nothing of the forward is left.
+    assert [has(kept), has(backward), has(both)] == [[False, False], [False, True], [True, True]]
+    _, key, value, dout = row.inputs()
+    d_query, d_key, d_value = attention.bind([kept, backward], row.inputs())()
+    np.testing.assert_array_equal(d_key, key)
+    np.testing.assert_array_equal(d_value, value)
+    assert attention.relative_error((d_query,), (jnp.tanh(dout.astype(jnp.float32)),)) < 1e-2
+
+
+@pytest.mark.parametrize("broken", ["query", "key", "value"])
+def test_wrong_gradient_fails_the_passes_that_have_it(broken, tmp_path, monkeypatch, capsys):
+    def attend(query, key, value, causal):
+        arrays = {"query": query, "key": key, "value": value}
+        x = arrays[broken]
+        arrays[broken] = x * 1.5 - jax.lax.stop_gradient(x * 0.5)  # its gradient is 1.5 times that
+        return plain(**arrays, causal=causal)
+
+    monkeypatch.setitem(attention.CANDIDATES, "jax_flash xla", attend)
+    sizes = ["--suite", "small", "--rows", "full", "--rounds", "1", "--iterations", "1"]
+    names = ["--candidates", "jax_flash xla", "--results", str(tmp_path)]
+    assert attention.main([*sizes, *names]) == 1
+    printed = capsys.readouterr().out
+    assert "H64 full, forward: " not in printed
+    assert "H64 full, backward: jax_flash xla is off by 5.0e-01" in printed
+    assert "H64 full, both: jax_flash xla is off by 5.0e-01" in printed
+
+
+def test_deterministic_candidate_stands_apart(tmp_path, monkeypatch):
+    name = attention.DETERMINISTIC
+    monkeypatch.setitem(attention.CANDIDATES, name, plain)
+    sizes = ["--suite", "small", "--rows", "full", "--rounds", "1", "--iterations", "1"]
+    names = ["--candidates", f"{name},jax.nn xla", "--results", str(tmp_path)]
+    assert attention.main([*sizes, *names]) == 0
+    (path,) = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    timed = {r["passes"]: "teraflops" in r["candidates"].get(name, {}) for r in record["results"]}
+    assert timed == {"forward": False, "backward": True, "both": True}
+    assert record["summary"] == {}
+    with pytest.raises(SystemExit):
+        attention.main(["--suite", "small", "--candidates", name, "--passes", "forward"])
+
+
+def test_deterministic_candidate_is_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(attention.jax_flash, "attention", lambda *_, **named: asked.append(named))
+    for name in ("jax_flash", attention.DETERMINISTIC):
+        attention.CANDIDATES[name](None, None, None, causal=True)
+    assert [named["implementation"] for named in asked] == ["mosaic_gpu"] * 2
+    assert [named["deterministic"] for named in asked] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -139,15 +227,52 @@ def test_table_names_the_best_peer():
     speeds = {"jax_flash": 600.0, "cuDNN": 500.0, "FA3": 400.0}
     entries = {name: {"error": 2e-3, "teraflops": speed} for name, speed in speeds.items()}
     entries["jax.nn xla"] = {"failed": "out of memory"}
+    entries[attention.DETERMINISTIC] = {"error": 1e-3, "teraflops": 700.0}  # never the best of ours
     results = [{"row": "b4 s4096 H128 causal", "passes": "forward", "candidates": entries}]
     line = attention.table(results, list(entries), matmul=800.0).splitlines()[2]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[2:] == ["600", "500", "400", "-", "1.20", "0.75", "2.0e-03"]
+    assert cells[2:] == ["600", "500", "400", "-", "700", "1.20", "0.75", "2.0e-03"]
+
+
+def result_of(row: str, passes: str, **speeds: float) -> dict:
+    entries = {name: {"error": 2e-3, "teraflops": speed} for name, speed in speeds.items()}
+    return {"row": row, "passes": passes, "candidates": entries}
+
+
+def test_summary_is_of_the_rows_that_can_be_compared():
+    results = [
+        result_of("a", "forward", jax_flash=200.0, cuDNN=100.0, FA3=50.0),
+        result_of("b", "forward", jax_flash=50.0, cuDNN=80.0, FA3=100.0),
+        result_of("c", "forward", cuDNN=100.0),
+        result_of("a", "both", jax_flash=30.0, FA3=20.0),
+        result_of("a", "backward", FA3=20.0),
+    ]
+    summary = attention.summarize(results)
+    assert summary["forward"] == {
+        "rows": 2,
+        "geometric_mean": pytest.approx(1.0),
+        "smallest": 0.5,
+        "smallest_row": "b",
+    }
+    assert summary["both"]["geometric_mean"] == pytest.approx(1.5)
+    assert summary.keys() == {"forward", "both"}
+
+
+def test_memory_table_says_where_there_is_more():
+    result = result_of("a", "both", jax_flash=1.0, FA3=1.0, cuDNN=1.0)
+    result["candidates"]["jax_flash"]["temp_bytes"] = 3 << 19
+    result["candidates"]["FA3"]["temp_bytes"] = 8 << 20
+    without = result_of("a", "forward", jax_flash=1.0)
+    lines = attention.memory_table([without, result], ["jax_flash", "FA3", "cuDNN"]).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["shape", "jax_flash", "FA3", "cuDNN"]
+    assert cells[2:] == [["a", "1.5", "> 8.0", "-"]]
 
 
 def test_flops_of_a_row():
     row = attention.Row(4, 4096, 32, 8, 128, True)
     assert row.flops("forward") == 2 * 4 * 32 * 4096**2 * 128
+    assert row.flops("backward") == 2.5 * row.flops("forward")
     assert row.flops("both") == 3.5 * row.flops("forward")
 
 
@@ -160,3 +285,18 @@ def test_candidates_take_turns():
     times = timing.interleaved(candidates, (), rounds=2, iterations=2)
     assert "".join(calls) == "aaabbb" + "bbbaaa"  # a call to warm up, then two
     assert times.keys() == {"a", "b"}
+
+
+def test_profiler_sees_the_program_and_its_arguments(monkeypatch):
+    seen = []
+
+    def measure(fn, iterations):
+        return lambda *args: (seen.append((fn, args)), [1.0] * iterations)
+
+    monkeypatch.setattr(timing, "on_gpu", lambda: True)
+    monkeypatch.setattr(timing.profiler, "measure", measure)
+    program = jax.jit(lambda x, y, z: x + y + z)
+    bound = timing.Bound(program, (1, 2))
+    assert timing.interleaved({"bound": bound}, (3,), 1, 2) == {"bound": timing.Time(1.0, 1.0, 1.0)}
+    assert seen == [(program, (1, 2, 3))]
+    assert bound(3) == 6

@@ -85,6 +85,42 @@ def test_rows_of_large_logits_and_maxima_that_grow():
         check((query, key * growth[:, None, None], value, dout, dlse), is_causal=False)
 
 
+def with_a_jump(arrays, head: int, first_keys: int):
+    """The same inputs with keys of one head, the ones worked on last, that outweigh all others."""
+    query, key, *rest = arrays
+    return query, key.at[:, :first_keys, head].multiply(60), *rest
+
+
+@pytest.mark.parametrize(
+    ("H", "dtype", "is_causal"),
+    [(64, jnp.bfloat16, False), (128, jnp.float16, True), (256, jnp.bfloat16, False)],
+)
+def test_maxima_that_jump_and_other_heads(H, dtype, is_causal):
+    """A second round over the tiles of a thread block, which leaves other heads as they were.
+
+    To the bit on a GPU; on a CPU, XLA contracts multiplications and additions as it pleases.
+    """
+    arrays = inputs(1, 150, 400, 2, 2, H, dtype)
+    options = dict(is_causal=is_causal, query_offset=250 if is_causal else 0)
+    settings = few_thread_blocks(H, 1)
+    attention = functools.partial(
+        jax_flash.attention,
+        **options,
+        return_residual=True,
+        implementation="mosaic_gpu",
+        config=settings,
+    )
+    with interpret_mode():
+        check(with_a_jump(arrays, 0, 100), **options, config=settings)
+        calm = attention(*arrays[:3])
+        jumping = attention(*with_a_jump(arrays, 0, 100)[:3])
+    chex.assert_trees_all_close(
+        *(jax.tree.map(lambda x: x[:, :, 1].astype(jnp.float32), r) for r in (jumping, calm)),
+        rtol=2.0**-7,
+        atol=1e-6,
+    )
+
+
 def few_thread_blocks(width: int, count: int) -> config.Config:
     """The default settings, with so few thread blocks that each walks several tiles."""
     settings = config.default(width)

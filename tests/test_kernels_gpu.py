@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from tests.test_kernels import check, inputs
+from tests.test_kernels import check, inputs, with_a_jump
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +56,20 @@ def test_a_thread_block_walks_many_tiles(H, is_causal):
 def test_keys_beyond_the_end_where_every_logit_is_very_negative(H):
     query, key, *rest = inputs(2, 300, 333, 2, 1, H, jnp.bfloat16)
     check((abs(query) * 8, -abs(key) * 8, *rest), is_causal=False)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_maxima_that_jump_and_other_heads(H, is_causal, dtype):
+    """Thread blocks with a second round, which leaves other heads and sequences as they were."""
+    arrays = inputs(2, 1157, 1091, 8, 8, H, dtype)
+    check(with_a_jump(arrays, 0, 300), is_causal=is_causal)
+    forward = functools.partial(attention, is_causal=is_causal, return_residual=True)
+    calm, jumping = forward(*arrays[:3]), forward(*with_a_jump(arrays, 0, 300)[:3])
+    chex.assert_trees_all_equal(
+        jax.tree.map(lambda x: x[:, :, 1:], jumping), jax.tree.map(lambda x: x[:, :, 1:], calm)
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])

@@ -1,8 +1,10 @@
 """The tuner tries what the kernel can have, all of it, and chooses by what was right and fast."""
 
 import dataclasses
+import functools
 import json
 import re
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -31,10 +33,15 @@ def settings(
     )
 
 
+def causal_attention(forward: ForwardConfig, row: attention.Row) -> tuple[Callable, tuple]:
+    """The kernel with these settings, and shapes of its query, key and value."""
+    inputs = jax.eval_shape(row.inputs)[:3]
+    return functools.partial(tune.candidate(forward), causal=True), inputs
+
+
 def lower(width: int, forward: ForwardConfig) -> None:
-    row = attention.Row(1, 256, 2, 1, width, True)
-    traced = tune.program(row, forward).trace(*jax.eval_shape(row.inputs))
-    traced.lower(lowering_platforms=("cuda",))
+    attend, inputs = causal_attention(forward, attention.Row(1, 256, 2, 1, width, True))
+    jax.jit(attend).trace(*inputs).lower(lowering_platforms=("cuda",))
 
 
 def result(row: str, **speeds: float | None) -> dict:
@@ -74,7 +81,8 @@ def test_candidates_that_need_most_lower(width, need):
 )
 def test_too_much_shared_memory_is_refused_as_by_the_compiler(width, forward, smaller):
     forward = settings(width, *forward)
-    assert settings(width, *smaller) in tune.candidates(width)
+    assert tune.fits(width, settings(width, *smaller))
+    assert not tune.fits(width, forward)
     assert forward not in tune.candidates(width)
     said = f"smem_bytes={tune.shared_memory_bytes(width, forward)} > max_smem_bytes=232448"
     with pytest.raises(ValueError, match=said):
@@ -83,8 +91,8 @@ def test_too_much_shared_memory_is_refused_as_by_the_compiler(width, forward, sm
 
 def test_too_many_named_barriers_are_refused_as_by_the_kernel():
     too_many = settings(64, 3, 64, 4, 1)
-    assert settings(64, 3, 64, 3, 2) in tune.candidates(64)
-    assert too_many not in tune.candidates(64)
+    assert tune.fits(64, settings(64, 3, 64, 3, 2))
+    assert not tune.fits(64, too_many)
     with pytest.raises(ValueError, match="named barriers"):
         lower(64, too_many)
 
@@ -92,14 +100,13 @@ def test_too_many_named_barriers_are_refused_as_by_the_kernel():
 @pytest.mark.parametrize(("consumers", "fitting", "spilling"), [(2, 192, 256), (3, 128, 192)])
 def test_registers_end_where_the_compiler_spills(consumers, fitting, spilling):
     most, too_many = (settings(64, consumers, keys, 2, 1) for keys in (fitting, spilling))
-    assert most in tune.candidates(64)
-    assert too_many not in tune.candidates(64)
+    assert tune.fits(64, most)
+    assert not tune.fits(64, too_many)
     if compiler.missing():
         pytest.skip(str(compiler.missing()))
     row = attention.Row(1, 512, 2, 1, 64, True)
-    inputs = jax.eval_shape(row.inputs)
     faults = [
-        compiler.compile_kernels(tune.program(row, forward), inputs, sass=False)[0].faults()
+        compiler.compile_kernels(*causal_attention(forward, row), sass=False)[0].faults()
         for forward in (most, too_many)
     ]
     assert faults[0] == []

@@ -1,0 +1,117 @@
+"""The softmax of the kernels, tile by tile, on plain arrays of 64 rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import online_softmax
+from pallas_kernels.online_softmax import LOG2E, advance, finish, go_on, start
+
+DTYPES = [jnp.bfloat16, jnp.float16]
+
+
+def tiles(*scales: float) -> list[jax.Array]:
+    """A `(64, 32)` tile of random logits for each scale."""
+    keys = jax.random.split(jax.random.key(0), len(scales))
+    return [s * jax.random.normal(k, (64, 32)) for k, s in zip(keys, scales, strict=True)]
+
+
+def run(logits, dtype, exact: bool):
+    """Weights over the end's reference, LSE, and whether a reference was too low."""
+    headroom, limit = online_softmax.weight_range(dtype)
+    weights, state = start(logits[0], LOG2E, headroom)
+    all_weights = weights
+    for tile in logits[1:]:
+        if exact:
+            weights, correction, state = advance(tile, LOG2E, headroom, limit, state)
+            all_weights *= correction[:, None]
+        else:
+            weights, state = go_on(tile, LOG2E, state)
+        all_weights = jnp.concatenate([all_weights, weights], axis=1)
+    inverse, lse, too_low = finish(state, limit)
+    return all_weights * inverse[:, None], lse, too_low
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("exact", [False, True])
+def test_weights_are_those_of_softmax(dtype, exact):
+    logits = tiles(1.0, 3.0, 2.0)
+    weights, lse, too_low = run(logits, dtype, exact)
+    whole = np.concatenate(logits, axis=1).astype(np.float64)
+    expected = np.exp(whole - whole.max(1, keepdims=True))
+    expected /= expected.sum(1, keepdims=True)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(lse, np.log(np.exp(whole).sum(1)), rtol=1e-6)
+    assert not too_low.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_the_same_to_the_bit_unless_they_need_a_new_reference(dtype):
+    first, second, third = tiles(1.0, 3.0, 3.0)
+    logits = [first, second.at[::2].multiply(40.0), third]  # every other row jumps
+    trusting, searching = run(logits, dtype, exact=False), run(logits, dtype, exact=True)
+    np.testing.assert_array_equal(trusting[2], np.arange(64) % 2 == 0)
+    for lazy, exact in zip(trusting, searching, strict=True):
+        np.testing.assert_array_equal(lazy[1::2], exact[1::2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("jump", [30.0, 300.0, 1e4, 1e30])
+def test_maxima_that_jump(dtype, jump):
+    """However far: the earlier tile then has no weight that float32 can tell from none."""
+    first, second = tiles(1.0, 1.0)
+    jumping = [first, jump * jnp.abs(second) + jump]
+    _, _, too_low = run(jumping, dtype, exact=False)
+    assert too_low.all()
+    weights, lse, too_low = run(jumping, dtype, exact=True)
+    assert not too_low.any()
+    alone = np.asarray(jumping[1], np.float64)
+    expected = np.exp(alone - alone.max(1, keepdims=True))
+    expected /= expected.sum(1, keepdims=True)
+    # Logits of this size are rounded to 2^-24 of themselves.
+    np.testing.assert_allclose(weights[:, 32:], expected, atol=min(1.0, 1e-6 * jump + 1e-5))
+    np.testing.assert_allclose(weights[:, :32], 0.0, atol=1e-8)
+    np.testing.assert_allclose(lse, alone.max(1) - np.log(expected.max(1)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_maxima_that_creep_up_to_the_limit(dtype):
+    """Many tiles, each a little above the last, with weights near the largest that may be."""
+    headroom, limit = online_softmax.weight_range(dtype)
+    top = (headroom + limit - 6.0) / LOG2E
+    logits = [jnp.full((64, 32), height) for height in np.linspace(0.0, top, 9)]
+    weights, lse, too_low = run(logits, dtype, exact=False)
+    assert not too_low.any()
+    assert np.isfinite(weights.astype(dtype).astype(jnp.float32)).all()
+    expected = jax.nn.logsumexp(jnp.concatenate(logits, axis=1), axis=1)
+    np.testing.assert_allclose(lse, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_weight_leaves_the_dtype_before_the_sum_tells(dtype):
+    headroom, limit = online_softmax.weight_range(dtype)
+    largest = 2.0**limit
+    assert jnp.isfinite(jnp.asarray(largest, dtype))
+    assert 2.0**-headroom >= jnp.finfo(dtype).tiny
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_nothing_and_then_something(dtype):
+    (later,) = tiles(1.0)
+    nothing = jnp.full((64, 32), -jnp.inf)
+    weights, lse, too_low = run([nothing, nothing, later - 200.0], dtype, exact=True)
+    np.testing.assert_allclose(weights[:, 64:], jax.nn.softmax(later), rtol=1e-4, atol=1e-8)
+    np.testing.assert_allclose(lse, jax.nn.logsumexp(later, axis=1) - 200.0, rtol=1e-6)
+    assert not too_low.any()
+    weights, lse, too_low = run([nothing, nothing], dtype, exact=True)
+    assert not weights.any()
+    np.testing.assert_array_equal(lse, -np.inf)
+    assert not too_low.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_is_reported(dtype):
+    first, second = tiles(1.0, 1.0)
+    _, _, too_low = run([first, second.at[5, 7].set(jnp.nan)], dtype, exact=False)
+    np.testing.assert_array_equal(too_low, np.arange(64) == 5)
