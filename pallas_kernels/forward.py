@@ -161,7 +161,9 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
     v_free = NamedBarriers(k_free.first + stages, stages, arrivers=consumers)
     q_free = NamedBarriers(v_free.first + stages, query_buffers, arrivers=consumers)
     block_vote = BlockVote(consumers + 1)
-    named = dict(turn=turn, k_free=k_free, v_free=v_free, q_free=q_free, block_vote=block_vote)
+    named: dict[str, Any] = dict(
+        turn=turn, k_free=k_free, v_free=v_free, q_free=q_free, block_vote=block_vote
+    )
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=tiled)
@@ -258,7 +260,8 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     pl.when(index < end)(lambda: k_free.arrive(slot(steps)))
                     weights, state = first_softmax(logits, tile, blocks - 1)
-                    return weights.astype(dtype), state
+                    # LLVM would carry float32 into the loop and cast there.
+                    return lax.optimization_barrier(weights.astype(dtype)), state
 
                 def key_step(j, carry, *, steps, index, tile, blocks, exact):
                     """Logits of key block j together with the output of block j - 1."""
@@ -291,11 +294,11 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
                     o_acc[...] = output
                     return weights.astype(dtype), state
 
-                def end_rows(state, tile, batch, head):
-                    """Stores the LSE; returns 1 / sum and whether a reference was too low."""
+                def end_rows(state, any_too_low, tile, batch, head):
+                    """Stores the LSE; returns 1 / sum, and if a reference was too low so far."""
                     inverse, lse, too_low = online_softmax.finish(state, limit)
                     store_rows(lse_ref.at[batch, head, rows_of(tile)], lse)
-                    return inverse, too_low.astype(jnp.int32)
+                    return inverse, any_too_low | too_low.astype(jnp.int32)
 
                 def store_output(output, inverse, tile, batch, head):
                     """Divides by the row sums and sends output to global memory."""
@@ -313,12 +316,12 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
 
                 def end_tile_under_next(index, steps, number, carry, following):
                     """The next tile's first logits run with this tile's last output product."""
-                    weights, state = carry
+                    weights, state, too_low = carry
                     tile, batch, head = tiles.locate(number)
                     next_tile, _, _ = tiles.locate(following)
                     buffer, k_slot, v_slot = query_buffer(index + 1), slot(steps), slot(steps - 1)
                     q_free.arrive(query_buffer(index))
-                    inverse, too_low = end_rows(state, tile, batch, head)
+                    inverse, too_low = end_rows(state, too_low, tile, batch, head)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                     # After the last tile the logits are of no tile, and go nowhere.
@@ -345,11 +348,11 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
 
                 def end_tile_before_next(index, steps, number, carry, following):
                     """The next queries arrive where this tile's were while it ends."""
-                    weights, state = carry
+                    weights, state, too_low = carry
                     tile, batch, head = tiles.locate(number)
                     next_tile, _, _ = tiles.locate(following)
                     q_free.arrive(0)
-                    inverse, too_low = end_rows(state, tile, batch, head)
+                    inverse, too_low = end_rows(state, too_low, tile, batch, head)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     take_turn()
                     issue_output(weights, slot(steps - 1))
@@ -377,10 +380,10 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
                     carry = lax.fori_loop(
                         exact, blocks, functools.partial(step, exact=False), carry
                     )
-                    weights, state, tile_too_low = end_tile(
-                        index, steps + blocks, number, carry, following
+                    weights, state, too_low = end_tile(
+                        index, steps + blocks, number, (*carry, too_low), following
                     )
-                    return steps + blocks, weights, RowState(*state), too_low | tile_too_low
+                    return steps + blocks, weights, RowState(*state), too_low
 
                 first_tile, _, _ = tiles.locate(number_of(begin))
                 first = start_tile(begin, first_step, first_tile, key_blocks_ref[first_tile, 0])
