@@ -6,21 +6,21 @@ group, that see any of them. Logits and their gradients are computed transposed,
 P and dS are in the registers that the products for dV and dK read them from:
 
     producer   K V | Q0 dO0 | Q1 dO1 | ...                      TMA into circular buffers
-    consumer   S' = K Q' - LSE / scale;  dP' = V dO'
-               P' = exp2(S' * scale * log2(e))                  while dP' is computed
-               dV += P' dO
+    consumer   S' = K Q' - LSE / scale;  dQ = dS K of the step before
+               P' = exp2(S' * scale * log2(e))                  while dQ is computed
+               dP' = V dO';  dV += P' dO
                dS' = P' * (dP' - delta)                         while dV is computed
                dK += dS' Q;  dS' to shared memory
-               dQ = dS K, through shared memory                 once both consumers' dS' are there
     producer   adds dQ to global memory in float32              TMA reduction
 
 delta = rowsum(dO * O) - dLSE is computed before. What is left of dQ, the factor scale and the cast,
 is a small kernel of its own.
 
 Two consumers share the work in one of two ways (`_Split`). Up to width 128 each has 64 keys of its
-own, and dQ needs the dS' of both. At width 256 the accumulators of dK and dV for 64 keys fill both
-register files, so each has half of the columns; S' and dP' are computed by both, which costs two
-products of five and saves every exchange between them.
+own, and dQ needs the dS' of both; as it is a step late, neither waits for the other. At width 256
+the accumulators of dK and dV for 64 keys fill both register files, so each has half of the columns;
+S' and dP' are computed by both, which costs two products of five and saves every exchange between
+them, and each adds its dQ from registers.
 
 Query rows beyond the end, and rows that see no key, have a start of -inf where others have
 -LSE / scale, so that their weights are 0. Keys beyond the end are masked.
@@ -51,6 +51,7 @@ from pallas_kernels.config import (
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
     NamedBarriers,
+    add_fragment,
     div_rem,
     fence_async_shared,
     fragment_shape,
@@ -114,12 +115,13 @@ class _Split:
         ]
         if self.by_columns:
             return tiles
-        if len(tiles) % _CONSUMERS:
+        if len(tiles) != _CONSUMERS:
             raise ValueError(
-                f"block_q: got {self.block_q} at width {self.width}, needs an even number of"
-                f" {_DQ_TILE} x {_DQ_TILE} tiles, one half for each consumer"
+                f"block_q: got {self.block_q} at width {self.width}, needs"
+                f" {_CONSUMERS * _DQ_TILE**2 // self.width}, a {_DQ_TILE} x {_DQ_TILE} tile of dQ"
+                " for each consumer"
             )
-        return tiles[consumer::_CONSUMERS]
+        return [tiles[consumer]]
 
 
 def attention_gradients(
@@ -237,18 +239,19 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
         start_smem=plgpu.SMEM((q_stages, block_q), jnp.float32),
         delta_smem=plgpu.SMEM((o_stages, block_q), jnp.float32),
         ds_smem=smem((2, ds_copies, block_kv, block_q)),
-        dq_smem=plgpu.SMEM((_CONSUMERS, *fragment_shape(_DQ_TILE)), jnp.float32),
         kv_full=plgpu.Barrier(num_arrivals=2 * parts),
         q_full=plgpu.Barrier(num_arrivals=parts + 1, num_barriers=q_stages),
         o_full=plgpu.Barrier(num_arrivals=parts + 1, num_barriers=o_stages),
     )
+    if not split.by_columns:
+        scratch["dq_smem"] = plgpu.SMEM((_CONSUMERS, *fragment_shape(_DQ_TILE)), jnp.float32)
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_backward(
         order_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref, dk_ref, dv_ref,
-        *, k_smem, v_smem, q_smem, o_smem, start_smem, delta_smem, ds_smem, dq_smem,
-        kv_full, q_full, o_full, twins=None,
+        *, k_smem, v_smem, q_smem, o_smem, start_smem, delta_smem, ds_smem,
+        kv_full, q_full, o_full, dq_smem=None, twins=None,
     ):  # fmt: skip
         meet, q_free, o_free, dq_full, dq_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
@@ -271,6 +274,12 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                 return first_block + j, 0
             member = lax.div(j, per_head)
             return first_block + j - member * per_head, member
+
+        def dq_target(query_block, member, consumer, row, column):
+            batch, kv_head = batch_and_kv_head()
+            row_tile = (query_block * block_q + row) // _DQ_TILE
+            column_tile = (split.part(consumer) * part_width + column) // _DQ_TILE
+            return dq_ref.at[batch, kv_head * group + member, row_tile, column_tile]
 
         # One copy of the code a consumer: addresses become constants, which saves registers.
         def _consumer(consumer: int):
@@ -296,80 +305,149 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                     first_seeing = jnp.where(key < problem.key_length, first_seeing, block_q)
                 return keep_columns_from(weights, first_seeing, 0.0)
 
-            def needs_mask(query_block):
-                needed = jnp.bool(False)
+            def masked_steps():
+                """How many steps of a query head need a mask, its first ones."""
+                blocks = jnp.int32(0)
                 if problem.is_causal:
-                    last_key = first_key + (own_first_key + own_keys - 1)
-                    needed = query_block * block_q + problem.query_offset < last_key
+                    end_key = first_key + (own_first_key + own_keys) - 1 - problem.query_offset
+                    blocks = lax.div(jnp.maximum(end_key, 0) + (block_q - 1), jnp.int32(block_q))
+                    blocks = jnp.maximum(blocks - first_block, 0)
                 if ragged:
-                    needed = needed | (tile == key_tiles - 1)
-                return needed
+                    blocks = jnp.where(tile == key_tiles - 1, per_head, blocks)
+                return jnp.minimum(blocks, per_head)
+
+            def loop_over_steps(step):
+                """Runs `step(j, mask)` for the query blocks of each query head of the group."""
+
+                def one_head(member):
+                    begin = member * per_head
+                    end = begin + per_head
+                    if problem.is_causal or ragged:
+                        unmasked = begin + masked_steps()
+                        pl.loop(begin, unmasked)(lambda j: step(j, True))
+                        begin = unmasked
+                    pl.loop(begin, end)(lambda j: step(j, False))
+
+                if group == 1:
+                    one_head(jnp.int32(0))
+                else:
+                    pl.loop(jnp.int32(0), jnp.int32(group))(one_head)
 
             def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc):
-                def step(j, _):
-                    # Addresses made anew each step: registers are short.
-                    only = fresh_zero()
-                    qs = lax.rem(j, jnp.int32(q_stages))
-                    os = lax.rem(j, jnp.int32(o_stages)) + fresh_zero()
-                    parity = lax.rem(j, jnp.int32(2))
-                    query_block, _ = locate(j)
-
-                    plgpu.barrier_wait(q_full.at[qs])
+                def issue_logits(qs):
                     s_acc[...] = _per_query(
                         plgpu.load(start_smem.at[qs], layout=_QUERIES), own_keys
                     )
                     for p in range(parts):
-                        plgpu.wgmma(
-                            s_acc, k_smem.at[only, p, own], q_smem.at[qs, p].transpose((1, 0))
-                        )
-                    plgpu.barrier_wait(o_full.at[os])
+                        k = k_smem.at[fresh_zero(), p, own]
+                        plgpu.wgmma(s_acc, k, q_smem.at[qs, p].transpose((1, 0)))
+
+                def issue_d_weights(os):
                     dp_acc[...] = zero_tile(own_keys, block_q)
                     for p in range(parts):
-                        plgpu.wgmma(
-                            dp_acc, v_smem.at[only, p, own], o_smem.at[os, p].transpose((1, 0))
-                        )
+                        v = v_smem.at[fresh_zero(), p, own]
+                        plgpu.wgmma(dp_acc, v, o_smem.at[os, p].transpose((1, 0)))
 
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=parts)
-                    weights = jnp.exp2(logits * factor)
-                    if problem.is_causal or ragged:
-                        weights = lax.cond(
-                            needs_mask(query_block), masked, lambda w, _: w, weights, query_block
-                        )
-                    plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[os, part])
+                def load_weights(wait_n):
+                    return jnp.exp2(plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n) * factor)
 
+                def load_ds(weights, os):
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                     minus_delta = plgpu.load(delta_smem.at[os], layout=_QUERIES)
-                    ds = weights * (d_weights + _per_query(minus_delta, own_keys))
-                    ds = ds.astype(dtype)
-                    plgpu.wgmma(dk_acc, ds, q_smem.at[qs, part])
+                    return (weights * (d_weights + _per_query(minus_delta, own_keys))).astype(dtype)
 
+                def issue_dq(parity, row, column):
+                    dq_acc[...] = zero_tile(_DQ_TILE, _DQ_TILE)
+                    plgpu.wgmma(
+                        dq_acc,
+                        ds_smem.at[parity, ds_copy, :, pl.ds(row, _DQ_TILE)].transpose((1, 0)),
+                        k_smem.at[fresh_zero(), part, :, pl.ds(column, _DQ_TILE)],
+                    )
+
+                def slots(j):
+                    # Addresses made anew each step: registers are short.
+                    os = lax.rem(j, jnp.int32(o_stages)) + fresh_zero()
+                    return lax.rem(j, jnp.int32(q_stages)), os, lax.rem(j, jnp.int32(2))
+
+                def issue_late_dq(parity):
+                    """dQ of a step before, once the other's dS' of that step is there too."""
+                    meet.wait(2 * parity + (1 - consumer))
+                    ((row, column),) = split.dq_tiles(consumer)
+                    issue_dq(parity, row, column)
+
+                def hand_over_dq():
+                    dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+                    dq_free.wait(consumer)
+                    store_fragment(dq_smem.at[consumer], dq)
+                    fence_async_shared()
+                    dq_full.arrive(consumer)
+
+                def hand_over_ds(parity, ds):
                     # Two buffers: the other may still read what was stored one step ago.
                     ds_smem[parity, ds_copy, own] = ds
-                    if split.by_columns:
-                        plgpu.commit_smem()
-                    else:
-                        fence_async_shared()
-                        meet_other(parity)
+                    fence_async_shared()
+                    meet.arrive(2 * parity + consumer)
 
+                def step_by_keys(j, mask):
+                    qs, os, parity = slots(j)
+                    plgpu.barrier_wait(q_full.at[qs])
+                    issue_logits(qs)
+                    issue_late_dq(1 - parity)
+                    weights = load_weights(wait_n=1)
+                    if width <= 64:
+                        # A wait here keeps ptxas from computing the weights after dQ. At width 128
+                        # there are no registers for both.
+                        plgpu.barrier_wait(o_full.at[os])
+                    hand_over_dq()
+                    if width > 64:
+                        plgpu.barrier_wait(o_full.at[os])
+                    issue_d_weights(os)
+                    if mask:
+                        weights = masked(weights, locate(j)[0])
+                    plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[os, part])
+                    ds = load_ds(weights, os)
+                    plgpu.wgmma(dk_acc, ds, q_smem.at[qs, part])
+                    hand_over_ds(parity, ds)
+                    plgpu.wgmma_wait(0)
+                    o_free.arrive(os)
+                    q_free.arrive(qs)
+
+                def all_steps_by_keys():
+                    no_ds = jnp.zeros((own_keys, block_q), dtype)  # dQ of no step, added nowhere
+                    hand_over_ds(1, plgpu.layout_cast(no_ds, plgpu.Layout.WGMMA))
+                    loop_over_steps(step_by_keys)
+                    issue_late_dq(lax.rem(steps + 1, jnp.int32(2)))
+                    hand_over_dq()
+
+                def step_by_columns(j, mask):
+                    qs, os, parity = slots(j)
+                    query_block, member = locate(j)
+                    plgpu.barrier_wait(q_full.at[qs])
+                    issue_logits(qs)
+                    plgpu.barrier_wait(o_full.at[os])
+                    issue_d_weights(os)
+                    weights = load_weights(wait_n=parts)
+                    if mask:
+                        weights = masked(weights, query_block)
+                    plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[os, part])
+                    ds = load_ds(weights, os)
+                    plgpu.wgmma(dk_acc, ds, q_smem.at[qs, part])
+                    ds_smem[parity, ds_copy, own] = ds
+                    plgpu.commit_smem()
                     for index, (row, column) in enumerate(split.dq_tiles(consumer)):
-                        dq_acc[...] = zero_tile(_DQ_TILE, _DQ_TILE)
-                        plgpu.wgmma(
-                            dq_acc,
-                            ds_smem.at[parity, ds_copy, :, pl.ds(row, _DQ_TILE)].transpose((1, 0)),
-                            k_smem.at[only, part, :, pl.ds(column, _DQ_TILE)],
-                        )
+                        issue_dq(parity, row, column)
                         if index == 0:
                             plgpu.wgmma_wait(1)
                             o_free.arrive(os)
                             q_free.arrive(qs)
                         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-                        dq_free.wait(consumer)
-                        store_fragment(dq_smem.at[consumer], dq)
-                        fence_async_shared()
-                        dq_full.arrive(consumer)
+                        add_fragment(dq_target(query_block, member, consumer, row, column), dq)
 
                 plgpu.barrier_wait(kv_full)
-                lax.fori_loop(jnp.int32(0), steps, step, None)
+                if split.by_columns:
+                    loop_over_steps(step_by_columns)
+                else:
+                    all_steps_by_keys()
                 dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
                 dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
                 # The gradients leave from where K and V were, once the other has read them.
@@ -428,30 +506,42 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
             def load_d_out(j):
                 load(j, o_stages, o_free, o_full, do_ref, o_smem, delta_ref, delta_smem)
 
-            for consumer in range(_CONSUMERS):
-                dq_free.arrive(consumer)
-
             @pl.loop(jnp.int32(0), jnp.minimum(steps, max(q_stages, o_stages)))
             def _(j):
                 pl.when(j < q_stages)(lambda: load_query(j))
                 pl.when(j < o_stages)(lambda: load_d_out(j))
 
-            @pl.loop(jnp.int32(0), steps)
-            def _(j):
-                # In the order in which the consumers get done with things; they free dO before Q.
+            def load_after(j):
+                """In the order in which the consumers get done with things: dO before Q."""
                 pl.when(j + o_stages < steps)(lambda: load_d_out(j + o_stages))
                 pl.when(j + q_stages < steps)(lambda: load_query(j + q_stages))
+
+            def add_dq(j):
                 query_block, member = locate(j)
-                for tiles in zip(*map(split.dq_tiles, range(_CONSUMERS)), strict=True):
-                    for consumer, (row, column) in enumerate(tiles):
-                        dq_full.wait(consumer)
-                        row_tile = (query_block * block_q + row) // _DQ_TILE
-                        column_tile = (split.part(consumer) * part_width + column) // _DQ_TILE
-                        target = dq_ref.at[batch, kv_head * group + member, row_tile, column_tile]
-                        plgpu.copy_smem_to_gmem(dq_smem.at[consumer], target, reduction_op="add")
-                    for consumer in range(_CONSUMERS):
-                        plgpu.wait_smem_to_gmem(_CONSUMERS - 1 - consumer, wait_read_only=True)
-                        dq_free.arrive(consumer)
+                for consumer in range(_CONSUMERS):
+                    dq_full.wait(consumer)
+                    ((row, column),) = split.dq_tiles(consumer)
+                    target = dq_target(query_block, member, consumer, row, column)
+                    plgpu.copy_smem_to_gmem(dq_smem.at[consumer], target, reduction_op="add")
+                free_dq()
+
+            def free_dq():
+                for consumer in range(_CONSUMERS):
+                    plgpu.wait_smem_to_gmem(_CONSUMERS - 1 - consumer, wait_read_only=True)
+                    dq_free.arrive(consumer)
+
+            if split.by_columns:
+                pl.loop(jnp.int32(0), steps)(load_after)
+            else:
+                free_dq()
+                for consumer in range(_CONSUMERS):
+                    dq_full.wait(consumer)  # the one of no step
+                free_dq()
+
+                @pl.loop(jnp.int32(0), steps)
+                def _(j):
+                    load_after(j)
+                    add_dq(j)
 
             plgpu.wait_smem_to_gmem(0)
 

@@ -152,7 +152,7 @@ FORWARD = {
 BACKWARD = {
     64: BackwardConfig(block_q=128, stages=(2, 2)),
     128: BackwardConfig(block_q=64, stages=(2, 2)),
-    256: BackwardConfig(block_q=64, stages=(2, 1)),
+    256: BackwardConfig(block_q=64, stages=(2, 2)),
 }
 
 WIDTHS = tuple(FORWARD)

@@ -263,18 +263,33 @@ def store_fragment(ref, tile: jax.Array) -> None:
         i32 = ir.IntegerType.get_signless(32)
         base = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(ref))
         address = arith.addi(base, arith.muli(_thread(), _i32(16)))
-        pairs = {(group, half): pair for _, group, half, pair in _fragments(tile.registers)}
-        for group, half in pairs:
-            if group % 2 == 0:
-                values = [_extract(pairs[g, half], e) for g in (group, group + 1) for e in range(2)]
-                offset = (group + half) * _PIECE_BYTES
-                _asm(
-                    f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};",
-                    "r,f,f,f,f,~{memory}",
-                    [address, *values],
-                )
+        for offset, values in _fours(tile):
+            _asm(
+                f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};",
+                "r,f,f,f,f,~{memory}",
+                [address, *values],
+            )
 
     store(ref, tile)
+
+
+def add_fragment(ref, tile: jax.Array) -> None:
+    """Adds a `(64, n)` float32 tile to global memory in fragment order, 16 bytes at a time."""
+    if interpreting():
+        plgpu.atomic_add(ref, _to_fragment_order(tile))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
+    def add(_, ref, tile):
+        address = _global_address(ref, arith.muli(_thread(), _i32(16)))
+        for offset, values in _fours(tile):
+            _asm(
+                f"red.relaxed.gpu.global.add.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};",
+                "l,f,f,f,f,~{memory}",
+                [address, *values],
+            )
+
+    add(ref, tile)
 
 
 def load_fragment(ref, columns: int) -> jax.Array:
@@ -311,6 +326,15 @@ def load_fragment(ref, columns: int) -> jax.Array:
         return _like(like, out)
 
     return load(ref, zeros)
+
+
+def _fours(tile):
+    """Yields byte offset and values of each piece of a thread's fragment."""
+    pairs = {(group, half): pair for _, group, half, pair in _fragments(tile.registers)}
+    for group, half in pairs:
+        if group % 2 == 0:
+            values = [_extract(pairs[g, half], e) for g in (group, group + 1) for e in range(2)]
+            yield (group + half) * _PIECE_BYTES, values
 
 
 def _to_fragment_order(tile):

@@ -144,7 +144,7 @@ def test_settings_other_than_the_default():
         config.ForwardConfig(
             consumers=2, block_kv=64, stages=3, query_buffers=1, registers=(240, 24)
         ),
-        config.BackwardConfig(block_q=128, stages=(1, 1)),
+        config.BackwardConfig(block_q=64, stages=(1, 1)),
     )
     with interpret_mode():
         check(inputs(1, 200, 150, 2, 1, 128, jnp.bfloat16), is_causal=True, config=settings)
