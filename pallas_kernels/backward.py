@@ -165,7 +165,7 @@ def attention_gradients(
     start = jnp.pad(start, more_rows, constant_values=-jnp.inf)
     minus_delta = jnp.pad(minus_delta, more_rows)
 
-    main, cast = _build(problem, config, query.shape[1], key.shape[1], interpreting())
+    main, cast = _build(problem, config, query.shape[1], key.shape[1], interpreting(), True)
     dq_shape = (
         problem.batch,
         problem.heads,
@@ -180,16 +180,28 @@ def attention_gradients(
 
 @functools.lru_cache
 def _build(
-    problem: Problem, config: BackwardConfig, query_rows: int, key_rows: int, interpret: bool
+    problem: Problem,
+    config: BackwardConfig,
+    query_rows: int,
+    key_rows: int,
+    interpret: bool,
+    with_query_gradient: bool,
 ):
     """The main kernel and the cast of dQ."""
     return (
-        _build_main(problem, config, key_rows, interpret),
+        _build_main(problem, config, key_rows, interpret, with_query_gradient),
         _build_cast(problem, query_rows),
     )
 
 
-def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpret: bool):
+def _build_main(
+    problem: Problem,
+    config: BackwardConfig,
+    key_rows: int,
+    interpret: bool,
+    with_query_gradient: bool,
+):
+    """The main kernel, or without dQ one that gives dK and dV alone."""
     block_q, (q_stages, o_stages) = config.block_q, config.stages
     split = _Split(problem.width, block_q)
     block_kv, parts, part_width = split.block_kv, split.parts, split.part_width
@@ -236,20 +248,22 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
         o_smem=smem((o_stages, parts, block_q, part_width)),
         start_smem=plgpu.SMEM((q_stages, block_q), jnp.float32),
         delta_smem=plgpu.SMEM((o_stages, block_q), jnp.float32),
-        ds_smem=smem((2, ds_copies, block_kv, block_q)),
-        dq_smem=plgpu.SMEM((_CONSUMERS, *fragment_shape(_DQ_TILE)), jnp.float32),
         kv_full=plgpu.Barrier(num_arrivals=2 * parts),
         q_full=plgpu.Barrier(num_arrivals=parts + 1, num_barriers=q_stages),
         o_full=plgpu.Barrier(num_arrivals=parts + 1, num_barriers=o_stages),
     )
+    if with_query_gradient:
+        scratch["ds_smem"] = smem((2, ds_copies, block_kv, block_q))
+        scratch["dq_smem"] = plgpu.SMEM((_CONSUMERS, *fragment_shape(_DQ_TILE)), jnp.float32)
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_backward(
-        order_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref, dk_ref, dv_ref,
-        *, k_smem, v_smem, q_smem, o_smem, start_smem, delta_smem, ds_smem, dq_smem,
-        kv_full, q_full, o_full, twins=None,
+        order_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, *gradient_refs,
+        k_smem, v_smem, q_smem, o_smem, start_smem, delta_smem, kv_full, q_full, o_full,
+        ds_smem=None, dq_smem=None, twins=None,
     ):  # fmt: skip
+        *dq_refs, dk_ref, dv_ref = gradient_refs
         meet, q_free, o_free, dq_full, dq_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -305,7 +319,7 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                     needed = needed | (tile == key_tiles - 1)
                 return needed
 
-            def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc):
+            def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc=None):
                 def step(j, _):
                     # Addresses made anew each step: registers are short.
                     only = fresh_zero()
@@ -342,6 +356,12 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                     ds = weights * (d_weights + _per_query(minus_delta, own_keys))
                     ds = ds.astype(dtype)
                     plgpu.wgmma(dk_acc, ds, q_smem.at[qs, part])
+                    if not with_query_gradient:
+                        fence_async_shared()  # TMA overwrites the row statistics read above
+                        plgpu.wgmma_wait(0)
+                        o_free.arrive(os)
+                        q_free.arrive(qs)
+                        return
 
                     # Two buffers: the other may still read what was stored one step ago.
                     ds_smem[parity, ds_copy, own] = ds
@@ -386,14 +406,15 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                 plgpu.wait_smem_to_gmem(0)
 
             accumulator = lambda rows, columns: plgpu.ACC((rows, columns), jnp.float32)
-            pl.run_scoped(
-                compute,
+            accumulators = [
                 accumulator(own_keys, part_width),
                 accumulator(own_keys, part_width),
                 accumulator(own_keys, block_q),
                 accumulator(own_keys, block_q),
-                accumulator(_DQ_TILE, _DQ_TILE),
-            )
+            ]
+            if with_query_gradient:
+                accumulators.append(accumulator(_DQ_TILE, _DQ_TILE))
+            pl.run_scoped(compute, *accumulators)
 
         for consumer in range(_CONSUMERS):
             pl.when(warpgroup == consumer)(functools.partial(_consumer, consumer))
@@ -428,8 +449,9 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
             def load_d_out(j):
                 load(j, o_stages, o_free, o_full, do_ref, o_smem, delta_ref, delta_smem)
 
-            for consumer in range(_CONSUMERS):
-                dq_free.arrive(consumer)
+            if with_query_gradient:
+                for consumer in range(_CONSUMERS):
+                    dq_free.arrive(consumer)
 
             @pl.loop(jnp.int32(0), jnp.minimum(steps, max(q_stages, o_stages)))
             def _(j):
@@ -441,13 +463,17 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                 # In the order in which the consumers get done with things; they free dO before Q.
                 pl.when(j + o_stages < steps)(lambda: load_d_out(j + o_stages))
                 pl.when(j + q_stages < steps)(lambda: load_query(j + q_stages))
+                if not with_query_gradient:
+                    return
                 query_block, member = locate(j)
                 for tiles in zip(*map(split.dq_tiles, range(_CONSUMERS)), strict=True):
                     for consumer, (row, column) in enumerate(tiles):
                         dq_full.wait(consumer)
                         row_tile = (query_block * block_q + row) // _DQ_TILE
                         column_tile = (split.part(consumer) * part_width + column) // _DQ_TILE
-                        target = dq_ref.at[batch, kv_head * group + member, row_tile, column_tile]
+                        target = dq_refs[0].at[
+                            batch, kv_head * group + member, row_tile, column_tile
+                        ]
                         plgpu.copy_smem_to_gmem(dq_smem.at[consumer], target, reduction_op="add")
                     for consumer in range(_CONSUMERS):
                         plgpu.wait_smem_to_gmem(_CONSUMERS - 1 - consumer, wait_read_only=True)
