@@ -44,6 +44,7 @@ from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     NamedBarriers,
     div_rem,
+    fresh_zero,
     interpreting,
     keep_columns_to,
     zero_tile,
@@ -201,14 +202,15 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     v_free.arrive(v_slot(j))
 
                 def step(j, _, *, needs_mask):
-                    ks, vs = k_slot(j), v_slot(j)
+                    # Addresses made anew each step: registers are short.
+                    ks, vs, own_rows = k_slot(j), v_slot(j), warpgroup + fresh_zero()
                     plgpu.barrier_wait(k_full.at[ks])
                     # Both before the first product, or ptxas injects a wait.
                     s_acc[...] = zero_tile(_ROWS, block_kv)
                     dp_acc[...] = zero_tile(_ROWS, block_kv)
-                    plgpu.wgmma(s_acc, q_smem.at[warpgroup], k_smem.at[ks].transpose((1, 0)))
+                    plgpu.wgmma(s_acc, q_smem.at[own_rows], k_smem.at[ks].transpose((1, 0)))
                     plgpu.barrier_wait(v_full.at[vs])
-                    plgpu.wgmma(dp_acc, o_smem.at[warpgroup], v_smem.at[vs].transpose((1, 0)))
+                    plgpu.wgmma(dp_acc, o_smem.at[own_rows], v_smem.at[vs].transpose((1, 0)))
 
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     weights = jnp.exp2(logits * factor - spread(lse, logits.shape))
@@ -221,9 +223,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     plgpu.wgmma_wait(0)
                     k_free.arrive(ks)
 
-                own, unmasked = _key_blocks(
-                    problem, block_kv, first_row_of(warpgroup), _ROWS, jnp
-                )
+                own, unmasked = _key_blocks(problem, block_kv, first_row_of(warpgroup), _ROWS, jnp)
                 plgpu.barrier_wait(q_full.at[warpgroup])
                 plgpu.barrier_wait(o_full.at[warpgroup])
                 lax.fori_loop(jnp.int32(0), blocks - own, skip, None)
