@@ -1,9 +1,9 @@
 """The gradient of the query alone, for gradients that are the same bit by bit from run to run.
 
-`backward.py` owns keys, so that many thread blocks add to one row of dQ, in the order in which they
-get to it. Here a thread block owns `block_q` query rows of one head, 64 for each consumer warpgroup,
+In `backward.py` a thread block owns keys, so that many of them add to one row of dQ, in the order in
+which they get to it. Here it owns `block_q` query rows of one head, 64 for each consumer warpgroup,
 and adds up what each key block gives in a fixed order. Logits and their gradients are computed once
-more for it: seven products a tile pair where `backward.py` has five.
+more for it: seven products a tile pair in all, where `backward.py` with dQ has five.
 
     producer   Q | K0 dO V0 | K1 V1 | ...                TMA, K and V into circular buffers
     consumer   S = Q K';  dP = dO V'
@@ -17,8 +17,8 @@ meet only where the producer waits for both. Key blocks run from the last to the
 the others. Query rows beyond the end, and rows that see no key, have an LSE of infinity here, so
 that their weights are 0.
 
-Barriers. Full: an mbarrier for each consumer's Q and dO and for each slot of K and of V, completed
-by TMA. Free: a named barrier a slot, the consumers arrive and the producer waits.
+Barriers. Full: an mbarrier for Q, for dO, and for each slot of K and of V, completed by TMA. Free: a
+named barrier a slot, the consumers arrive and the producer waits.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def query_gradient(
         is finite in rows that see no key.
       key, value: `[B, S, K, H]`; S a multiple of 8, rows from problem.key_length on zero.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
-      delta: `[B, N, query_length]` float32, rowsum(d_out * out) - d_lse; does not count in rows that
+      delta: `[B, N, query_length]` float32, rowsum(d_out * out) - d_lse; not read in rows that
         see no key.
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
@@ -143,8 +143,8 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         o_smem=smem((_CONSUMERS, _ROWS, width)),
         k_smem=smem((k_stages, block_kv, width)),
         v_smem=smem((v_stages, block_kv, width)),
-        q_full=plgpu.Barrier(num_barriers=_CONSUMERS),
-        o_full=plgpu.Barrier(num_barriers=_CONSUMERS),
+        q_full=plgpu.Barrier(num_arrivals=_CONSUMERS),
+        o_full=plgpu.Barrier(num_arrivals=_CONSUMERS),
         k_full=plgpu.Barrier(num_barriers=k_stages),
         v_full=plgpu.Barrier(num_barriers=v_stages),
     )
@@ -224,8 +224,8 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     k_free.arrive(ks)
 
                 own, unmasked = _key_blocks(problem, block_kv, first_row_of(warpgroup), _ROWS, jnp)
-                plgpu.barrier_wait(q_full.at[warpgroup])
-                plgpu.barrier_wait(o_full.at[warpgroup])
+                plgpu.barrier_wait(q_full)
+                plgpu.barrier_wait(o_full)
                 lax.fori_loop(jnp.int32(0), blocks - own, skip, None)
                 if any_mask:
                     masking = functools.partial(step, needs_mask=True)
@@ -259,7 +259,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
             def load_rows(ref, buffer, full):
                 for consumer in range(_CONSUMERS):
                     source = ref.at[batch, pl.ds(first_row_of(consumer), _ROWS), head]
-                    plgpu.copy_gmem_to_smem(source, buffer.at[consumer], full.at[consumer])
+                    plgpu.copy_gmem_to_smem(source, buffer.at[consumer], full)
 
             def load(ref, buffers, slot, stages, full, free, j):
                 pl.when(j >= stages)(lambda: free.wait(slot))
