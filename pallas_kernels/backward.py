@@ -40,12 +40,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import scheduler
+from pallas_kernels import backward_query, scheduler
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
+    BACKWARD_QUERY,
     L2_SECTION_BYTES,
     SM_COUNT,
     BackwardConfig,
+    BackwardQueryConfig,
     Problem,
 )
 from pallas_kernels.online_softmax import LOG2E
@@ -133,6 +135,8 @@ def attention_gradients(
     *,
     problem: Problem,
     config: BackwardConfig,
+    deterministic: bool = False,
+    query_config: BackwardQueryConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of attention.
 
@@ -143,6 +147,9 @@ def attention_gradients(
       d_lse: `[B, N, query_length]` float32.
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
+      deterministic: gradients are the same bit by bit from run to run: dQ comes from a kernel of its
+        own (`backward_query.py`) instead of a sum in the order in which thread blocks end.
+      query_config: that kernel's tile sizes; None for those of `BACKWARD_QUERY`.
 
     Returns:
       Gradients of query, key and value, in their shapes and dtype. Rows from key_length on are
@@ -165,7 +172,21 @@ def attention_gradients(
     start = jnp.pad(start, more_rows, constant_values=-jnp.inf)
     minus_delta = jnp.pad(minus_delta, more_rows)
 
-    main, cast = _build(problem, config, query.shape[1], key.shape[1], interpreting(), True)
+    main, cast = _build(
+        problem, config, query.shape[1], key.shape[1], interpreting(), not deterministic
+    )
+    if deterministic:
+        d_query = backward_query.query_gradient(
+            query,
+            key,
+            value,
+            lse,
+            delta,
+            d_out,
+            problem=problem,
+            config=query_config or BACKWARD_QUERY[problem.width],
+        )
+        return d_query, *main(query, key, value, d_out, start, minus_delta)
     dq_shape = (
         problem.batch,
         problem.heads,
