@@ -147,8 +147,8 @@ def attention_gradients(
       d_lse: `[B, N, query_length]` float32.
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
-      deterministic: gradients are the same bit by bit from run to run: dQ comes from a kernel of its
-        own (`backward_query.py`) instead of a sum in the order in which thread blocks end.
+      deterministic: gradients are the same bit by bit from run to run: dQ is made by a kernel of
+        its own (`backward_query.py`), not summed in the order in which thread blocks end.
       query_config: that kernel's tile sizes; None for those of `BACKWARD_QUERY`.
 
     Returns:
@@ -176,7 +176,7 @@ def attention_gradients(
         problem, config, query.shape[1], key.shape[1], interpreting(), not deterministic
     )
     if deterministic:
-        d_query = backward_query.query_gradient(
+        dq = backward_query.query_gradient(
             query,
             key,
             value,
@@ -186,7 +186,7 @@ def attention_gradients(
             problem=problem,
             config=query_config or BACKWARD_QUERY[problem.width],
         )
-        return d_query, *main(query, key, value, d_out, start, minus_delta)
+        return dq, *main(query, key, value, d_out, start, minus_delta)
     dq_shape = (
         problem.batch,
         problem.heads,

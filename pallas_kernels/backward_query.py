@@ -1,9 +1,9 @@
 """The gradient of the query alone, for gradients that are the same bit by bit from run to run.
 
-In `backward.py` a thread block owns keys, so that many of them add to one row of dQ, in the order in
-which they get to it. Here it owns `block_q` query rows of one head, 64 for each consumer warpgroup,
-and adds up what each key block gives in a fixed order. Logits and their gradients are computed once
-more for it: seven products a tile pair in all, where `backward.py` with dQ has five.
+In `backward.py` a thread block owns keys, so that many of them add to one row of dQ, in the order
+in which they get to it. Here it owns `block_q` query rows of one head, 64 for each consumer
+warpgroup, and adds up what each key block gives in a fixed order. Logits and their gradients are
+computed once more for it: seven products a tile pair in all, where `backward.py` with dQ has five.
 
     producer   Q | K0 dO V0 | K1 V1 | ...                TMA, K and V into circular buffers
     consumer   S = Q K';  dP = dO V'
@@ -17,8 +17,8 @@ meet only where the producer waits for both. Key blocks run from the last to the
 the others. Query rows beyond the end, and rows that see no key, have an LSE of infinity here, so
 that their weights are 0.
 
-Barriers. Full: an mbarrier for Q, for dO, and for each slot of K and of V, completed by TMA. Free: a
-named barrier a slot, the consumers arrive and the producer waits.
+Barriers. Full: an mbarrier for Q, for dO, and for each slot of K and of V, completed by TMA. Free:
+a named barrier a slot, the consumers arrive and the producer waits.
 """
 
 import dataclasses
