@@ -97,7 +97,8 @@ def attention(
       dropout_key: a JAX random key, needed where dropout_rate > 0. What is dropped depends on
         (key, b, n, i, j) alone, so it is the same on every implementation. Under vmap b counts
         within one mapped call: map the key too. Keys of four words (rbg) are folded to two.
-      deterministic: gradients are the same bit by bit from run to run.
+      deterministic: gradients are the same bit by bit from run to run. On "mosaic_gpu" the backward
+        pass then takes seven products of work for five.
       config: settings of the kernels (`pallas_kernels.config`), read by "mosaic_gpu" alone; None
         for the tuned ones.
 

@@ -62,9 +62,6 @@ def unsupported(call: Call) -> str | None:
         "logits_soft_cap": call.logits_soft_cap is not None,
         "sinks": call.sinks is not None,
         "dropout": call.dropout_rate > 0,
-        "deterministic=True: the query gradient is summed in the order in which blocks end": (
-            call.deterministic
-        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -80,6 +77,7 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
         scale=float(call.scale),
         is_causal=is_causal,
         query_offset=max(offset, -query_length) if is_causal else 0,
+        deterministic=call.deterministic,
         config=call.config or default(call.query.shape[-1]),
     )
     out, lse = _attention(settings, call.query, call.key, call.value)
@@ -93,6 +91,7 @@ class _Settings:
     scale: float
     is_causal: bool
     query_offset: int
+    deterministic: bool
     config: Config
 
     def problem(self, query: jax.Array, key: jax.Array) -> Problem:
@@ -166,6 +165,8 @@ def _run_backward(settings, query, key, value, out, lse, d_out, d_lse):
             d_lse,
             problem=problem,
             config=settings.config.backward,
+            deterministic=settings.deterministic,
+            query_config=settings.config.backward_query,
         )
         rows, keys = problem.query_length, problem.key_length
         return d_query[:, :rows], d_key[:, :keys], d_value[:, :keys]

@@ -40,12 +40,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import scheduler
+from pallas_kernels import backward_query, scheduler
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
+    BACKWARD_QUERY,
     L2_SECTION_BYTES,
     SM_COUNT,
     BackwardConfig,
+    BackwardQueryConfig,
     Problem,
 )
 from pallas_kernels.online_softmax import LOG2E
@@ -135,6 +137,8 @@ def attention_gradients(
     *,
     problem: Problem,
     config: BackwardConfig,
+    deterministic: bool = False,
+    query_config: BackwardQueryConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of attention.
 
@@ -145,6 +149,9 @@ def attention_gradients(
       d_lse: `[B, N, query_length]` float32.
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
+      deterministic: gradients are the same bit by bit from run to run: dQ is made by a kernel of
+        its own (`backward_query.py`), not summed in the order in which thread blocks end.
+      query_config: that kernel's tile sizes; None for those of `BACKWARD_QUERY`.
 
     Returns:
       Gradients of query, key and value, in their shapes and dtype. Rows from key_length on are
@@ -167,7 +174,21 @@ def attention_gradients(
     start = jnp.pad(start, more_rows, constant_values=-jnp.inf)
     minus_delta = jnp.pad(minus_delta, more_rows)
 
-    main, cast = _build(problem, config, query.shape[1], key.shape[1], interpreting())
+    main, cast = _build(
+        problem, config, query.shape[1], key.shape[1], interpreting(), not deterministic
+    )
+    if deterministic:
+        dq = backward_query.query_gradient(
+            query,
+            key,
+            value,
+            lse,
+            delta,
+            d_out,
+            problem=problem,
+            config=query_config or BACKWARD_QUERY[problem.width],
+        )
+        return dq, *main(query, key, value, d_out, start, minus_delta)
     dq_shape = (
         problem.batch,
         problem.heads,
@@ -182,16 +203,28 @@ def attention_gradients(
 
 @functools.lru_cache
 def _build(
-    problem: Problem, config: BackwardConfig, query_rows: int, key_rows: int, interpret: bool
+    problem: Problem,
+    config: BackwardConfig,
+    query_rows: int,
+    key_rows: int,
+    interpret: bool,
+    with_query_gradient: bool,
 ):
     """The main kernel and the cast of dQ."""
     return (
-        _build_main(problem, config, key_rows, interpret),
+        _build_main(problem, config, key_rows, interpret, with_query_gradient),
         _build_cast(problem, query_rows),
     )
 
 
-def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpret: bool):
+def _build_main(
+    problem: Problem,
+    config: BackwardConfig,
+    key_rows: int,
+    interpret: bool,
+    with_query_gradient: bool,
+):
+    """The main kernel, or without dQ one that gives dK and dV alone."""
     block_q, (q_stages, o_stages) = config.block_q, config.stages
     split = _Split(problem.width, block_q)
     block_kv, parts, part_width = split.block_kv, split.parts, split.part_width
@@ -238,21 +271,23 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
         o_smem=smem((o_stages, parts, block_q, part_width)),
         start_smem=plgpu.SMEM((q_stages, block_q), jnp.float32),
         delta_smem=plgpu.SMEM((o_stages, block_q), jnp.float32),
-        ds_smem=smem((2, ds_copies, block_kv, block_q)),
         kv_full=plgpu.Barrier(num_arrivals=2 * parts),
         q_full=plgpu.Barrier(num_arrivals=parts + 1, num_barriers=q_stages),
         o_full=plgpu.Barrier(num_arrivals=parts + 1, num_barriers=o_stages),
     )
-    if not split.by_columns:
+    if with_query_gradient:
+        scratch["ds_smem"] = smem((2, ds_copies, block_kv, block_q))
+    if with_query_gradient and not split.by_columns:
         scratch["dq_smem"] = plgpu.SMEM((_CONSUMERS, *fragment_shape(_DQ_TILE)), jnp.float32)
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_backward(
-        order_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref, dk_ref, dv_ref,
-        *, k_smem, v_smem, q_smem, o_smem, start_smem, delta_smem, ds_smem,
-        kv_full, q_full, o_full, dq_smem=None, twins=None,
+        order_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, *gradient_refs,
+        k_smem, v_smem, q_smem, o_smem, start_smem, delta_smem, kv_full, q_full, o_full,
+        ds_smem=None, dq_smem=None, twins=None,
     ):  # fmt: skip
+        *dq_refs, dk_ref, dv_ref = gradient_refs
         meet, q_free, o_free, dq_full, dq_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -279,6 +314,7 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
             batch, kv_head = batch_and_kv_head()
             row_tile = (query_block * block_q + row) // _DQ_TILE
             column_tile = (split.part(consumer) * part_width + column) // _DQ_TILE
+            (dq_ref,) = dq_refs
             return dq_ref.at[batch, kv_head * group + member, row_tile, column_tile]
 
         # One copy of the code a consumer: addresses become constants, which saves registers.
@@ -333,7 +369,7 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                 else:
                     pl.loop(jnp.int32(0), jnp.int32(group))(one_head)
 
-            def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc):
+            def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc=None):
                 def issue_logits(qs):
                     s_acc[...] = _per_query(
                         plgpu.load(start_smem.at[qs], layout=_QUERIES), own_keys
@@ -419,32 +455,50 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                     issue_late_dq(lax.rem(steps + 1, jnp.int32(2)))
                     hand_over_dq()
 
-                def step_by_columns(j, mask):
-                    qs, os, parity = slots(j)
-                    query_block, member = locate(j)
+                def through_dk(j, mask):
+                    """All of a step but dQ, with no product of another step beside it."""
+                    qs, os, _ = slots(j)
                     plgpu.barrier_wait(q_full.at[qs])
                     issue_logits(qs)
                     plgpu.barrier_wait(o_full.at[os])
                     issue_d_weights(os)
                     weights = load_weights(wait_n=parts)
                     if mask:
-                        weights = masked(weights, query_block)
+                        weights = masked(weights, locate(j)[0])
                     plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[os, part])
                     ds = load_ds(weights, os)
                     plgpu.wgmma(dk_acc, ds, q_smem.at[qs, part])
+                    return ds
+
+                def free_inputs(j):
+                    qs, os, _ = slots(j)
+                    o_free.arrive(os)
+                    q_free.arrive(qs)
+
+                def step_by_columns(j, mask):
+                    ds = through_dk(j, mask)
+                    parity = lax.rem(j, jnp.int32(2))
                     ds_smem[parity, ds_copy, own] = ds
                     plgpu.commit_smem()
+                    query_block, member = locate(j)
                     for index, (row, column) in enumerate(split.dq_tiles(consumer)):
                         issue_dq(parity, row, column)
                         if index == 0:
                             plgpu.wgmma_wait(1)
-                            o_free.arrive(os)
-                            q_free.arrive(qs)
+                            free_inputs(j)
                         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
                         add_fragment(dq_target(query_block, member, consumer, row, column), dq)
 
+                def step_without_dq(j, mask):
+                    through_dk(j, mask)
+                    fence_async_shared()  # TMA will overwrite row statistics that were read
+                    plgpu.wgmma_wait(0)
+                    free_inputs(j)
+
                 plgpu.barrier_wait(kv_full)
-                if split.by_columns:
+                if not with_query_gradient:
+                    loop_over_steps(step_without_dq)
+                elif split.by_columns:
                     loop_over_steps(step_by_columns)
                 else:
                     all_steps_by_keys()
@@ -464,14 +518,15 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                 plgpu.wait_smem_to_gmem(0)
 
             accumulator = lambda rows, columns: plgpu.ACC((rows, columns), jnp.float32)
-            pl.run_scoped(
-                compute,
+            accumulators = [
                 accumulator(own_keys, part_width),
                 accumulator(own_keys, part_width),
                 accumulator(own_keys, block_q),
                 accumulator(own_keys, block_q),
-                accumulator(_DQ_TILE, _DQ_TILE),
-            )
+            ]
+            if with_query_gradient:
+                accumulators.append(accumulator(_DQ_TILE, _DQ_TILE))
+            pl.run_scoped(compute, *accumulators)
 
         for consumer in range(_CONSUMERS):
             pl.when(warpgroup == consumer)(functools.partial(_consumer, consumer))
@@ -530,7 +585,7 @@ def _build_main(problem: Problem, config: BackwardConfig, key_rows: int, interpr
                     plgpu.wait_smem_to_gmem(_CONSUMERS - 1 - consumer, wait_read_only=True)
                     dq_free.arrive(consumer)
 
-            if split.by_columns:
+            if dq_smem is None:
                 pl.loop(jnp.int32(0), steps)(load_after)
             else:
                 free_dq()

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 SM_COUNT = 132  # H100 SXM and H200
-BACKWARD_CONSUMERS = 2  # how they share a tile is in backward.py
+BACKWARD_CONSUMERS = 2  # how they share a tile is in backward.py and backward_query.py
 # What the heads in work at a time may take of the 50 MB of L2: K and V in the forward, in which
 # half as much is as fast or 2% faster (s1024), and K, V, dK and dV in the backward.
 FORWARD_SECTION_BYTES = 12 << 20
@@ -130,11 +130,46 @@ class BackwardConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class BackwardQueryConfig:
+    """Settings of `backward_query.py`.
+
+    Attributes:
+      block_kv: keys a step; a multiple of 64, as the third product needs.
+      stages: slots of the circular buffers of K and of V.
+      registers: registers a thread of a consumer and of the producer.
+    """
+
+    block_kv: int
+    stages: tuple[int, int]
+    registers: tuple[int, int] = (240, 24)
+
+    def __post_init__(self):
+        _need(
+            self.block_kv > 0 and self.block_kv % 64 == 0,
+            "block_kv",
+            self.block_kv,
+            "a multiple of 64",
+        )
+        two = len(self.stages) == 2 and min(self.stages) >= 1
+        _need(two, "stages", self.stages, "two numbers, at least 1 each")
+        _check_registers(self.registers, BACKWARD_CONSUMERS)
+
+    @property
+    def block_q(self) -> int:
+        return 64 * BACKWARD_CONSUMERS
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
-    """Settings of all kernels of one attention call."""
+    """Settings of all kernels of one attention call.
+
+    Attributes:
+      backward_query: for deterministic gradients alone; None for those of `BACKWARD_QUERY`.
+    """
 
     forward: ForwardConfig
     backward: BackwardConfig
+    backward_query: BackwardQueryConfig | None = None
 
 
 # Width -> settings. Figures: H200, 16,384 tokens, 2048 columns, TFLOP/s of the forward.
@@ -155,8 +190,16 @@ BACKWARD = {
     256: BackwardConfig(block_q=64, stages=(2, 2)),
 }
 
+# Registers: width / 2 for dQ, block_kv for S and dP, block_kv / 4 for dS. Width 256: Q and dO take
+# 128 KB of shared memory, each stage of K or V 32 KB of the 99 KB left.
+BACKWARD_QUERY = {
+    64: BackwardQueryConfig(block_kv=128, stages=(3, 3)),
+    128: BackwardQueryConfig(block_kv=64, stages=(3, 3)),
+    256: BackwardQueryConfig(block_kv=64, stages=(2, 1)),
+}
+
 WIDTHS = tuple(FORWARD)
 
 
 def default(width: int) -> Config:
-    return Config(FORWARD[width], BACKWARD[width])
+    return Config(FORWARD[width], BACKWARD[width], BACKWARD_QUERY[width])

@@ -171,6 +171,12 @@ def test_explicit_choice_never_falls_back(on, implementation, here, reason):
             function(query, key, value, implementation=implementation)
 
 
+def test_deterministic_runs_on_the_kernels(monkeypatch):
+    monkeypatch.setattr(device, "device_of", lambda array: H100)
+    explanation = jax_flash.explain(*shapes(width=64), deterministic=True)
+    assert explanation.implementation == "mosaic_gpu"
+
+
 def test_config_does_not_choose(on):
     on(CPU)
     assert jax_flash.explain(*shapes(), config=config.default(64)).implementation == "xla"

@@ -12,6 +12,7 @@ import pytest
 import jax_flash
 from jax_flash import autodiff
 from pallas_kernels import config, primitives, scheduler
+from pallas_kernels.backward_query import _key_blocks
 from pallas_kernels.forward import Tiles
 from tests import oracle
 from tests.support.interpret import interpret_mode
@@ -26,7 +27,7 @@ def inputs(B, T, S, N, K, H, dtype, seed=0):
     return (*arrays, jax.random.normal(keys[4], (B, T, N), jnp.float32))
 
 
-def check(arrays, *, is_causal, query_offset=0, config=None):
+def check(arrays, *, is_causal, query_offset=0, config=None, deterministic=False):
     """Runs forward and backward and compares every result with float64."""
     query, key, value, dout, dlse = arrays
     options = dict(is_causal=is_causal, query_offset=query_offset)
@@ -36,6 +37,7 @@ def check(arrays, *, is_causal, query_offset=0, config=None):
         return_residual=True,
         implementation="mosaic_gpu",
         config=config,
+        deterministic=deterministic,
     )
     (out, lse), vjp = jax.vjp(attention, query, key, value)
     gradients = vjp((dout, dlse))
@@ -75,6 +77,71 @@ def check(arrays, *, is_causal, query_offset=0, config=None):
 def test_kernels_in_interpret_mode(T, S, N, K, H, dtype, is_causal, query_offset):
     with interpret_mode():
         check(inputs(1, T, S, N, K, H, dtype), is_causal=is_causal, query_offset=query_offset)
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "dtype", "is_causal", "query_offset"),
+    [
+        (256, 256, 1, 1, 64, jnp.bfloat16, False, 0),
+        (113, 203, 2, 1, 128, jnp.bfloat16, True, 90),
+        (200, 70, 1, 1, 128, jnp.bfloat16, True, -150),  # a tile that sees nothing
+        (150, 67, 1, 1, 256, jnp.bfloat16, False, 0),
+        (100, 150, 2, 1, 256, jnp.float16, True, 50),
+    ],
+)
+def test_deterministic_gradients(T, S, N, K, H, dtype, is_causal, query_offset):
+    arrays = inputs(1, T, S, N, K, H, dtype)
+    with interpret_mode():
+        check(arrays, is_causal=is_causal, query_offset=query_offset, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    "backward_query",
+    [
+        config.BackwardQueryConfig(block_kv=128, stages=(1, 2)),
+        config.BackwardQueryConfig(block_kv=64, stages=(2, 1)),
+    ],
+)
+def test_deterministic_settings_other_than_the_default(backward_query):
+    settings = dataclasses.replace(config.default(64), backward_query=backward_query)
+    arrays = inputs(1, 200, 290, 1, 1, 64, jnp.bfloat16)
+    with interpret_mode():
+        check(arrays, is_causal=True, query_offset=60, config=settings, deterministic=True)
+
+
+@pytest.mark.parametrize("query_offset", [None, 0, 76, -37, -400, 400])
+@pytest.mark.parametrize(("T", "S"), [(300, 300), (1, 77), (513, 100)])
+@pytest.mark.parametrize("rows", [64, 128])
+def test_key_blocks_of_query_rows(rows, T, S, query_offset):
+    """Blocks left out are invisible to every row, blocks without a mask visible to every row."""
+    is_causal = query_offset is not None
+    offset = query_offset if is_causal else 0
+    first_rows = np.arange(0, -(-T // 128) * 128, rows)
+    counts = _key_blocks(problem(T, S, 4, 2, 2, is_causal, offset), 64, first_rows, rows, np)
+    seen = np.arange(S) <= np.arange(T)[:, None] + (offset if is_causal else S)
+    for first_row, blocks, unmasked in zip(first_rows, *counts, strict=True):
+        own = seen[first_row : first_row + rows]
+        assert 0 <= unmasked <= blocks
+        assert not own[:, blocks * 64 :].any()
+        assert own[:, : unmasked * 64].all()
+        assert unmasked * 64 <= S
+
+
+def test_deterministic_gradients_take_kernels_of_their_own():
+    arrays = inputs(1, 64, 64, 1, 1, 64, jnp.bfloat16)
+
+    def kernels(deterministic: bool) -> set[str]:
+        def gradients(query, key, value, dout):
+            attention = functools.partial(
+                jax_flash.attention, implementation="mosaic_gpu", deterministic=deterministic
+            )
+            return jax.vjp(attention, query, key, value)[1](dout)
+
+        jaxpr = str(jax.make_jaxpr(gradients)(*arrays[:4]))
+        return {name for name in ("attention_backward_query", "cast_dq") if name in jaxpr}
+
+    assert kernels(deterministic=True) == {"attention_backward_query"}
+    assert kernels(deterministic=False) == {"cast_dq"}
 
 
 def test_rows_of_large_logits_and_maxima_that_grow():
@@ -183,6 +250,20 @@ def test_backward_settings_that_cannot_be(change, name):
         dataclasses.replace(config.BACKWARD[64], **change)
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (dict(block_kv=96), "block_kv"),
+        (dict(stages=(2,)), "stages"),
+        (dict(stages=(1, 0)), "stages"),
+        (dict(registers=(240, 32)), "registers"),
+    ],
+)
+def test_backward_query_settings_that_cannot_be(change, name):
+    with pytest.raises(ValueError, match=f"{name}: got"):
+        dataclasses.replace(config.BACKWARD_QUERY[64], **change)
+
+
 def test_query_blocks_that_two_consumers_cannot_share():
     backward = config.BackwardConfig(block_q=64, stages=(2, 2))
     settings = dataclasses.replace(config.default(64), backward=backward)
@@ -191,16 +272,18 @@ def test_query_blocks_that_two_consumers_cannot_share():
         check(arrays, is_causal=False, config=settings)
 
 
-@pytest.mark.parametrize("H", [64, 256])
-def test_keys_beyond_the_end_where_every_logit_is_very_negative(H):
+@pytest.mark.parametrize(("H", "deterministic"), [(64, False), (64, True), (256, False)])
+def test_keys_beyond_the_end_where_every_logit_is_very_negative(H, deterministic):
     """A zero in the place of a missing key would have a weight beyond float32."""
     query, key, *rest = inputs(1, 64, 77, 1, 1, H, jnp.bfloat16)
+    arrays = (abs(query) * 8, -abs(key) * 8, *rest)
     with interpret_mode():
-        check((abs(query) * 8, -abs(key) * 8, *rest), is_causal=False)
+        check(arrays, is_causal=False, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
-def test_cotangents_of_rows_that_see_nothing_do_not_count(poison):
+def test_cotangents_of_rows_that_see_nothing_do_not_count(poison, deterministic):
     query, key, value, dout, dlse = inputs(1, 40, 40, 1, 1, 64, jnp.bfloat16)
     attention = functools.partial(
         jax_flash.attention,
@@ -208,6 +291,7 @@ def test_cotangents_of_rows_that_see_nothing_do_not_count(poison):
         query_offset=-20,
         return_residual=True,
         implementation="mosaic_gpu",
+        deterministic=deterministic,
     )
     with interpret_mode():
         _, vjp = jax.vjp(attention, query, key, value)

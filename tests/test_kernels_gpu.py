@@ -131,6 +131,43 @@ def test_repeats_are_bit_equal(H, is_causal):
         )
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K"),
+    [(1, 239, 2, 2), (64, 1, 2, 1), (255, 256, 4, 1), (1157, 1091, 8, 2), (1024, 1024, 4, 4)],
+)
+def test_deterministic_gradients(T, S, N, K, H, is_causal):
+    dtype = jnp.float16 if T % 2 else jnp.bfloat16
+    arrays = inputs(2, T, S, N, K, H, dtype)
+    check(arrays, is_causal=is_causal, deterministic=True)
+    check(arrays, is_causal=True, query_offset=S - T, deterministic=True)
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_deterministic_keys_beyond_the_end(H):
+    query, key, *rest = inputs(2, 300, 333, 2, 1, H, jnp.bfloat16)
+    check((abs(query) * 8, -abs(key) * 8, *rest), is_causal=False, deterministic=True)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_deterministic_repeats_are_bit_equal(H, is_causal):
+    query, key, value, dout, _ = inputs(2, 1157, 1157, 8, 2, H, jnp.bfloat16)
+    function = functools.partial(attention, is_causal=is_causal, deterministic=True)
+
+    @jax.jit
+    def gradients(query, key, value, dout):
+        return jax.vjp(function, query, key, value)[1](dout)
+
+    @jax.jit
+    def same(x, y):
+        return jnp.stack([(a == b).all() for a, b in zip(x, y, strict=True)]).all()
+
+    first = gradients(query, key, value, dout)
+    assert all(same(first, gradients(query, key, value, dout)) for _ in range(1000))
+
+
 def test_more_elements_than_int32_counts():
     """The last sequences of 2^31 elements and more, beside the same sequences alone."""
     B, T, N, H = 1032, 1024, 16, 128

@@ -28,11 +28,14 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
         key = jax.ShapeDtypeStruct((BATCH, S, K, width), dtype)
         lse = jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32)
         name = f"H{width}-{'causal' if is_causal else 'full'}-{shape}"
-        cases.append((name, _forward_and_backward(is_causal), (query, key, key, query, lse)))
+        args = (query, key, key, query, lse)
+        for deterministic in (False, True):
+            fn = _forward_and_backward(is_causal, deterministic)
+            cases.append((f"{name}-deterministic" if deterministic else name, fn, args))
     return cases
 
 
-def _forward_and_backward(is_causal: bool) -> Callable:
+def _forward_and_backward(is_causal: bool, deterministic: bool) -> Callable:
     def attention(query, key, value):
         return jax_flash.attention(
             query,
@@ -41,6 +44,7 @@ def _forward_and_backward(is_causal: bool) -> Callable:
             is_causal=is_causal,
             return_residual=True,
             implementation="mosaic_gpu",
+            deterministic=deterministic,
         )
 
     def run(query, key, value, dout, dlse):

@@ -1,0 +1,294 @@
+"""The gradient of the query alone, for gradients that are the same bit by bit from run to run.
+
+In `backward.py` a thread block owns keys, so that many of them add to one row of dQ, in the order
+in which they get to it. Here it owns `block_q` query rows of one head, 64 for each consumer
+warpgroup, and adds up what each key block gives in a fixed order. Logits and their gradients are
+computed once more for it: seven products a tile pair in all, where `backward.py` with dQ has five.
+
+    producer   Q | K0 dO V0 | K1 V1 | ...                TMA, K and V into circular buffers
+    consumer   S = Q K';  dP = dO V'
+               P = exp2(S * scale * log2(e) - LSE * log2(e))      while dP is computed
+               dS = P * (dP - delta)
+               dQ += dS K                                         dS from registers
+
+A consumer has no product in flight from one step to the next; the other's fill the gap, as the two
+meet only where the producer waits for both. Key blocks run from the last to the first, as in
+`forward.py`: first those that this consumer cannot see at all, then those that need a mask, then
+the others. Query rows beyond the end, and rows that see no key, have an LSE of infinity here, so
+that their weights are 0.
+
+Barriers. Full: an mbarrier for Q, for dO, and for each slot of K and of V, completed by TMA. Free:
+a named barrier a slot, the consumers arrive and the producer waits.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import scheduler
+from pallas_kernels.config import (
+    BACKWARD_CONSUMERS,
+    FORWARD_SECTION_BYTES,
+    SM_COUNT,
+    BackwardQueryConfig,
+    Problem,
+)
+from pallas_kernels.online_softmax import LOG2E, spread
+from pallas_kernels.primitives import (
+    NamedBarriers,
+    div_rem,
+    fresh_zero,
+    interpreting,
+    keep_columns_to,
+    zero_tile,
+)
+
+_CONSUMERS = BACKWARD_CONSUMERS
+_ROWS = 64  # query rows of a consumer: the M of a wgmma
+_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+def query_gradient(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    d_out: jax.Array,
+    *,
+    problem: Problem,
+    config: BackwardQueryConfig,
+) -> jax.Array:
+    """Gradient of the query, the same bit by bit from run to run.
+
+    Args:
+      query, d_out: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero. d_out
+        is finite in rows that see no key.
+      key, value: `[B, S, K, H]`; S a multiple of 8, rows from problem.key_length on zero.
+      lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
+      delta: `[B, N, query_length]` float32, rowsum(d_out * out) - d_lse; not read in rows that
+        see no key.
+      problem: static description; its lengths may be up to 7 below T and S.
+      config: tile sizes.
+
+    Returns:
+      `[B, T, N, H]` in the input dtype. Rows that see no key are 0.
+    """
+    lse = lse[:, :, : problem.query_length]
+    unseen = jnp.isneginf(lse)
+    lse = jnp.where(unseen, jnp.inf, lse * LOG2E)
+    delta = jnp.where(unseen, 0.0, delta)
+    more_rows = ((0, 0), (0, 0), (0, -problem.query_length % config.block_q))
+    lse = jnp.pad(lse, more_rows, constant_values=jnp.inf)
+    delta = jnp.pad(delta, more_rows)
+    kernel = _build(problem, config, query.shape[1], interpreting())
+    return kernel(query, key, value, d_out, lse, delta)
+
+
+def _key_blocks(problem: Problem, block_kv: int, first_row, rows: int, xp):
+    """Key blocks that some of the rows see, and how many of them no row needs a mask in.
+
+    Args:
+      first_row: traced int32, or an array with `xp` numpy.
+      rows: how many rows from there on, some of which may be beyond the last query.
+    """
+    if not problem.is_causal:
+        seen_by_first = seen_by_last = xp.full_like(first_row, problem.key_length)
+    else:
+        seen = lambda row: xp.clip(row + (1 + problem.query_offset), 0, problem.key_length)
+        last_row = xp.minimum(first_row + rows, problem.query_length) - 1
+        seen_by_first, seen_by_last = seen(first_row), seen(last_row)
+    seen_by_last = xp.where(first_row < problem.query_length, seen_by_last, 0)
+    blocks = (seen_by_last + (block_kv - 1)) // block_kv
+    return blocks, xp.minimum(seen_by_first // block_kv, blocks)
+
+
+@functools.lru_cache
+def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, interpret: bool):
+    block_q, block_kv, (k_stages, v_stages) = config.block_q, config.block_kv, config.stages
+    width, dtype = problem.width, problem.dtype
+    factor = problem.scale * LOG2E
+
+    tiles = -(-problem.query_length // block_q)
+    first_rows = np.arange(tiles) * block_q
+    key_blocks, unmasked = _key_blocks(problem, block_kv, first_rows, block_q, np)
+    any_mask = bool((unmasked < key_blocks).any())
+
+    section = scheduler.heads_per_section(
+        FORWARD_SECTION_BYTES,
+        bytes_per_kv_head=2 * problem.key_length * width * dtype.itemsize,
+        tiles_per_kv_head=tiles * problem.group,
+        slots=SM_COUNT,
+        kv_heads=problem.batch * problem.kv_heads,
+        group=problem.group,
+    )
+    tile, head = scheduler.tile_order(key_blocks, problem.batch * problem.heads, section)
+    order = np.stack([tile, head, key_blocks[tile]], axis=1).astype(np.int32)
+
+    k_free = NamedBarriers(first=_CONSUMERS + 2, count=k_stages, arrivers=_CONSUMERS)
+    v_free = NamedBarriers(k_free.first + k_stages, v_stages, arrivers=_CONSUMERS)
+    named = dict(k_free=k_free, v_free=v_free)
+
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=tiled)
+    scratch: dict[str, Any] = dict(
+        q_smem=smem((_CONSUMERS, _ROWS, width)),
+        o_smem=smem((_CONSUMERS, _ROWS, width)),
+        k_smem=smem((k_stages, block_kv, width)),
+        v_smem=smem((v_stages, block_kv, width)),
+        q_full=plgpu.Barrier(num_arrivals=_CONSUMERS),
+        o_full=plgpu.Barrier(num_arrivals=_CONSUMERS),
+        k_full=plgpu.Barrier(num_barriers=k_stages),
+        v_full=plgpu.Barrier(num_barriers=v_stages),
+    )
+    if interpret:
+        scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
+
+    def attention_backward_query(
+        order_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dq_ref,
+        *, q_smem, o_smem, k_smem, v_smem, q_full, o_full, k_full, v_full, twins=None,
+    ):  # fmt: skip
+        k_free, v_free = (
+            dataclasses.replace(barriers, twins=twins and twins[name])
+            for name, barriers in named.items()
+        )
+        warpgroup = lax.axis_index("warpgroup")
+        block = lax.axis_index("block")
+        blocks = order_ref[block, 2]
+        k_slot = lambda j: lax.rem(j, jnp.int32(k_stages))
+        v_slot = lambda j: lax.rem(j, jnp.int32(v_stages))
+
+        def batch_and_head():
+            """Read where needed: kept over the loop, they cost registers."""
+            return div_rem(order_ref[block, 1], problem.heads)
+
+        def first_row_of(consumer):
+            return order_ref[block, 0] * block_q + consumer * _ROWS
+
+        @pl.when(warpgroup < _CONSUMERS)
+        def _consumer():
+            plgpu.set_max_registers(config.registers[0], action="increase")
+
+            def per_row(ref):
+                batch, head = batch_and_head()
+                rows = pl.ds(first_row_of(warpgroup), _ROWS)
+                return plgpu.load(ref.at[batch, head, rows], layout=_PER_ROW, optimized=False)
+
+            def masked(weights, key_block):
+                """Weights with 0 where the row may not see the key, or there is no such key."""
+                last = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
+                if problem.is_causal:
+                    last = last + (first_row_of(warpgroup) + problem.query_offset)
+                    last = jnp.minimum(last, problem.key_length - 1)
+                else:
+                    last = last * 0 + (problem.key_length - 1)
+                return keep_columns_to(weights, last - key_block * block_kv, 0.0)
+
+            def compute(dq_acc, s_acc, dp_acc):
+                lse, delta = per_row(lse_ref), per_row(delta_ref)
+
+                def skip(j, _):
+                    """A key block that no row of this consumer sees."""
+                    plgpu.barrier_wait(k_full.at[k_slot(j)])
+                    k_free.arrive(k_slot(j))
+                    plgpu.barrier_wait(v_full.at[v_slot(j)])
+                    v_free.arrive(v_slot(j))
+
+                def step(j, _, *, needs_mask):
+                    # Addresses made anew each step: registers are short.
+                    ks, vs, own_rows = k_slot(j), v_slot(j), warpgroup + fresh_zero()
+                    plgpu.barrier_wait(k_full.at[ks])
+                    # Both before the first product, or ptxas injects a wait.
+                    s_acc[...] = zero_tile(_ROWS, block_kv)
+                    dp_acc[...] = zero_tile(_ROWS, block_kv)
+                    plgpu.wgmma(s_acc, q_smem.at[own_rows], k_smem.at[ks].transpose((1, 0)))
+                    plgpu.barrier_wait(v_full.at[vs])
+                    plgpu.wgmma(dp_acc, o_smem.at[own_rows], v_smem.at[vs].transpose((1, 0)))
+
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    weights = jnp.exp2(logits * factor - spread(lse, logits.shape))
+                    if needs_mask:
+                        weights = masked(weights, blocks - 1 - j)
+                    d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+                    v_free.arrive(vs)
+                    d_logits = weights * (d_weights - spread(delta, weights.shape))
+                    plgpu.wgmma(dq_acc, d_logits.astype(dtype), k_smem.at[ks])
+                    plgpu.wgmma_wait(0)
+                    k_free.arrive(ks)
+
+                own, unmasked = _key_blocks(problem, block_kv, first_row_of(warpgroup), _ROWS, jnp)
+                plgpu.barrier_wait(q_full)
+                plgpu.barrier_wait(o_full)
+                lax.fori_loop(jnp.int32(0), blocks - own, skip, None)
+                if any_mask:
+                    masking = functools.partial(step, needs_mask=True)
+                    lax.fori_loop(blocks - own, blocks - unmasked, masking, None)
+                rest = functools.partial(step, needs_mask=False)
+                lax.fori_loop(blocks - unmasked, blocks, rest, None)
+
+                dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+                # dQ leaves from where Q was, once all warps have read it.
+                plgpu.commit_smem()
+                q_smem[warpgroup] = (dq * problem.scale).astype(dtype)
+                plgpu.commit_smem()
+                batch, head = batch_and_head()
+                rows = pl.ds(first_row_of(warpgroup), _ROWS)
+                plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], dq_ref.at[batch, rows, head])
+                plgpu.wait_smem_to_gmem(0)
+
+            pl.run_scoped(
+                compute,
+                plgpu.ACC((_ROWS, width), jnp.float32),
+                plgpu.ACC((_ROWS, block_kv), jnp.float32),
+                plgpu.ACC((_ROWS, block_kv), jnp.float32),
+            )
+
+        @pl.when(warpgroup == _CONSUMERS)
+        def _producer():
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+            batch, head = batch_and_head()
+            kv_head = lax.div(head, jnp.int32(problem.group))
+
+            def load_rows(ref, buffer, full):
+                for consumer in range(_CONSUMERS):
+                    source = ref.at[batch, pl.ds(first_row_of(consumer), _ROWS), head]
+                    plgpu.copy_gmem_to_smem(source, buffer.at[consumer], full)
+
+            def load(ref, buffers, slot, stages, full, free, j):
+                pl.when(j >= stages)(lambda: free.wait(slot))
+                source = ref.at[batch, pl.ds((blocks - 1 - j) * block_kv, block_kv), kv_head]
+                plgpu.copy_gmem_to_smem(source, buffers.at[slot], full.at[slot])
+
+            load_rows(q_ref, q_smem, q_full)
+
+            @pl.loop(jnp.int32(0), blocks)
+            def _(j):
+                load(k_ref, k_smem, k_slot(j), k_stages, k_full, k_free, j)
+                pl.when(j == 0)(lambda: load_rows(do_ref, o_smem, o_full))
+                load(v_ref, v_smem, v_slot(j), v_stages, v_full, v_free, j)
+
+            pl.when(blocks == 0)(lambda: load_rows(do_ref, o_smem, o_full))
+
+    kernel = plgpu.kernel(
+        attention_backward_query,
+        out_type=jax.ShapeDtypeStruct((problem.batch, query_rows, problem.heads, width), dtype),
+        grid=(len(order),),
+        grid_names=("block",),
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        # Every hand-over through shared memory is ordered above.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+    return lambda *operands: kernel(jnp.asarray(order), *operands)
