@@ -424,6 +424,11 @@ def _build_main(
                     fence_async_shared()
                     meet.arrive(2 * parity + consumer)
 
+                def free_inputs(j):
+                    qs, os, _ = slots(j)
+                    o_free.arrive(os)
+                    q_free.arrive(qs)
+
                 def step_by_keys(j, mask):
                     qs, os, parity = slots(j)
                     plgpu.barrier_wait(q_full.at[qs])
@@ -434,8 +439,9 @@ def _build_main(
                         # A wait here keeps ptxas from computing the weights after dQ. At width 128
                         # there are no registers for both.
                         plgpu.barrier_wait(o_full.at[os])
-                    hand_over_dq()
-                    if width > 64:
+                        hand_over_dq()
+                    else:
+                        hand_over_dq()
                         plgpu.barrier_wait(o_full.at[os])
                     issue_d_weights(os)
                     if mask:
@@ -445,8 +451,7 @@ def _build_main(
                     plgpu.wgmma(dk_acc, ds, q_smem.at[qs, part])
                     hand_over_ds(parity, ds)
                     plgpu.wgmma_wait(0)
-                    o_free.arrive(os)
-                    q_free.arrive(qs)
+                    free_inputs(j)
 
                 def all_steps_by_keys():
                     no_ds = jnp.zeros((own_keys, block_q), dtype)  # dQ of no step, added nowhere
@@ -469,11 +474,6 @@ def _build_main(
                     ds = load_ds(weights, os)
                     plgpu.wgmma(dk_acc, ds, q_smem.at[qs, part])
                     return ds
-
-                def free_inputs(j):
-                    qs, os, _ = slots(j)
-                    o_free.arrive(os)
-                    q_free.arrive(qs)
 
                 def step_by_columns(j, mask):
                     ds = through_dk(j, mask)
