@@ -18,9 +18,9 @@ is a small kernel of its own.
 
 Two consumers share the work in one of two ways (`_Split`). Up to width 128 each has 64 keys of its
 own, and dQ needs the dS' of both; as it is a step late, neither waits for the other. At width 256
-the accumulators of dK and dV for 64 keys fill both register files, so each has half of the columns;
-S' and dP' are computed by both, which costs two products of five and saves every exchange between
-them, and each adds its dQ from registers.
+the accumulators of dK and dV for 64 keys fill both register files, so each has half of the columns,
+and both compute S' and dP'. Then dQ comes from a kernel of its own, `backward_query.py`, as it does
+at every width for deterministic gradients.
 
 Query rows beyond the end, and rows that see no key, have a start of -inf where others have
 -LSE / scale, so that their weights are 0. Keys beyond the end are masked.
@@ -53,7 +53,6 @@ from pallas_kernels.config import (
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
     NamedBarriers,
-    add_fragment,
     div_rem,
     fence_async_shared,
     fragment_shape,
@@ -77,7 +76,7 @@ class _Split:
     """How two consumers share a tile of `block_kv` keys by `block_q` queries.
 
     Attributes:
-      by_columns: each has half of the columns of dQ, dK and dV, else half of the keys.
+      by_columns: each has half of the columns of dK and dV, else half of the keys.
     """
 
     width: int
@@ -108,22 +107,20 @@ class _Split:
         """The column part of dK and dV that a consumer computes."""
         return consumer if self.by_columns else 0
 
-    def dq_tiles(self, consumer: int) -> list[tuple[int, int]]:
-        """First row and first column, within the part, of each dQ tile a consumer computes."""
+    def dq_tile(self, consumer: int) -> tuple[int, int]:
+        """First row and first column of the dQ tile that a consumer computes each step."""
         tiles = [
             (row, column)
             for row in range(0, self.block_q, _DQ_TILE)
-            for column in range(0, self.part_width, _DQ_TILE)
+            for column in range(0, self.width, _DQ_TILE)
         ]
-        if self.by_columns:
-            return tiles
         if len(tiles) != _CONSUMERS:
             raise ValueError(
                 f"block_q: got {self.block_q} at width {self.width}, needs"
                 f" {_CONSUMERS * _DQ_TILE**2 // self.width}, a {_DQ_TILE} x {_DQ_TILE} tile of dQ"
                 " for each consumer"
             )
-        return [tiles[consumer]]
+        return tiles[consumer]
 
 
 def attention_gradients(
@@ -150,7 +147,8 @@ def attention_gradients(
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
       deterministic: gradients are the same bit by bit from run to run: dQ is made by a kernel of
-        its own (`backward_query.py`), not summed in the order in which thread blocks end.
+        its own (`backward_query.py`), not summed in the order in which thread blocks end. At width
+        256 they always are.
       query_config: that kernel's tile sizes; None for those of `BACKWARD_QUERY`.
 
     Returns:
@@ -174,10 +172,11 @@ def attention_gradients(
     start = jnp.pad(start, more_rows, constant_values=-jnp.inf)
     minus_delta = jnp.pad(minus_delta, more_rows)
 
+    with_own_kernel = deterministic or _Split(problem.width, config.block_q).by_columns
     main, cast = _build(
-        problem, config, query.shape[1], key.shape[1], interpreting(), not deterministic
+        problem, config, query.shape[1], key.shape[1], interpreting(), not with_own_kernel
     )
-    if deterministic:
+    if with_own_kernel:
         dq = backward_query.query_gradient(
             query,
             key,
@@ -263,7 +262,6 @@ def _build_main(
     named = dict(meet=meet, q_free=q_free, o_free=o_free, dq_full=dq_full, dq_free=dq_free)
 
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=_TILED)
-    ds_copies = _CONSUMERS if split.by_columns else 1
     scratch: dict[str, Any] = dict(
         k_smem=smem((1, parts, block_kv, part_width)),
         v_smem=smem((1, parts, block_kv, part_width)),
@@ -276,8 +274,7 @@ def _build_main(
         o_full=plgpu.Barrier(num_arrivals=parts + 1, num_barriers=o_stages),
     )
     if with_query_gradient:
-        scratch["ds_smem"] = smem((2, ds_copies, block_kv, block_q))
-    if with_query_gradient and not split.by_columns:
+        scratch["ds_smem"] = smem((2, block_kv, block_q))
         scratch["dq_smem"] = plgpu.SMEM((_CONSUMERS, *fragment_shape(_DQ_TILE)), jnp.float32)
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
@@ -310,20 +307,12 @@ def _build_main(
             member = lax.div(j, per_head)
             return first_block + j - member * per_head, member
 
-        def dq_target(query_block, member, consumer, row, column):
-            batch, kv_head = batch_and_kv_head()
-            row_tile = (query_block * block_q + row) // _DQ_TILE
-            column_tile = (split.part(consumer) * part_width + column) // _DQ_TILE
-            (dq_ref,) = dq_refs
-            return dq_ref.at[batch, kv_head * group + member, row_tile, column_tile]
-
         # One copy of the code a consumer: addresses become constants, which saves registers.
         def _consumer(consumer: int):
             plgpu.set_max_registers(config.registers[0], action="increase")
             own_first_key, own_keys = split.keys(consumer)
             own = pl.ds(own_first_key, own_keys)
             part = split.part(consumer)
-            ds_copy = consumer if split.by_columns else 0
 
             def meet_other(parity):
                 meet.arrive(2 * parity + consumer)
@@ -392,14 +381,6 @@ def _build_main(
                     minus_delta = plgpu.load(delta_smem.at[os], layout=_QUERIES)
                     return (weights * (d_weights + _per_query(minus_delta, own_keys))).astype(dtype)
 
-                def issue_dq(parity, row, column):
-                    dq_acc[...] = zero_tile(_DQ_TILE, _DQ_TILE)
-                    plgpu.wgmma(
-                        dq_acc,
-                        ds_smem.at[parity, ds_copy, :, pl.ds(row, _DQ_TILE)].transpose((1, 0)),
-                        k_smem.at[fresh_zero(), part, :, pl.ds(column, _DQ_TILE)],
-                    )
-
                 def slots(j):
                     # Addresses made anew each step: registers are short.
                     os = lax.rem(j, jnp.int32(o_stages)) + fresh_zero()
@@ -408,8 +389,13 @@ def _build_main(
                 def issue_late_dq(parity):
                     """dQ of a step before, once the other's dS' of that step is there too."""
                     meet.wait(2 * parity + (1 - consumer))
-                    ((row, column),) = split.dq_tiles(consumer)
-                    issue_dq(parity, row, column)
+                    row, column = split.dq_tile(consumer)
+                    dq_acc[...] = zero_tile(_DQ_TILE, _DQ_TILE)
+                    plgpu.wgmma(
+                        dq_acc,
+                        ds_smem.at[parity, :, pl.ds(row, _DQ_TILE)].transpose((1, 0)),
+                        k_smem.at[fresh_zero(), 0, :, pl.ds(column, _DQ_TILE)],
+                    )
 
                 def hand_over_dq():
                     dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
@@ -420,7 +406,7 @@ def _build_main(
 
                 def hand_over_ds(parity, ds):
                     # Two buffers: the other may still read what was stored one step ago.
-                    ds_smem[parity, ds_copy, own] = ds
+                    ds_smem[parity, own] = ds
                     fence_async_shared()
                     meet.arrive(2 * parity + consumer)
 
@@ -429,7 +415,7 @@ def _build_main(
                     o_free.arrive(os)
                     q_free.arrive(qs)
 
-                def step_by_keys(j, mask):
+                def step_with_dq(j, mask):
                     qs, os, parity = slots(j)
                     plgpu.barrier_wait(q_full.at[qs])
                     issue_logits(qs)
@@ -453,15 +439,14 @@ def _build_main(
                     plgpu.wgmma_wait(0)
                     free_inputs(j)
 
-                def all_steps_by_keys():
+                def all_steps_with_dq():
                     no_ds = jnp.zeros((own_keys, block_q), dtype)  # dQ of no step, added nowhere
                     hand_over_ds(1, plgpu.layout_cast(no_ds, plgpu.Layout.WGMMA))
-                    loop_over_steps(step_by_keys)
+                    loop_over_steps(step_with_dq)
                     issue_late_dq(lax.rem(steps + 1, jnp.int32(2)))
                     hand_over_dq()
 
-                def through_dk(j, mask):
-                    """All of a step but dQ, with no product of another step beside it."""
+                def step_without_dq(j, mask):
                     qs, os, _ = slots(j)
                     plgpu.barrier_wait(q_full.at[qs])
                     issue_logits(qs)
@@ -471,37 +456,16 @@ def _build_main(
                     if mask:
                         weights = masked(weights, locate(j)[0])
                     plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[os, part])
-                    ds = load_ds(weights, os)
-                    plgpu.wgmma(dk_acc, ds, q_smem.at[qs, part])
-                    return ds
-
-                def step_by_columns(j, mask):
-                    ds = through_dk(j, mask)
-                    parity = lax.rem(j, jnp.int32(2))
-                    ds_smem[parity, ds_copy, own] = ds
-                    plgpu.commit_smem()
-                    query_block, member = locate(j)
-                    for index, (row, column) in enumerate(split.dq_tiles(consumer)):
-                        issue_dq(parity, row, column)
-                        if index == 0:
-                            plgpu.wgmma_wait(1)
-                            free_inputs(j)
-                        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-                        add_fragment(dq_target(query_block, member, consumer, row, column), dq)
-
-                def step_without_dq(j, mask):
-                    through_dk(j, mask)
+                    plgpu.wgmma(dk_acc, load_ds(weights, os), q_smem.at[qs, part])
                     fence_async_shared()  # TMA will overwrite row statistics that were read
                     plgpu.wgmma_wait(0)
                     free_inputs(j)
 
                 plgpu.barrier_wait(kv_full)
-                if not with_query_gradient:
-                    loop_over_steps(step_without_dq)
-                elif split.by_columns:
-                    loop_over_steps(step_by_columns)
+                if with_query_gradient:
+                    all_steps_with_dq()
                 else:
-                    all_steps_by_keys()
+                    loop_over_steps(step_without_dq)
                 dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
                 dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
                 # The gradients leave from where K and V were, once the other has read them.
@@ -572,11 +536,15 @@ def _build_main(
                 pl.when(j + q_stages < steps)(lambda: load_query(j + q_stages))
 
             def add_dq(j):
+                (dq_ref,) = dq_refs
                 query_block, member = locate(j)
                 for consumer in range(_CONSUMERS):
                     dq_full.wait(consumer)
-                    ((row, column),) = split.dq_tiles(consumer)
-                    target = dq_target(query_block, member, consumer, row, column)
+                    row, column = split.dq_tile(consumer)
+                    row_tile = (query_block * block_q + row) // _DQ_TILE
+                    target = dq_ref.at[
+                        batch, kv_head * group + member, row_tile, column // _DQ_TILE
+                    ]
                     plgpu.copy_smem_to_gmem(dq_smem.at[consumer], target, reduction_op="add")
                 free_dq()
 

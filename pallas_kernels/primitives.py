@@ -273,25 +273,6 @@ def store_fragment(ref, tile: jax.Array) -> None:
     store(ref, tile)
 
 
-def add_fragment(ref, tile: jax.Array) -> None:
-    """Adds a `(64, n)` float32 tile to global memory in fragment order, 16 bytes at a time."""
-    if interpreting():
-        plgpu.atomic_add(ref, _to_fragment_order(tile))
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
-    def add(_, ref, tile):
-        address = _global_address(ref, arith.muli(_thread(), _i32(16)))
-        for offset, values in _fours(tile):
-            _asm(
-                f"red.relaxed.gpu.global.add.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};",
-                "l,f,f,f,f,~{memory}",
-                [address, *values],
-            )
-
-    add(ref, tile)
-
-
 def load_fragment(ref, columns: int) -> jax.Array:
     """The `(64, columns)` float32 tile that stands in global memory in fragment order."""
     if interpreting():

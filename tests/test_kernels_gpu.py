@@ -63,7 +63,7 @@ def test_keys_beyond_the_end_where_every_logit_is_very_negative(H):
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_maxima_that_jump_and_other_heads(H, is_causal, dtype):
     """Thread blocks with a second round, which leaves other heads and sequences as they were."""
-    arrays = inputs(2, 1157, 1091, 8, 8, H, dtype)
+    arrays = inputs(1, 1157, 1091, 3, 3, H, dtype)
     check(with_a_jump(arrays, 0, 300), is_causal=is_causal)
     forward = functools.partial(attention, is_causal=is_causal, return_residual=True)
     calm, jumping = forward(*arrays[:3]), forward(*with_a_jump(arrays, 0, 300)[:3])
@@ -135,7 +135,7 @@ def test_repeats_are_bit_equal(H, is_causal):
 @pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize(
     ("T", "S", "N", "K"),
-    [(1, 239, 2, 2), (64, 1, 2, 1), (255, 256, 4, 1), (1157, 1091, 8, 2), (1024, 1024, 4, 4)],
+    [(1, 239, 2, 2), (64, 1, 2, 1), (255, 256, 4, 1), (1157, 1091, 4, 2)],
 )
 def test_deterministic_gradients(T, S, N, K, H, is_causal):
     dtype = jnp.float16 if T % 2 else jnp.bfloat16
