@@ -541,6 +541,7 @@ def _build_main(
                 for consumer in range(_CONSUMERS):
                     dq_full.wait(consumer)
                     row, column = split.dq_tile(consumer)
+                    batch, kv_head = batch_and_kv_head()
                     row_tile = (query_block * block_q + row) // _DQ_TILE
                     target = dq_ref.at[
                         batch, kv_head * group + member, row_tile, column // _DQ_TILE
