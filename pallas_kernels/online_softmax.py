@@ -41,8 +41,9 @@ def weight_range(dtype: np.dtype) -> Range:
     if dtype == jnp.float16:
         # Weights below 2^-14 lose precision, from 2^16 on they are infinite.
         return Range(headroom=6.0, limit=15.0)
-    # Both near enough to 1 that weights times values stay in float32 where values do.
-    return Range(headroom=24.0, limit=8.0)
+    # As wide as float32 takes with a margin for the values: a causal row's first tile may hold one
+    # key alone, of a logit far below the others.
+    return Range(headroom=48.0, limit=16.0)
 
 
 class RowState(NamedTuple):
