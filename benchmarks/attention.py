@@ -93,15 +93,12 @@ SUITES = {
 }
 
 
-def _jax_flash(implementation: str, deterministic: bool = False) -> Callable:
+def jax_flash_with(implementation: str, **options) -> Callable:
+    """A candidate of ours; options are those of `jax_flash.attention`."""
+
     def attention(query, key, value, causal):
         return jax_flash.attention(
-            query,
-            key,
-            value,
-            is_causal=causal,
-            implementation=implementation,
-            deterministic=deterministic,
+            query, key, value, is_causal=causal, implementation=implementation, **options
         )
 
     return attention
@@ -128,9 +125,9 @@ def _fa3(query, key, value, causal):
 DETERMINISTIC = "jax_flash deterministic"
 
 CANDIDATES: dict[str, Callable] = {
-    "jax_flash": _jax_flash("mosaic_gpu"),
-    DETERMINISTIC: _jax_flash("mosaic_gpu", deterministic=True),
-    "jax_flash xla": _jax_flash("xla"),
+    "jax_flash": jax_flash_with("mosaic_gpu", deterministic=False),
+    DETERMINISTIC: jax_flash_with("mosaic_gpu", deterministic=True),
+    "jax_flash xla": jax_flash_with("xla"),
     "cuDNN": _jax_nn("cudnn"),
     "FA3": _fa3,
     "jax.nn xla": _jax_nn("xla"),  # holds [B, N, T, S]: short rows only

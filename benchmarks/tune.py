@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
 
-import jax_flash
 from benchmarks import attention, timing
 from jax_flash.device import device_of
 from pallas_kernels.config import BACKWARD, FORWARD, WIDTHS, Config, ForwardConfig
@@ -95,20 +94,9 @@ def source(config: ForwardConfig) -> str:
     return f"ForwardConfig({', '.join(given)})"
 
 
-def candidate(config: ForwardConfig) -> Callable:
+def candidate(width: int, config: ForwardConfig) -> Callable:
     """The kernel with these settings, as in `benchmarks.attention.CANDIDATES`."""
-
-    def attention(query, key, value, causal):
-        return jax_flash.attention(
-            query,
-            key,
-            value,
-            is_causal=causal,
-            implementation="mosaic_gpu",
-            config=Config(config, BACKWARD[query.shape[-1]]),
-        )
-
-    return attention
+    return attention.jax_flash_with("mosaic_gpu", config=Config(config, BACKWARD[width]))
 
 
 def benchmark(
@@ -121,7 +109,9 @@ def benchmark(
     inputs = row.inputs()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         built = {
-            source(config): pool.submit(attention.build, candidate(config), row, "forward")
+            source(config): pool.submit(
+                attention.build, candidate(row.width, config), row, "forward"
+            )
             for config in configs
         }
         out, *_ = attention.reference(*inputs, row.causal)

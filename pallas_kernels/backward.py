@@ -44,7 +44,7 @@ from pallas_kernels import backward_query, scheduler
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
     BACKWARD_QUERY,
-    L2_SECTION_BYTES,
+    BACKWARD_SECTION_BYTES,
     SM_COUNT,
     BackwardConfig,
     BackwardQueryConfig,
@@ -52,6 +52,7 @@ from pallas_kernels.config import (
 )
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
+    HAND_ORDERED,
     NamedBarriers,
     div_rem,
     fence_async_shared,
@@ -173,9 +174,7 @@ def attention_gradients(
     minus_delta = jnp.pad(minus_delta, more_rows)
 
     with_own_kernel = deterministic or _Split(problem.width, config.block_q).by_columns
-    main, cast = _build(
-        problem, config, query.shape[1], key.shape[1], interpreting(), not with_own_kernel
-    )
+    main = _build_main(problem, config, key.shape[1], interpreting(), not with_own_kernel)
     if with_own_kernel:
         dq = backward_query.query_gradient(
             query,
@@ -197,25 +196,11 @@ def attention_gradients(
     )
     d_query = jax.new_ref(jnp.zeros(dq_shape, jnp.float32))
     d_key, d_value = main(query, key, value, d_out, start, minus_delta, d_query)
+    cast = _build_cast(problem, query.shape[1], interpreting())
     return cast(jax.freeze(d_query)), d_key, d_value
 
 
 @functools.lru_cache
-def _build(
-    problem: Problem,
-    config: BackwardConfig,
-    query_rows: int,
-    key_rows: int,
-    interpret: bool,
-    with_query_gradient: bool,
-):
-    """The main kernel and the cast of dQ."""
-    return (
-        _build_main(problem, config, key_rows, interpret, with_query_gradient),
-        _build_cast(problem, query_rows),
-    )
-
-
 def _build_main(
     problem: Problem,
     config: BackwardConfig,
@@ -242,7 +227,7 @@ def _build_main(
     # Longest first. What heads in work at a time read and add to per query head: Q, dO, dQ.
     bytes_per_kv_head = group * problem.query_length * width * (2 * dtype.itemsize + 4)
     section = scheduler.heads_per_section(
-        L2_SECTION_BYTES,
+        BACKWARD_SECTION_BYTES,
         bytes_per_kv_head,
         tiles_per_kv_head=key_tiles,
         slots=SM_COUNT,
@@ -578,18 +563,13 @@ def _build_main(
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
-        # Every hand-over through shared memory is ordered above; Mosaic's own barriers round each
-        # store would stop both consumers twice a step.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=HAND_ORDERED,
     )
     return lambda *operands: kernel(jnp.asarray(order), *operands)
 
 
-def _build_cast(problem: Problem, query_rows: int):
+@functools.lru_cache
+def _build_cast(problem: Problem, query_rows: int, interpret: bool):
     """dQ from fragment order to `[B, T, N, H]`, times scale, in the input dtype."""
     width, dtype = problem.width, problem.dtype
     row_tiles = -(-query_rows // _DQ_TILE)
@@ -615,11 +595,7 @@ def _build_cast(problem: Problem, query_rows: int):
         grid=(problem.batch * problem.heads * row_tiles,),
         grid_names=("block",),
         scratch_types=dict(dq_smem=plgpu.SMEM((_DQ_TILE, width), dtype, transforms=_TILED)),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=HAND_ORDERED,
     )
 
 

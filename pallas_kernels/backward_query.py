@@ -42,6 +42,7 @@ from pallas_kernels.config import (
 )
 from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
+    HAND_ORDERED,
     NamedBarriers,
     div_rem,
     fresh_zero,
@@ -284,11 +285,6 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
-        # Every hand-over through shared memory is ordered above.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=HAND_ORDERED,
     )
     return lambda *operands: kernel(jnp.asarray(order), *operands)

@@ -7,10 +7,10 @@ import numpy as np
 
 SM_COUNT = 132  # H100 SXM and H200
 BACKWARD_CONSUMERS = 2  # how they share a tile is in backward.py and backward_query.py
-# What the heads in work at a time may take of the 50 MB of L2: K and V in the forward, in which
-# half as much is as fast or 2% faster (s1024), and K, V, dK and dV in the backward.
+# What the heads in work at a time may take of the 50 MB of L2: K and V where a thread block owns
+# queries, and Q, dO and dQ where it owns keys.
 FORWARD_SECTION_BYTES = 12 << 20
-L2_SECTION_BYTES = 24 << 20
+BACKWARD_SECTION_BYTES = 24 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,15 @@ def _need(holds: bool, name: str, got, needs: str) -> None:
         raise ValueError(f"{name}: got {got}, needs {needs}")
 
 
+def _check_multiple_of_64(name: str, got: int) -> None:
+    _need(got > 0 and got % 64 == 0, name, got, "a multiple of 64")
+
+
+def _check_stages(stages: tuple[int, int]) -> None:
+    two = len(stages) == 2 and min(stages) >= 1
+    _need(two, "stages", stages, "two numbers, at least 1 each")
+
+
 def _check_registers(registers: tuple[int, int], consumers: int) -> None:
     """The warpgroups of a block share what it was launched with: asking for more waits forever."""
     _need(len(registers) == 2, "registers", registers, "two numbers, of consumers and producer")
@@ -89,12 +98,7 @@ class ForwardConfig:
 
     def __post_init__(self):
         _need(self.consumers >= 2, "consumers", self.consumers, "at least 2, to take turns")
-        _need(
-            self.block_kv > 0 and self.block_kv % 64 == 0,
-            "block_kv",
-            self.block_kv,
-            "a multiple of 64",
-        )
+        _check_multiple_of_64("block_kv", self.block_kv)
         _need(self.stages >= 2, "stages", self.stages, "at least 2")
         _need(self.query_buffers in (1, 2), "query_buffers", self.query_buffers, "1 or 2")
         _need(self.section_bytes >= 0, "section_bytes", self.section_bytes, "at least 0")
@@ -121,11 +125,8 @@ class BackwardConfig:
     registers: tuple[int, int] = (240, 24)
 
     def __post_init__(self):
-        _need(
-            self.block_q > 0 and self.block_q % 64 == 0, "block_q", self.block_q, "a multiple of 64"
-        )
-        two = len(self.stages) == 2 and min(self.stages) >= 1
-        _need(two, "stages", self.stages, "two numbers, at least 1 each")
+        _check_multiple_of_64("block_q", self.block_q)
+        _check_stages(self.stages)
         _check_registers(self.registers, BACKWARD_CONSUMERS)
 
 
@@ -144,14 +145,8 @@ class BackwardQueryConfig:
     registers: tuple[int, int] = (240, 24)
 
     def __post_init__(self):
-        _need(
-            self.block_kv > 0 and self.block_kv % 64 == 0,
-            "block_kv",
-            self.block_kv,
-            "a multiple of 64",
-        )
-        two = len(self.stages) == 2 and min(self.stages) >= 1
-        _need(two, "stages", self.stages, "two numbers, at least 1 each")
+        _check_multiple_of_64("block_kv", self.block_kv)
+        _check_stages(self.stages)
         _check_registers(self.registers, BACKWARD_CONSUMERS)
 
     @property
@@ -164,7 +159,7 @@ class Config:
     """Settings of all kernels of one attention call.
 
     Attributes:
-      backward_query: for deterministic gradients alone; None for those of `BACKWARD_QUERY`.
+      backward_query: for deterministic gradients, and width 256; None for `BACKWARD_QUERY`'s.
     """
 
     forward: ForwardConfig
@@ -172,13 +167,10 @@ class Config:
     backward_query: BackwardQueryConfig | None = None
 
 
-# Width -> settings. Figures: H200, 16,384 tokens, 2048 columns, TFLOP/s of the forward.
+# Width -> settings. What others gave is in README.md.
 FORWARD = {
-    # Three consumers, as a third softmax under two others' products keeps the exponentials going:
-    # s4096 full 608, two consumers 524. Three stages: s16384 full 641, two 622.
+    # Three consumers, as a third softmax under two others' products keeps the exponentials going.
     64: ForwardConfig(consumers=3, block_kv=128, stages=3, query_buffers=2, registers=(160, 32)),
-    # s4096 full 783; 192 keys and one query buffer 739; three consumers of 64 keys 788, but
-    # causal 708 to 743 and s1024 642 to 682.
     128: ForwardConfig(consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)),
     # Two query tiles of 64 KB do not fit beside K and V, nor 128 keys in registers.
     256: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=1, registers=(240, 24)),

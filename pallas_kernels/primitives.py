@@ -22,6 +22,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 WARPGROUP_THREADS = 128
+
+# For kernels that order every hand-over through shared memory themselves: Mosaic's own barriers
+# round each store would stop their warpgroups.
+HAND_ORDERED = plgpu.CompilerParams(
+    approx_math=True,
+    unsafe_no_auto_barriers=True,
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+)
 _PIECE_BYTES = 16 * WARPGROUP_THREADS  # 16 columns by one row half of a (64, n) float32 tile
 
 _TILE = plgpu.Layout.WGMMA
@@ -263,12 +271,16 @@ def store_fragment(ref, tile: jax.Array) -> None:
         i32 = ir.IntegerType.get_signless(32)
         base = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(ref))
         address = arith.addi(base, arith.muli(_thread(), _i32(16)))
-        for offset, values in _fours(tile):
-            _asm(
-                f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};",
-                "r,f,f,f,f,~{memory}",
-                [address, *values],
-            )
+        pairs = {(group, half): pair for _, group, half, pair in _fragments(tile.registers)}
+        for group, half in pairs:
+            if group % 2 == 0:
+                values = [_extract(pairs[g, half], e) for g in (group, group + 1) for e in range(2)]
+                offset = (group + half) * _PIECE_BYTES
+                _asm(
+                    f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};",
+                    "r,f,f,f,f,~{memory}",
+                    [address, *values],
+                )
 
     store(ref, tile)
 
@@ -307,15 +319,6 @@ def load_fragment(ref, columns: int) -> jax.Array:
         return _like(like, out)
 
     return load(ref, zeros)
-
-
-def _fours(tile):
-    """Yields byte offset and values of each piece of a thread's fragment."""
-    pairs = {(group, half): pair for _, group, half, pair in _fragments(tile.registers)}
-    for group, half in pairs:
-        if group % 2 == 0:
-            values = [_extract(pairs[g, half], e) for g in (group, group + 1) for e in range(2)]
-            yield (group + half) * _PIECE_BYTES, values
 
 
 def _to_fragment_order(tile):

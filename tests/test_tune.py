@@ -36,7 +36,7 @@ def settings(
 def causal_attention(forward: ForwardConfig, row: attention.Row) -> tuple[Callable, tuple]:
     """The kernel with these settings, and shapes of its query, key and value."""
     inputs = jax.eval_shape(row.inputs)[:3]
-    return functools.partial(tune.candidate(forward), causal=True), inputs
+    return functools.partial(tune.candidate(row.width, forward), causal=True), inputs
 
 
 def lower(width: int, forward: ForwardConfig) -> None:
