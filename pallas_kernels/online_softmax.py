@@ -28,6 +28,9 @@ LOG2E = math.log2(math.e)
 # Stands for the maximum of a row that has seen nothing: finite, so that -inf minus it is -inf.
 _NOTHING_SEEN = -1e30
 
+# Added and subtracted, it rounds a float32 to a whole number; Mosaic GPU has neither ceil nor round.
+_TO_WHOLE = 1.5 * 2.0**23
+
 
 class Range(NamedTuple):
     """How large weights may be, as powers of 2."""
@@ -71,7 +74,11 @@ def advance(
     """A further tile: its weights, what earlier weights must be multiplied with, and the state."""
     maximum = logits.max(axis=1) * factor
     is_low = maximum >= state.reference + limit
-    reference = jnp.where(is_low, maximum + headroom, state.reference)
+    # Raised by a whole number, which scales weights without changing how they round: what a row
+    # gets depends on neither headroom nor limit.
+    raised = state.reference + ((maximum - state.reference + _TO_WHOLE) - _TO_WHOLE)
+    new = jnp.where(state.reference < 0.5 * _NOTHING_SEEN, maximum, raised) + headroom
+    reference = jnp.where(is_low, new, state.reference)
     correction = jnp.exp2(state.reference - reference)
     weights = _weights(logits, factor, reference)
     sums = state.sums * spread(correction, state.sums.shape) + _partial_sums(weights)

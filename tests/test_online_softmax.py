@@ -88,6 +88,36 @@ def test_maxima_that_creep_up_to_the_limit(dtype):
     np.testing.assert_allclose(lse, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("limit", [0.0, 3.0, 40.0])
+def test_results_do_not_depend_on_when_the_reference_is_raised(limit):
+    """Not even in how weights round to bfloat16, with maxima that grow from tile to tile."""
+    logits = [tile + 2.3 * i for i, tile in enumerate(tiles(*[1.0] * 6))]
+    _, usual_limit = online_softmax.weight_range(jnp.bfloat16)
+
+    def rounded_weights(headroom, limit):
+        weights, state = start(logits[0], LOG2E, headroom)
+        total = weights.astype(jnp.bfloat16).astype(jnp.float32)
+        raised = []
+        for tile in logits[1:]:
+            weights, correction, new = advance(tile, LOG2E, headroom, limit, state)
+            raised.append((new.reference > state.reference).mean())
+            state = new
+            total *= correction[:, None]
+            weights = weights.astype(jnp.bfloat16).astype(jnp.float32)
+            total = jnp.concatenate([total, weights], axis=1)
+        inverse, lse, _ = finish(state, limit)
+        return total * inverse[:, None], lse, raised
+
+    *often, raised = rounded_weights(0.0, limit)
+    assert (np.mean(raised) > 0.1) == (limit < 10.0)
+    *never, raised = rounded_weights(48.0, usual_limit)
+    assert not np.any(raised)
+    # Weights at the middle between two values may round either way.
+    differs = np.abs(often[0] / never[0] - 1.0) > 1e-4
+    assert differs.mean() < 1e-3
+    np.testing.assert_allclose(often[1], never[1], rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_weight_leaves_the_dtype_before_the_sum_tells(dtype):
     headroom, limit = online_softmax.weight_range(dtype)
