@@ -53,13 +53,13 @@ def gradients(query, key, value, bias=None, mask=None, *, dout, dlse=None, **opt
     dlse = np.zeros_like(p["lse"]) if dlse is None else np.reshape(_f64(dlse), p["lse"].shape)
     dlse = np.where(p["empty"][..., 0], 0.0, dlse.transpose(0, 2, 1))[..., None]  # [B, N, T, 1]
 
-    dvalue = np.einsum("bnts,bnth->bnsh", p["weights"] * p["kept"], dout)
-    dweights = np.einsum("bnth,bnsh->bnts", dout, p["value"]) * p["kept"]
+    dvalue = _transposed(p["weights"] * p["kept"]) @ dout
+    dweights = dout @ _transposed(p["value"]) * p["kept"]
     delta = (p["weights"] * dweights).sum(-1, keepdims=True)
     dcapped = p["weights"] * (dweights - delta + dlse)
     dlogits = dcapped * p["cap_slope"]
-    dquery = p["scale"] * np.einsum("bnts,bnsh->bnth", dlogits, p["key"])
-    dkey = p["scale"] * np.einsum("bnts,bnth->bnsh", dlogits, p["query"])
+    dquery = p["scale"] * (dlogits @ p["key"])
+    dkey = p["scale"] * (_transposed(dlogits) @ p["query"])
     dsinks = None
     if options.get("sinks") is not None:
         dsinks = (p["sink_weight"] * (dlse - delta)).sum((0, 2, 3))
@@ -136,7 +136,7 @@ def _forward(
     key, value = (x.transpose(0, 2, 1, 3).repeat(N // K, axis=1) for x in (key, value))
     scale = H**-0.5 if scale is None else float(scale)
 
-    logits = scale * np.einsum("bnth,bnsh->bnts", query, key)
+    logits = scale * (query @ _transposed(key))
     if bias is not None:
         logits = logits + _f64(bias)
     cap_slope = np.ones_like(logits)
@@ -160,7 +160,7 @@ def _forward(
     kept = np.ones_like(weights)
     if dropout_rate > 0:
         kept = np.where(dropout_keep, 1 / (1 - dropout_rate), 0.0)
-    out = np.einsum("bnts,bnsh->bnth", weights * kept, value)
+    out = (weights * kept) @ value
     return {
         "query": query,
         "key": key,
@@ -178,6 +178,10 @@ def _forward(
 
 def _f64(x) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
+
+
+def _transposed(x: np.ndarray) -> np.ndarray:
+    return x.swapaxes(-1, -2)
 
 
 def _sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
