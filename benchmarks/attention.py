@@ -199,7 +199,10 @@ def build(candidate: Callable, row: Row, passes: str) -> list[jax.stages.Compile
     return [program.compile() for program in lowered]
 
 
-@functools.partial(jax.jit, static_argnames=("causal",))
+# To find the fastest matmul for each shape would take longer than these are used.
+@functools.partial(
+    jax.jit, static_argnames=("causal",), compiler_options={"xla_gpu_autotune_level": 0}
+)
 def reference(query, key, value, dout, causal: bool):
     """The output and dquery, dkey, dvalue in float32, one head at a time."""
     batch, length, heads, width = query.shape
@@ -301,24 +304,27 @@ def measure(
     return {"row": row.name, "passes": passes, "candidates": entries}
 
 
-def benchmark(
-    row: Row, passes: list[str], candidates: list[str], rounds: int, iterations: int
-) -> list[dict]:
-    """Compiles, checks and times one row: a result of `measure` for each of the passes."""
-    inputs = row.inputs()
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        built = {
-            kind: {
-                name: pool.submit(build, CANDIDATES[name], row, kind)
-                for name in taking_part(candidates, kind)
-            }
-            for kind in passes
+def compile_all(
+    pool: concurrent.futures.Executor, row: Row, passes: list[str], candidates: list[str]
+) -> dict[str, dict[str, concurrent.futures.Future]]:
+    """Has `pool` compile one row: what `build` gives, for each of the passes and candidates."""
+    return {
+        kind: {
+            name: pool.submit(build, CANDIDATES[name], row, kind)
+            for name in taking_part(candidates, kind)
         }
-        out, *gradients = reference(*inputs, row.causal)
+        for kind in passes
+    }
+
+
+def benchmark(row: Row, built: dict[str, dict], rounds: int, iterations: int) -> list[dict]:
+    """Checks and times one row that `compile_all` compiles: a result of `measure` for each pass."""
+    inputs = row.inputs()
+    out, *gradients = reference(*inputs, row.causal)
     expected = {"forward": (out,), "backward": (*gradients,), "both": (out, *gradients)}
     return [
-        measure(row, kind, built[kind], inputs, expected[kind], rounds, iterations)
-        for kind in passes
+        measure(row, kind, programs, inputs, expected[kind], rounds, iterations)
+        for kind, programs in built.items()
     ]
 
 
@@ -545,22 +551,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     matmul = timing.matmul_teraflops(8192 if timing.on_gpu() else 512)
-    results = []
-    for row in timing.progress(options.rows, "attention"):
-        results += benchmark(
-            row, options.passes, options.candidates, options.rounds, options.iterations
-        )
-    results.sort(key=lambda result: options.passes.index(result["passes"]))
+    results: list[dict] = []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        built = [compile_all(pool, row, options.passes, options.candidates) for row in options.rows]
+        # All of them before the first is timed: compiling launches kernels, which would be counted.
+        for programs in timing.progress(built, "compile"):
+            for of_pass in programs.values():
+                concurrent.futures.wait(of_pass.values())
+    for row, programs in timing.progress(zip(options.rows, built, strict=True), "attention"):
+        results += benchmark(row, programs, options.rounds, options.iterations)
+        programs.clear()
+        results.sort(key=lambda result: options.passes.index(result["passes"]))
+        record = provenance() | {
+            "matmul_teraflops": matmul,
+            "notes": NOTES,
+            "summary": summarize(results),
+            "results": results,
+        }
+        # After each row, so that a run that is cut short leaves what it found.
+        path = write(options.results, f"attention {options.suite}", record)
 
-    record = provenance() | {
-        "matmul_teraflops": matmul,
-        "notes": NOTES,
-        "summary": summarize(results),
-        "results": results,
-    }
     print(report(record, options.candidates, f"{options.rounds} x {options.iterations}"))
 
-    path = write(options.results, f"attention {options.suite}", record)
     print(f"\nwritten: {path}")
     if importlib.util.find_spec("matplotlib"):
         plot(results, options.candidates, f"{record['device']}, bf16", path.with_suffix(".png"))

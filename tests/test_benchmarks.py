@@ -1,6 +1,7 @@
 """The benchmarks run, check what they time, and notice what is wrong. Tiny sizes, on any device."""
 
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +127,29 @@ def test_rows_are_written_pass_by_pass(tmp_path):
     order = [(result["passes"], result["row"]) for result in record["results"]]
     assert order == [(kind, row) for kind in ("both", "forward") for row in rows]
     assert record["summary"] == {}  # nothing of ours to compare
+
+
+def test_all_is_compiled_before_anything_is_timed(tmp_path, monkeypatch):
+    """Compiling launches kernels, which CUPTI would count as those of what is timed."""
+    build, interleaved = attention.build, timing.interleaved
+    order = []
+
+    def slow_build(*args):
+        time.sleep(0.3)
+        order.append("built")
+        return build(*args)
+
+    def timed(*args):
+        order.append("timed")
+        return interleaved(*args)
+
+    monkeypatch.setattr(attention, "build", slow_build)
+    monkeypatch.setattr(timing, "interleaved", timed)
+    sizes = ["--suite", "small", "--rounds", "1", "--iterations", "1", "--results", str(tmp_path)]
+    assert attention.main([*sizes, "--candidates", "jax.nn xla", "--passes", "forward"]) == 0
+    rows = len(attention.SUITES["small"])
+    matmul = order.index("timed")
+    assert order[matmul + 1 :] == ["built"] * rows + ["timed"] * rows
 
 
 def plain(query, key, value, causal):
