@@ -118,16 +118,44 @@ class BackwardConfig:
       block_q: query rows a step.
       stages: slots of the circular buffers of Q and of dO.
       registers: registers a thread of a consumer and of the producer.
+      thread_blocks: how many to launch at most; as many as there are SMs.
     """
 
     block_q: int
-    stages: tuple[int, int]
+    stages: int
     registers: tuple[int, int] = (240, 24)
+    thread_blocks: int = SM_COUNT
 
     def __post_init__(self):
         _check_multiple_of_64("block_q", self.block_q)
-        _check_stages(self.stages)
+        _need(self.stages >= 1, "stages", self.stages, "at least 1")
+        _need(self.thread_blocks >= 1, "thread_blocks", self.thread_blocks, "at least 1")
         _check_registers(self.registers, BACKWARD_CONSUMERS)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardKeyConfig:
+    """Settings of `backward_key.py`, which makes dK and dV at width 256.
+
+    Attributes:
+      registers: registers a thread of a consumer and of the producer.
+      thread_blocks: how many to launch at most; as many as there are SMs.
+    """
+
+    registers: tuple[int, int] = (240, 24)
+    thread_blocks: int = SM_COUNT
+
+    def __post_init__(self):
+        _need(self.thread_blocks >= 1, "thread_blocks", self.thread_blocks, "at least 1")
+        _check_registers(self.registers, BACKWARD_CONSUMERS)
+
+    @property
+    def block_q(self) -> int:
+        return 64
+
+    @property
+    def block_kv(self) -> int:
+        return 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +187,12 @@ class Config:
     """Settings of all kernels of one attention call.
 
     Attributes:
+      backward: at width 256 a `BackwardKeyConfig`.
       backward_query: for deterministic gradients, and width 256; None for `BACKWARD_QUERY`'s.
     """
 
     forward: ForwardConfig
-    backward: BackwardConfig
+    backward: BackwardConfig | BackwardKeyConfig
     backward_query: BackwardQueryConfig | None = None
 
 
@@ -176,10 +205,10 @@ FORWARD = {
     256: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=1, registers=(240, 24)),
 }
 
-BACKWARD = {
-    64: BackwardConfig(block_q=128, stages=(2, 2)),
-    128: BackwardConfig(block_q=64, stages=(2, 2)),
-    256: BackwardConfig(block_q=64, stages=(2, 2)),
+BACKWARD: dict[int, BackwardConfig | BackwardKeyConfig] = {
+    64: BackwardConfig(block_q=128, stages=2),
+    128: BackwardConfig(block_q=64, stages=2),
+    256: BackwardKeyConfig(),
 }
 
 # Registers: width / 2 for dQ, block_kv for S and dP, block_kv / 4 for dS. Width 256: Q and dO take

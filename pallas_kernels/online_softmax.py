@@ -28,7 +28,7 @@ LOG2E = math.log2(math.e)
 # Stands for the maximum of a row that has seen nothing: finite, so that -inf minus it is -inf.
 _NOTHING_SEEN = -1e30
 
-# Added and subtracted, it rounds a float32 to a whole number; Mosaic GPU has neither ceil nor round.
+# Added and subtracted, it rounds a float32 to a whole number, for which Mosaic GPU has nothing.
 _TO_WHOLE = 1.5 * 2.0**23
 
 

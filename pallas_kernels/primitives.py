@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -76,11 +77,14 @@ class NamedBarriers:
     def scratch(self) -> plgpu.Barrier:
         return plgpu.Barrier(num_arrivals=self.arrivers, num_barriers=self.count)
 
-    def arrive(self, index) -> None:
-        if self.twins is not None:
+    def arrive(self, index, when=True) -> None:
+        """Arrives if `when`; an instruction that depends on it, not a branch."""
+        if self.twins is None:
+            self._bar("arrive", index, when)
+        elif when is True:
             plgpu.barrier_arrive(self.twins.at[index])
         else:
-            self._bar("arrive", index)
+            pl.when(when)(lambda: plgpu.barrier_arrive(self.twins.at[index]))
 
     def wait(self, index) -> None:
         if self.twins is not None:
@@ -88,14 +92,20 @@ class NamedBarriers:
         else:
             self._bar("sync", index)
 
-    def _bar(self, action: str, index) -> None:
+    def _bar(self, action: str, index, when=True) -> None:
         threads = (self.arrivers + 1) * WARPGROUP_THREADS
+        text = f"bar.{action} $0, {threads};"
+        values = [jnp.asarray(self.first + index, jnp.int32)]
+        if when is not True:
+            text = f"{{ .reg .pred p; setp.ne.s32 p, $1, 0; @p {text} }}"
+            values.append(jnp.asarray(when, jnp.int32))
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
-        def bar(_, barrier):
-            _asm(f"bar.{action} $0, {threads};", "r,~{memory}", [barrier.registers[()]])
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,) * len(values))
+        def bar(_, *values):
+            constraints = "r," * len(values) + "~{memory}"
+            _asm(text, constraints, [value.registers[()] for value in values])
 
-        bar(jnp.asarray(self.first + index, jnp.int32))
+        bar(*values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,6 +329,117 @@ def load_fragment(ref, columns: int) -> jax.Array:
         return _like(like, out)
 
     return load(ref, zeros)
+
+
+def store_operand(ref, tile: jax.Array) -> None:
+    """Stores a `(64, n)` 16-bit tile to shared memory of TMA's and wgmma's form.
+
+    That is tiles of (8, 64), swizzled by 128 bytes. `ref[...] = tile` does the same, but the
+    compiler keeps the addresses of all such stores of a kernel in registers across its loops.
+    """
+    if interpreting():
+        ref[...] = tile
+        return
+
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), _TILE))
+    def store(_, ref, tile):
+        i32 = ir.IntegerType.get_signless(32)
+        words = {(g, half): llvm.bitcast(i32, x) for _, g, half, x in _fragments(tile.registers)}
+        groups = len(words) // 2
+        row_tile_bytes = 128 * groups  # 8 rows
+        # Of the four 8 by 8 matrices of an instruction, 8 lanes each give the rows' addresses:
+        # matrix 0 and 1 are the row halves of a column group, 2 and 3 those of the next.
+        thread = _thread()
+        matrix = arith.andi(arith.shrui(thread, _i32(3)), _i32(3))
+        row = arith.andi(thread, _i32(7))
+        row_tile = arith.addi(
+            arith.muli(arith.shrui(thread, _i32(5)), _i32(2)), arith.andi(matrix, _i32(1))
+        )
+        chunk = arith.xori(arith.shrui(matrix, _i32(1)), row)  # of 16 bytes, swizzled
+        address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(ref))
+        for index, unit in ((row_tile, row_tile_bytes), (row, 128), (chunk, 16)):
+            address = arith.addi(address, arith.muli(index, _i32(unit)))
+        for first in range(0, groups, 2):
+            values = [words[g, half] for g in (first, first + 1) for half in range(2)]
+            column_tile, chunk_of_8 = divmod(first, 8)
+            _asm(
+                "stmatrix.sync.aligned.m8n8.x4.shared.b16"
+                f" [$0+{column_tile * 1024}], {{$1, $2, $3, $4}};",
+                "r,r,r,r,r,~{memory}",
+                [arith.xori(address, _i32(16 * chunk_of_8)), *values],
+            )
+
+    store(ref, tile)
+
+
+def mail_shape(columns: int, dtype) -> tuple[int, int]:
+    """Shape of the int32 shared memory in which `send_tile` leaves a `(64, columns)` tile."""
+    words = 4 * WARPGROUP_THREADS  # 16 bytes a thread
+    return (64 * columns * np.dtype(dtype).itemsize // 4 // words, words)
+
+
+def send_tile(ref, tile: jax.Array) -> None:
+    """Leaves a `(64, n)` tile in shared memory of `mail_shape` for `receive_tile`.
+
+    A thread of one warpgroup leaves its registers for the same thread of another, 16 bytes at a
+    time: no two threads meet in a bank, nor in a place, so that two warpgroups may write to each
+    other in turns through one ref.
+    """
+    if interpreting():
+        pairs = () if tile.dtype.itemsize == 4 else (2,)
+        ref[...] = lax.bitcast_convert_type(tile.reshape(*ref.shape, *pairs), jnp.int32)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
+    def send(_, ref, tile):
+        i32 = ir.IntegerType.get_signless(32)
+        as_words = ir.VectorType.get((tile.mlir_dtype.width // 16,), i32)
+        pairs = [llvm.bitcast(as_words, pair) for pair in tile.registers.flat]
+        words = [_extract(pair, e) for pair in pairs for e in range(as_words.shape[0])]
+        address = _mail_address(ref)
+        for n in range(0, len(words), 4):
+            text = f"st.shared.v4.b32 [$0+{n * 4 * WARPGROUP_THREADS}], {{$1, $2, $3, $4}};"
+            _asm(text, "r,r,r,r,r,~{memory}", [address, *words[n : n + 4]])
+
+    send(ref, tile)
+
+
+def receive_tile(ref, columns: int, dtype) -> jax.Array:
+    """The `(64, columns)` tile that another warpgroup left with `send_tile`."""
+    if interpreting():
+        return lax.bitcast_convert_type(ref[...], dtype).reshape(64, columns)
+
+    zeros = plgpu.layout_cast(jnp.zeros((64, columns), dtype), _TILE)
+    shape = plgpu.ShapeDtypeStruct((64, columns), dtype, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE), return_type=shape)
+    def receive(_, ref, like):
+        i32 = ir.IntegerType.get_signless(32)
+        as_words = ir.VectorType.get((like.mlir_dtype.width // 16,), i32)
+        four = llvm.StructType.get_literal([i32] * 4)
+        address = _mail_address(ref)
+        loaded_words = []
+        for n in range(0, like.registers.size * as_words.shape[0], 4):
+            text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{n * 4 * WARPGROUP_THREADS}];"
+            loaded = _asm(text, "=r,=r,=r,=r,r,~{memory}", [address], four)
+            loaded_words += [llvm.extractvalue(i32, loaded, [e]) for e in range(4)]
+        words = iter(loaded_words)
+        out = like.registers.copy()
+        for index, pair in np.ndenumerate(like.registers):
+            pair_words = llvm.mlir_undef(as_words)
+            for e in range(as_words.shape[0]):
+                pair_words = _insert(pair_words, next(words), e)
+            out[index] = llvm.bitcast(pair.type, pair_words)
+        return _like(like, out)
+
+    return receive(ref, zeros)
+
+
+def _mail_address(ref):
+    base = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
+    return arith.addi(base, arith.muli(_thread(), _i32(16)))
 
 
 def _to_fragment_order(tile):

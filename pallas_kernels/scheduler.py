@@ -57,13 +57,14 @@ def tile_order(cost: np.ndarray, heads: int, section: int) -> tuple[np.ndarray, 
     return tile.ravel(), (first_head + head).ravel()
 
 
-def deal(pieces: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:
+def deal(pieces: np.ndarray, costs: np.ndarray, blocks: int, reverse: bool = False) -> np.ndarray:
     """Deals work to thread blocks that never stop, each next piece to the block that is free first.
 
     Args:
       pieces: `[n]` number of each piece of work, in the order of starting.
       costs: `[n]` cost of each.
       blocks: thread blocks.
+      reverse: the piece that a thread block begins with is the last of its list.
 
     Returns:
       `[blocks, 2 + most]` int32: how many pieces a block has, their numbers, and at least one 0.
@@ -84,5 +85,8 @@ def deal(pieces: np.ndarray, costs: np.ndarray, blocks: int) -> np.ndarray:
     first = np.cumsum(count) - count
     table = np.zeros((blocks, int(count.max(initial=0)) + 2), np.int32)
     table[:, 0] = count
-    table[owner[by_owner], 1 + np.arange(n) - first[owner[by_owner]]] = pieces[by_owner]
+    place = np.arange(n) - first[owner[by_owner]]
+    if reverse:
+        place = count[owner[by_owner]] - 1 - place
+    table[owner[by_owner], 1 + place] = pieces[by_owner]
     return table

@@ -49,7 +49,10 @@ def test_lengths(T, S, H, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_a_thread_block_walks_many_tiles(H, is_causal):
-    check(inputs(4, 1157, 1091, 16, 4, H, jnp.bfloat16), is_causal=is_causal)
+    """In the forward and in the backward, with dQ and without: 144 tiles of keys, and more."""
+    arrays = inputs(4, 1157, 1091, 16, 4, H, jnp.bfloat16)
+    check(arrays, is_causal=is_causal)
+    check(arrays, is_causal=is_causal, deterministic=True)
 
 
 @pytest.mark.parametrize("H", [64, 128, 256])
@@ -107,7 +110,7 @@ def test_other_batch_entries_do_not_leak(H):
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_repeats_are_bit_equal(H, is_causal):
     """1000 forward runs, and 100 backward runs of which only dQ may round differently."""
-    query, key, value, dout, _ = inputs(2, 1157, 1157, 8, 2, H, jnp.bfloat16)
+    query, key, value, dout, _ = inputs(4, 1157, 1157, 8, 4, H, jnp.bfloat16)
     forward = jax.jit(functools.partial(attention, is_causal=is_causal, return_residual=True))
 
     @jax.jit
@@ -153,7 +156,7 @@ def test_deterministic_keys_beyond_the_end(H):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_deterministic_repeats_are_bit_equal(H, is_causal):
-    query, key, value, dout, _ = inputs(2, 1157, 1157, 8, 2, H, jnp.bfloat16)
+    query, key, value, dout, _ = inputs(4, 1157, 1157, 8, 4, H, jnp.bfloat16)
     function = functools.partial(attention, is_causal=is_causal, deterministic=True)
 
     @jax.jit

@@ -1,0 +1,238 @@
+"""What kernels have in common whose thread blocks own keys and loop over queries that see them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import scheduler
+from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT, Problem
+from pallas_kernels.primitives import div_rem, keep_columns_from
+
+QUERIES = plgpu.Layout.WGMMA.reduce(0)  # one value a column of a transposed tile
+_KEYS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a transposed tile
+_CONSUMER_KEYS = 64  # of one consumer: the M of a wgmma
+_TILE_OVERHEAD = 1.0  # what a tile costs beside its steps, in steps
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyTiles:
+    """Tiles of `block_kv` keys, and the blocks of `block_q` queries that see any of them.
+
+    Attributes:
+      row_bytes: what a tile reads and adds to for each query row of one head.
+    """
+
+    problem: Problem
+    block_kv: int
+    block_q: int
+    row_bytes: int
+
+    @property
+    def per_head(self) -> int:
+        return -(-self.problem.key_length // self.block_kv)
+
+    @property
+    def count(self) -> int:
+        """Tiles of all heads, of every batch entry."""
+        return self.problem.batch * self.problem.kv_heads * self.per_head
+
+    @property
+    def query_blocks(self) -> int:
+        return -(-self.problem.query_length // self.block_q)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last tile has keys beyond the end."""
+        return self.problem.key_length % self.block_kv != 0
+
+    @property
+    def any_mask(self) -> bool:
+        return self.problem.is_causal or self.ragged
+
+    def first_query_blocks(self) -> np.ndarray:
+        """`[per_head]` int32: the first query block of which a row sees a key of the tile.
+
+        A tile that no row sees takes the last one, fully masked, so that every tile has a step.
+        """
+        first_key = np.arange(self.per_head) * self.block_kv
+        first_block = np.zeros(self.per_head, np.int64)
+        if self.problem.is_causal:
+            first_block = (first_key - self.problem.query_offset) // self.block_q
+        return np.clip(first_block, 0, self.query_blocks - 1).astype(np.int32)
+
+    def schedule(self, thread_blocks: int, reverse: bool = False) -> np.ndarray:
+        """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`."""
+        p = self.problem
+        cost = p.group * (self.query_blocks - self.first_query_blocks()) + _TILE_OVERHEAD
+        kv_heads = p.batch * p.kv_heads
+        section = scheduler.heads_per_section(
+            BACKWARD_SECTION_BYTES,
+            p.group * p.query_length * self.row_bytes,
+            tiles_per_kv_head=self.per_head,
+            slots=SM_COUNT,
+            kv_heads=kv_heads,
+            group=1,
+        )
+        tile, kv_head = scheduler.tile_order(cost, kv_heads, section)
+        number = kv_head * self.per_head + tile
+        return scheduler.deal(number, cost[tile], thread_blocks, reverse)
+
+    def locate(self, number):
+        """Tile and key head, of every batch entry, of a tile's number."""
+        kv_head_of_all, tile = div_rem(number, self.per_head)
+        return tile, kv_head_of_all
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The tiles of one thread block, inside a kernel.
+
+    What there is to know of a tile is read where it is needed: kept over a loop it costs registers.
+
+    Attributes:
+      schedule_ref: `KeyTiles.schedule`, in global memory.
+      first_query_blocks_ref: `KeyTiles.first_query_blocks`, in global memory.
+      block: number of the thread block.
+    """
+
+    tiles: KeyTiles
+    schedule_ref: Any
+    first_query_blocks_ref: Any
+    block: Any
+
+    def count(self):
+        """How many tiles, at least 1; the list goes on with at least one more, of no meaning."""
+        return self.schedule_ref[self.block, 0]
+
+    def locate(self, index):
+        """Tile and key head, of every batch entry, of the tile of that index in the list."""
+        return self.tiles.locate(self.schedule_ref[self.block, 1 + index])
+
+    def blocks_of(self, tile):
+        """First query block of a tile, and how many there are of each head of the group."""
+        first_block = self.first_query_blocks_ref[tile]
+        return first_block, self.tiles.query_blocks - first_block
+
+    def steps(self, index):
+        """How many query blocks, of all heads of the group."""
+        _, per_head = self.blocks_of(self.locate(index)[0])
+        return per_head * self.tiles.problem.group
+
+    def step_of(self, tile, t):
+        """Query block of step t of a tile, and the query head's number in its group."""
+        first_block, per_head = self.blocks_of(tile)
+        member = lax.div(t, per_head) if self.tiles.problem.group > 1 else 0
+        return first_block + t - member * per_head, member
+
+    def advance(self, index, t):
+        """The step after step t of a tile: index of its tile and number in it.
+
+        The step after the last is step 0 of the tile of index `count()`, as is the one after that.
+        """
+        is_last = (t + 1 == self.steps(index)) & (index < self.count())
+        return index + is_last, jnp.where(is_last, 0, t + 1)
+
+    def masked(self, weights: jax.Array, j, *, index, to_block, own_first_key: int) -> jax.Array:
+        """`(64, block_q)` weights, 0 where the query may not see the key, or there is no such key.
+
+        Args:
+          j: number of the step; j + to_block is its query block.
+          own_first_key: of the consumer, in the tile.
+        """
+        problem, block_q = self.tiles.problem, self.tiles.block_q
+        first_key = self.locate(index)[0] * self.tiles.block_kv + own_first_key
+        query_block = j + to_block
+        key = plgpu.broadcasted_iota(jnp.int32, weights.shape[:1], 0, layout=_KEYS) + first_key
+        first_seeing = jnp.zeros_like(key)
+        if problem.is_causal:
+            first_seeing = key - (query_block * block_q + problem.query_offset)
+        if self.tiles.ragged:
+            first_seeing = jnp.where(key < problem.key_length, first_seeing, block_q)
+        return keep_columns_from(weights, first_seeing, 0.0)
+
+    def first_unmasked_block(self, index, own_first_key: int):
+        """The query blocks of a head from there on need no mask."""
+        tiles, problem = self.tiles, self.tiles.problem
+        tile, _ = self.locate(index)
+        unmasked = first_block = self.first_query_blocks_ref[tile]
+        if problem.is_causal:
+            last_key = tile * tiles.block_kv + (own_first_key + _CONSUMER_KEYS - 1)
+            last_key = jnp.maximum(last_key - problem.query_offset, 0)
+            unmasked = lax.div(last_key + (tiles.block_q - 1), jnp.int32(tiles.block_q))
+        if tiles.ragged:
+            unmasked = jnp.where(tile == tiles.per_head - 1, tiles.query_blocks, unmasked)
+        return jnp.clip(unmasked, first_block, tiles.query_blocks)
+
+    def loop_over_steps(
+        self,
+        step: Callable,
+        index,
+        j,
+        own_first_key: int = 0,
+        first_step: Callable | None = None,
+    ):
+        """Runs `step(j, mask)` for the query blocks of each head of the group.
+
+        Masked steps have a loop of their own, and code of their own.
+
+        Args:
+          step: mask is None, or masks the weights of that step.
+          j: number of the first step, of all that the thread block does.
+          own_first_key: the first of 64 keys in the tile that weights are of.
+          first_step: what to run in the place of the first step, which is then always masked.
+
+        Returns:
+          The number after the last.
+        """
+        tiles, several_heads = self.tiles, self.tiles.problem.group > 1
+        done = 0 if first_step is None else 1
+
+        def first_block():
+            return self.first_query_blocks_ref[self.locate(index)[0]]
+
+        def first_unmasked_block():
+            # Where the first step is done, the second block is what a head may begin with.
+            unmasked = self.first_unmasked_block(index, own_first_key)
+            return jnp.maximum(unmasked, first_block() + done) if done else unmasked
+
+        def mask_of(begin, j):
+            if not tiles.any_mask:
+                return None
+            return functools.partial(
+                self.masked, index=index, to_block=begin - j, own_first_key=own_first_key
+            )
+
+        def one_head(j):
+            """From step j on, which need not be the head's first."""
+            begin = first_block() + done
+            if several_heads:
+                per_head = tiles.query_blocks - first_block()
+                begin = tiles.query_blocks - 1 - lax.rem(end - j - 1, per_head)
+            if tiles.any_mask:
+                unmasked = j + first_unmasked_block() - begin
+                pl.loop(j, unmasked)(functools.partial(step, mask=mask_of(begin, j)))
+                j, begin = unmasked, first_unmasked_block()
+            end_of_head = j + tiles.query_blocks - begin
+            pl.loop(j, end_of_head)(functools.partial(step, mask=None))
+            return end_of_head
+
+        end = j + self.steps(index)
+        if first_step is not None:
+            first_step(j, mask=mask_of(first_block(), j))
+            j = j + 1
+        if several_heads:
+            return lax.while_loop(lambda j: j < end, one_head, j)
+        return one_head(j)
+
+
+def per_query(values: jax.Array, keys: int) -> jax.Array:
+    """Broadcasts one value a query over a transposed tile."""
+    return lax.broadcast_in_dim(values, (keys, values.shape[0]), [1])
