@@ -80,7 +80,12 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
         deterministic=call.deterministic,
         config=call.config or default(call.query.shape[-1]),
     )
-    out, lse = _attention(settings, call.query, call.key, call.value)
+    key, value = call.key, call.value
+    seen_keys = query_length + settings.query_offset
+    if is_causal and seen_keys < key_length:
+        # Keys that no query sees. Their weights are 0, and 0 * NaN would be NaN.
+        key, value = (x.at[:, seen_keys:].set(0) for x in (key, value))
+    out, lse = _attention(settings, call.query, key, value)
     return out, lse.transpose(0, 2, 1)
 
 

@@ -35,8 +35,9 @@ a warpgroup hold an accumulator, so that storing it takes neither a swizzle nor 
 Barriers. Full: an mbarrier for V, and for each slot of K, of Q and of dO, completed by TMA. The
 others are named barriers. Free: for V, and for each slot of Q and dO, the consumers arrive and the
 producer waits. Stored: for each consumer and buffer of dS', it arrives and the other one waits; for
-the first step of a tile, the producer arrives. Staged, for dQ of each consumer and for dK and dV of
-both: they arrive, the producer waits and sends. Sent: it has, and each consumer may stage again.
+the first step of a tile, the producer arrives; at its end, they meet there. Staged, for dQ of each
+consumer and for dK and dV of both: they arrive, the producer waits and sends. Sent: it has, and
+each consumer may stage again.
 """
 
 import dataclasses
@@ -180,7 +181,8 @@ def _build_main(
         )
 
     # Tiles read Q and dO, and add to dQ in float32.
-    tiles = KeyTiles(problem, _BLOCK_KV, block_q, row_bytes=width * (2 * dtype.itemsize + 4))
+    element_bytes = 2 * dtype.itemsize + (4 if with_query_gradient else 0)
+    tiles = KeyTiles(problem, _BLOCK_KV, block_q, row_bytes=width * element_bytes)
     query_blocks = tiles.query_blocks
     first_query_blocks = tiles.first_query_blocks()
     thread_blocks = min(config.thread_blocks, tiles.count)
@@ -393,7 +395,10 @@ def _build_main(
             plgpu.set_max_registers(config.registers[1], action="decrease")
 
             def load_step(carry):
-                """Loads a block of Q and one of dO, and their row statistics; returns the next."""
+                """Loads a block of Q and one of dO, and their row statistics; returns the next.
+
+                After the last step the index is -1, and what it locates is not loaded.
+                """
                 j, index, t = carry
                 tile, kv_head_of_all = walk.locate(index)
                 batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)

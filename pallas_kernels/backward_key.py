@@ -177,7 +177,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         def leave(staging, gradient, accumulator):
             """Leaves a gradient for the producer to send, and the accumulator empty."""
             store_operand(staging, gradient)
-            fence_async_shared()
+            fence_async_shared()  # also for K's right half, which was read before it is overwritten
             accumulator[...] = zero_tile(block_kv, half)
 
         def run_with_accumulators(compute):

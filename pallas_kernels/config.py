@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 SM_COUNT = 132  # H100 SXM and H200
-BACKWARD_CONSUMERS = 2  # how they share a tile is in backward.py and backward_query.py
+BACKWARD_CONSUMERS = 2  # how they share a tile is in the backward*.py
 # What the heads in work at a time may take of the 50 MB of L2: K and V where a thread block owns
 # queries, and Q, dO and dQ where it owns keys.
 FORWARD_SECTION_BYTES = 12 << 20
@@ -112,7 +112,7 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """Settings of `backward.py`.
+    """Settings of `backward.py`, for widths 64 and 128.
 
     Attributes:
       block_q: query rows a step.
@@ -128,7 +128,8 @@ class BackwardConfig:
 
     def __post_init__(self):
         _check_multiple_of_64("block_q", self.block_q)
-        _need(self.stages >= 1, "stages", self.stages, "at least 1")
+        # Named barriers, and shared memory, are used up with 2.
+        _need(self.stages in (1, 2), "stages", self.stages, "1 or 2")
         _need(self.thread_blocks >= 1, "thread_blocks", self.thread_blocks, "at least 1")
         _check_registers(self.registers, BACKWARD_CONSUMERS)
 

@@ -135,7 +135,7 @@ class Walk:
     def advance(self, index, t):
         """The step after step t of a tile: index of its tile and number in it.
 
-        The step after the last is step 0 of the tile of index `count()`, as is the one after that.
+        After the last step of all, the index is `count()`, and the number means nothing.
         """
         is_last = (t + 1 == self.steps(index)) & (index < self.count())
         return index + is_last, jnp.where(is_last, 0, t + 1)

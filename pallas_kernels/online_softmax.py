@@ -28,7 +28,8 @@ LOG2E = math.log2(math.e)
 # Stands for the maximum of a row that has seen nothing: finite, so that -inf minus it is -inf.
 _NOTHING_SEEN = -1e30
 
-# Added and subtracted, it rounds a float32 to a whole number, for which Mosaic GPU has nothing.
+# Added and subtracted, it rounds a float32 to a whole number, for which Mosaic GPU has nothing. XLA
+# folds both away where a CPU runs it under jit, as interpret mode does: any reference is right.
 _TO_WHOLE = 1.5 * 2.0**23
 
 
@@ -74,8 +75,8 @@ def advance(
     """A further tile: its weights, what earlier weights must be multiplied with, and the state."""
     maximum = logits.max(axis=1) * factor
     is_low = maximum >= state.reference + limit
-    # Raised by a whole number, which scales weights without changing how they round: what a row
-    # gets depends on neither headroom nor limit.
+    # Raised by a whole number, which scales weights without changing how they round: but for ties,
+    # what a row gets depends on neither headroom nor limit.
     raised = state.reference + ((maximum - state.reference + _TO_WHOLE) - _TO_WHOLE)
     new = jnp.where(state.reference < 0.5 * _NOTHING_SEEN, maximum, raised) + headroom
     reference = jnp.where(is_low, new, state.reference)

@@ -156,7 +156,10 @@ class BlockVote:
 
 
 def fence_async_shared() -> None:
-    """Orders this thread's shared-memory stores before later reads by wgmma and TMA."""
+    """Orders this thread's accesses to shared memory before later ones by wgmma and TMA.
+
+    Stores before they are read, and loads before TMA overwrites what was read.
+    """
     if interpreting():
         plgpu.commit_smem()
         return

@@ -291,6 +291,7 @@ def test_forward_settings_that_cannot_be(change, name):
     [
         (dict(block_q=96), "block_q"),
         (dict(stages=0), "stages"),
+        (dict(stages=3), "stages"),
         (dict(thread_blocks=0), "thread_blocks"),
         (dict(registers=(240, 32)), "registers"),
     ],
@@ -329,6 +330,25 @@ def test_keys_beyond_the_end_where_every_logit_is_very_negative(H, deterministic
     arrays = (abs(query) * 8, -abs(key) * 8, *rest)
     with interpret_mode():
         check(arrays, is_causal=False, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(("H", "poisoned"), [(64, "key"), (64, "value"), (256, "value")])
+def test_keys_that_no_query_sees_do_not_count(H, poisoned):
+    query, key, value, dout, _ = inputs(1, 70, 200, 1, 1, H, jnp.bfloat16)
+    attention = functools.partial(
+        jax_flash.attention, is_causal=True, query_offset=5, implementation="mosaic_gpu"
+    )
+
+    def results(arrays):
+        out, vjp = jax.vjp(attention, query, arrays["key"], arrays["value"])
+        return out, *vjp(dout)
+
+    calm = {"key": key, "value": value}
+    with interpret_mode():
+        expected = results(calm)
+        got = results(calm | {poisoned: calm[poisoned].at[:, 75:].set(jnp.nan)})
+    chex.assert_trees_all_equal(got, expected)
+    assert not got[2][:, 75:].any() and not got[3][:, 75:].any()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

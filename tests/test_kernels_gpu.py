@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from tests.test_kernels import check, inputs, with_a_jump
+from tests.test_kernels import check, few_thread_blocks, inputs, with_a_jump
 
 pytestmark = pytest.mark.gpu
 
@@ -49,10 +49,11 @@ def test_lengths(T, S, H, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_a_thread_block_walks_many_tiles(H, is_causal):
-    """In the forward and in the backward, with dQ and without: 144 tiles of keys, and more."""
+    """In the forward and in the backward, with dQ and without: four tiles and more."""
     arrays = inputs(4, 1157, 1091, 16, 4, H, jnp.bfloat16)
-    check(arrays, is_causal=is_causal)
-    check(arrays, is_causal=is_causal, deterministic=True)
+    settings = few_thread_blocks(H, 40)
+    check(arrays, is_causal=is_causal, config=settings)
+    check(arrays, is_causal=is_causal, config=settings, deterministic=True)
 
 
 @pytest.mark.parametrize("H", [64, 128, 256])
@@ -109,15 +110,17 @@ def test_other_batch_entries_do_not_leak(H):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_repeats_are_bit_equal(H, is_causal):
-    """1000 forward runs, and 100 backward runs of which only dQ may round differently."""
+    """1000 forward runs, and 100 backward runs of which only dQ may round differently.
+
+    Thread blocks take five tiles and more, and with them every buffer again.
+    """
     query, key, value, dout, _ = inputs(4, 1157, 1157, 8, 4, H, jnp.bfloat16)
-    forward = jax.jit(functools.partial(attention, is_causal=is_causal, return_residual=True))
+    function = functools.partial(attention, is_causal=is_causal, config=few_thread_blocks(H, 32))
+    forward = jax.jit(functools.partial(function, return_residual=True))
 
     @jax.jit
     def gradients(query, key, value, dout):
-        return jax.vjp(functools.partial(attention, is_causal=is_causal), query, key, value)[1](
-            dout
-        )
+        return jax.vjp(function, query, key, value)[1](dout)
 
     @jax.jit
     def same(x, y):
@@ -157,7 +160,10 @@ def test_deterministic_keys_beyond_the_end(H):
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_deterministic_repeats_are_bit_equal(H, is_causal):
     query, key, value, dout, _ = inputs(4, 1157, 1157, 8, 4, H, jnp.bfloat16)
-    function = functools.partial(attention, is_causal=is_causal, deterministic=True)
+    settings = few_thread_blocks(H, 32)
+    function = functools.partial(
+        attention, is_causal=is_causal, deterministic=True, config=settings
+    )
 
     @jax.jit
     def gradients(query, key, value, dout):
