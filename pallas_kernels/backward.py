@@ -63,6 +63,7 @@ from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
     HAND_ORDERED,
+    OPERAND,
     NamedBarriers,
     div_rem,
     fence_async_shared,
@@ -79,7 +80,6 @@ _KEYS = 64  # of a consumer: the M of a wgmma
 _BLOCK_KV = _CONSUMERS * _KEYS
 _DQ_TILE = 64  # dQ is accumulated in tiles of 64 rows by 64 columns
 _K_SLOTS = 2
-_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 def attention_gradients(
@@ -184,9 +184,6 @@ def _build_main(
     element_bytes = 2 * dtype.itemsize + (4 if with_query_gradient else 0)
     tiles = KeyTiles(problem, _BLOCK_KV, block_q, row_bytes=width * element_bytes)
     query_blocks = tiles.query_blocks
-    first_query_blocks = tiles.first_query_blocks()
-    thread_blocks = min(config.thread_blocks, tiles.count)
-    schedule = tiles.schedule(thread_blocks, reverse=True)
     # At width 128 there are registers for weights and dQ at a time only where all else is simple.
     early_weights = width <= 64 or not (tiles.any_mask or group > 1)
 
@@ -205,7 +202,7 @@ def _build_main(
         sent=sent,
     )
 
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=_TILED)
+    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
     scratch: dict[str, Any] = dict(
         k_smem=smem((_K_SLOTS, _BLOCK_KV, width)),
         v_smem=smem((1, _BLOCK_KV, width)),
@@ -414,11 +411,9 @@ def _build_main(
                         (q_ref, q_smem, start_ref, start_smem, q_full),
                         (do_ref, o_smem, delta_ref, delta_smem, o_full),
                     ):
-                        source, row_source = (
-                            ref.at[batch, rows, head],
-                            row_ref.at[batch, head, rows],
-                        )
+                        source = ref.at[batch, rows, head]
                         plgpu.copy_gmem_to_smem(source, buffer.at[slot], full.at[slot])
+                        row_source = row_ref.at[batch, head, rows]
                         plgpu.copy_gmem_to_smem(row_source, row_buffer.at[slot], full.at[slot])
 
                 is_last = (t + 1 == walk.steps(index)) & (index >= 0)
@@ -501,11 +496,8 @@ def _build_main(
             for n in range(_K_SLOTS):
                 load_key(first_index() - n)
             load_value(first_index())
-            following = (
-                zero,
-                first_index(),
-                zero,
-            )  # step, tile of this thread block, and step in the tile
+            # Step, tile of this thread block, and step in the tile.
+            following = zero, first_index(), zero
             following = lax.fori_loop(zero, stages, lambda _, carry: load_step(carry), following)
             let_stage()
             if with_query_gradient:
@@ -517,19 +509,8 @@ def _build_main(
             )
             plgpu.wait_smem_to_gmem(0)
 
-    gradient = jax.ShapeDtypeStruct((problem.batch, key_rows, problem.kv_heads, width), dtype)
-    kernel = plgpu.kernel(
-        attention_backward,
-        out_type=(gradient, gradient),
-        grid=(thread_blocks,),
-        grid_names=("block",),
-        num_threads=_CONSUMERS + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=HAND_ORDERED,
-    )
-    return lambda *operands: kernel(
-        jnp.asarray(schedule), jnp.asarray(first_query_blocks), *operands
+    return tiles.gradient_kernel(
+        attention_backward, key_rows, config.thread_blocks, scratch, from_end=True
     )
 
 
@@ -560,7 +541,7 @@ def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: 
         out_type=jax.ShapeDtypeStruct((problem.batch, query_rows, problem.heads, width), dtype),
         grid=(problem.batch * problem.heads * row_tiles,),
         grid_names=("block",),
-        scratch_types=dict(dq_smem=plgpu.SMEM((_DQ_TILE, width), dtype, transforms=_TILED)),
+        scratch_types=dict(dq_smem=plgpu.SMEM((_DQ_TILE, width), dtype, transforms=OPERAND)),
         compiler_params=HAND_ORDERED,
     )
 

@@ -47,7 +47,7 @@ from pallas_kernels.config import BACKWARD_CONSUMERS, BackwardKeyConfig, Problem
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
-    HAND_ORDERED,
+    OPERAND,
     NamedBarriers,
     div_rem,
     fence_async_shared,
@@ -64,7 +64,6 @@ _CONSUMERS = BACKWARD_CONSUMERS
 _HALVES = 2  # column halves, each contiguous in shared memory
 _LEFT, _RIGHT = range(_HALVES)
 _STAGES = 2  # slots of Q and of dO, as many as fit; see `loads_of_step` for why not 1
-_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _TILE = plgpu.Layout.WGMMA
 
 
@@ -106,9 +105,6 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
     factor = problem.scale * LOG2E
     # Tiles read Q and dO.
     tiles = KeyTiles(problem, block_kv, block_q, row_bytes=2 * width * dtype.itemsize)
-    first_query_blocks = tiles.first_query_blocks()
-    thread_blocks = min(config.thread_blocks, tiles.count)
-    schedule = tiles.schedule(thread_blocks)
 
     weights_sent = NamedBarriers(first=_CONSUMERS + 2, count=1, arrivers=1)
     ds_sent = NamedBarriers(weights_sent.first + 1, count=1, arrivers=1)
@@ -127,7 +123,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         v_free=v_free,
     )
 
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=_TILED)
+    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
     scratch: dict[str, Any] = dict(
         k_smem=smem((_HALVES, block_kv, half)),
         v_smem=smem((_HALVES, block_kv, half)),
@@ -454,17 +450,4 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
             loads_of_step(carry[0], walk.count(), zero, carry[1:])
             plgpu.wait_smem_to_gmem(0)
 
-    gradient = jax.ShapeDtypeStruct((problem.batch, key_rows, problem.kv_heads, width), dtype)
-    kernel = plgpu.kernel(
-        attention_backward_key,
-        out_type=(gradient, gradient),
-        grid=(thread_blocks,),
-        grid_names=("block",),
-        num_threads=_CONSUMERS + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=HAND_ORDERED,
-    )
-    return lambda *operands: kernel(
-        jnp.asarray(schedule), jnp.asarray(first_query_blocks), *operands
-    )
+    return tiles.gradient_kernel(attention_backward_key, key_rows, config.thread_blocks, scratch)

@@ -43,6 +43,7 @@ from pallas_kernels.config import (
 from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
+    OPERAND,
     NamedBarriers,
     div_rem,
     fresh_zero,
@@ -137,8 +138,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
     v_free = NamedBarriers(k_free.first + k_stages, v_stages, arrivers=_CONSUMERS)
     named = dict(k_free=k_free, v_free=v_free)
 
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=tiled)
+    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
     scratch: dict[str, Any] = dict(
         q_smem=smem((_CONSUMERS, _ROWS, width)),
         o_smem=smem((_CONSUMERS, _ROWS, width)),

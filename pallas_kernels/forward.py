@@ -34,6 +34,7 @@ from pallas_kernels import online_softmax, scheduler
 from pallas_kernels.config import ForwardConfig, Problem
 from pallas_kernels.online_softmax import LOG2E, RowState, spread
 from pallas_kernels.primitives import (
+    OPERAND,
     BlockVote,
     NamedBarriers,
     div_rem,
@@ -165,8 +166,7 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
         turn=turn, k_free=k_free, v_free=v_free, q_free=q_free, block_vote=block_vote
     )
 
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=tiled)
+    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
     scratch: dict[str, Any] = dict(
         q_smem=smem((query_buffers, consumers, _ROWS, width)),
         k_smem=smem((stages, block_kv, width)),

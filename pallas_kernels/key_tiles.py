@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import scheduler
-from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT, Problem
-from pallas_kernels.primitives import div_rem, keep_columns_from
+from pallas_kernels.config import BACKWARD_CONSUMERS, BACKWARD_SECTION_BYTES, SM_COUNT, Problem
+from pallas_kernels.primitives import HAND_ORDERED, div_rem, keep_columns_from
 
 QUERIES = plgpu.Layout.WGMMA.reduce(0)  # one value a column of a transposed tile
 _KEYS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a transposed tile
@@ -89,6 +89,40 @@ class KeyTiles:
         """Tile and key head, of every batch entry, of a tile's number."""
         kv_head_of_all, tile = div_rem(number, self.per_head)
         return tile, kv_head_of_all
+
+    def gradient_kernel(
+        self,
+        body: Callable,
+        key_rows: int,
+        thread_blocks: int,
+        scratch: dict[str, Any],
+        from_end: bool = False,
+    ) -> Callable:
+        """The kernel that makes dK and dV, `[batch, key_rows, kv_heads, width]` each.
+
+        Args:
+          body: takes the first two refs of `Walk`, those of the operands, and of dK and dV.
+          thread_blocks: how many to launch at most.
+          from_end: thread blocks walk their lists from the end.
+        """
+        p = self.problem
+        thread_blocks = min(thread_blocks, self.count)
+        schedule = self.schedule(thread_blocks, reverse=from_end)
+        first_query_blocks = self.first_query_blocks()
+        gradient = jax.ShapeDtypeStruct((p.batch, key_rows, p.kv_heads, p.width), p.dtype)
+        kernel = plgpu.kernel(
+            body,
+            out_type=(gradient, gradient),
+            grid=(thread_blocks,),
+            grid_names=("block",),
+            num_threads=BACKWARD_CONSUMERS + 1,
+            thread_name="warpgroup",
+            scratch_types=scratch,
+            compiler_params=HAND_ORDERED,
+        )
+        return lambda *operands: kernel(
+            jnp.asarray(schedule), jnp.asarray(first_query_blocks), *operands
+        )
 
 
 @dataclasses.dataclass(frozen=True)

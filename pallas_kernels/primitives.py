@@ -24,6 +24,9 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 WARPGROUP_THREADS = 128
 
+# How TMA and wgmma have 16-bit operands in shared memory.
+OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
 # For kernels that order every hand-over through shared memory themselves: Mosaic's own barriers
 # round each store would stop their warpgroups.
 HAND_ORDERED = plgpu.CompilerParams(
@@ -281,9 +284,7 @@ def store_fragment(ref, tile: jax.Array) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
     def store(_, ref, tile):
-        i32 = ir.IntegerType.get_signless(32)
-        base = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(ref))
-        address = arith.addi(base, arith.muli(_thread(), _i32(16)))
+        address = _own_address(ref)
         pairs = {(group, half): pair for _, group, half, pair in _fragments(tile.registers)}
         for group, half in pairs:
             if group % 2 == 0:
@@ -335,18 +336,16 @@ def load_fragment(ref, columns: int) -> jax.Array:
 
 
 def store_operand(ref, tile: jax.Array) -> None:
-    """Stores a `(64, n)` 16-bit tile to shared memory of TMA's and wgmma's form.
+    """Stores a `(64, n)` 16-bit tile to shared memory in the form of `OPERAND`.
 
-    That is tiles of (8, 64), swizzled by 128 bytes. `ref[...] = tile` does the same, but the
-    compiler keeps the addresses of all such stores of a kernel in registers across its loops.
+    `ref[...] = tile` does the same, but the compiler keeps the addresses of all such stores of a
+    kernel in registers across its loops.
     """
     if interpreting():
         ref[...] = tile
         return
 
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), _TILE))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), _TILE))
     def store(_, ref, tile):
         i32 = ir.IntegerType.get_signless(32)
         words = {(g, half): llvm.bitcast(i32, x) for _, g, half, x in _fragments(tile.registers)}
@@ -401,7 +400,7 @@ def send_tile(ref, tile: jax.Array) -> None:
         as_words = ir.VectorType.get((tile.mlir_dtype.width // 16,), i32)
         pairs = [llvm.bitcast(as_words, pair) for pair in tile.registers.flat]
         words = [_extract(pair, e) for pair in pairs for e in range(as_words.shape[0])]
-        address = _mail_address(ref)
+        address = _own_address(ref)
         for n in range(0, len(words), 4):
             text = f"st.shared.v4.b32 [$0+{n * 4 * WARPGROUP_THREADS}], {{$1, $2, $3, $4}};"
             _asm(text, "r,r,r,r,r,~{memory}", [address, *words[n : n + 4]])
@@ -422,7 +421,7 @@ def receive_tile(ref, columns: int, dtype) -> jax.Array:
         i32 = ir.IntegerType.get_signless(32)
         as_words = ir.VectorType.get((like.mlir_dtype.width // 16,), i32)
         four = llvm.StructType.get_literal([i32] * 4)
-        address = _mail_address(ref)
+        address = _own_address(ref)
         loaded_words = []
         for n in range(0, like.registers.size * as_words.shape[0], 4):
             text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{n * 4 * WARPGROUP_THREADS}];"
@@ -438,11 +437,6 @@ def receive_tile(ref, columns: int, dtype) -> jax.Array:
         return _like(like, out)
 
     return receive(ref, zeros)
-
-
-def _mail_address(ref):
-    base = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
-    return arith.addi(base, arith.muli(_thread(), _i32(16)))
 
 
 def _to_fragment_order(tile):
@@ -476,6 +470,12 @@ def _thread():
     """
     thread = _asm("mov.u32 $0, %tid.x;", "=r", result=ir.IntegerType.get_signless(32))
     return arith.andi(thread, _i32(WARPGROUP_THREADS - 1))
+
+
+def _own_address(ref):
+    """Address in shared memory of the first 16 bytes that are this thread's."""
+    base = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
+    return arith.addi(base, arith.muli(_thread(), _i32(16)))
 
 
 def _global_address(ref, offset):
