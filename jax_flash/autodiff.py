@@ -60,7 +60,6 @@ def unsupported(call: Call) -> str | None:
         "key_value_seq_lengths": see.key_value_seq_lengths is not None,
         "segment ids": see.query_segment_ids is not None,
         "logits_soft_cap": call.logits_soft_cap is not None,
-        "sinks": call.sinks is not None,
         "dropout": call.dropout_rate > 0,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -85,7 +84,12 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     if is_causal and seen_keys < key_length:
         # Keys that no query sees. Their weights are 0, and 0 * NaN would be NaN.
         key, value = (x.at[:, seen_keys:].set(0) for x in (key, value))
-    out, lse = _attention(settings, call.query, key, value)
+    sinks: tuple[jax.Array, ...] = ()
+    if call.sinks is not None:
+        # For each batch entry, as vmap makes the batch longer.
+        batch_and_heads = call.query.shape[0], call.query.shape[2]
+        sinks = (jnp.broadcast_to(call.sinks.astype(jnp.float32), batch_and_heads),)
+    out, lse = _attention(settings, call.query, key, value, sinks)
     return out, lse.transpose(0, 2, 1)
 
 
@@ -116,35 +120,48 @@ class _Settings:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings, query, key, value):
-    """Output `[B, T, N, H]` and LSE `[B, N, T]`."""
-    return _attention_forward(settings, query, key, value)[0]
+def _attention(settings, query, key, value, sinks):
+    """Output `[B, T, N, H]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none."""
+    return _attention_forward(settings, query, key, value, sinks)[0]
 
 
-def _attention_forward(settings, query, key, value):
-    out, lse = _folding_vmap(functools.partial(_run_forward, settings))(query, key, value)
+def _attention_forward(settings, query, key, value, sinks):
+    run = _folding_vmap(functools.partial(_run_forward, settings))
+    out, lse = run(query, key, value, *sinks)
     out = checkpoint_name(out, OUT_NAME)
     lse = checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (query, key, value, out, lse)
+    return (out, lse), (query, key, value, sinks, out, lse)
 
 
 def _attention_backward(settings, residuals, cotangents):
+    query, key, value, sinks, *results = residuals
     run = _folding_vmap(functools.partial(_run_backward, settings))
-    return run(*residuals, *cotangents)
+    # A sink is in the LSE: to the gradients of the others it is no more than that.
+    gradients = run(query, key, value, *results, *cotangents)
+    return *gradients, tuple(_sink_gradient(sink, *results, *cotangents) for sink in sinks)
+
+
+def _sink_gradient(sink, out, lse, d_out, d_lse):
+    """`[B, N]`: a sink's weight in each row times dLSE - rowsum(dO * O), as its value is 0."""
+    products = d_out.astype(jnp.float32) * out.astype(jnp.float32)
+    d_logits = d_lse - products.sum(-1).transpose(0, 2, 1)
+    weights = jnp.exp(sink[:, :, None] - lse)
+    return jnp.where(jnp.isneginf(lse), 0.0, weights * d_logits).sum(-1)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
-def _run_forward(settings, query, key, value):
+def _run_forward(settings, query, key, value, *sinks):
     problem = settings.problem(query, key)
 
-    def kernel(query, key, value):
+    def kernel(query, key, value, *sinks):
         out, lse = forward.attention(
             _pad_rows(query),
             _pad_rows(key),
             _pad_rows(value),
+            *sinks,
             problem=problem,
             config=settings.config.forward,
         )
@@ -152,7 +169,7 @@ def _run_forward(settings, query, key, value):
 
     lse_shape = (problem.batch, problem.heads, problem.query_length)
     out_types = (jax.typeof(query), jax.ShapeDtypeStruct(lse_shape, jnp.float32))
-    return _on_hopper(kernel, out_types, query, key, value)
+    return _on_hopper(kernel, out_types, query, key, value, *sinks)
 
 
 @functools.partial(jax.jit, static_argnums=0)

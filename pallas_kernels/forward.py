@@ -124,6 +124,7 @@ def attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     problem: Problem,
     config: ForwardConfig,
@@ -134,6 +135,7 @@ def attention(
       query: `[B, T, N, H]`; T a multiple of 8.
       key: `[B, S, K, H]`; S a multiple of 8, of which problem.key_length are attended.
       value: `[B, S, K, H]`.
+      sinks: None, or `[B, N]` float32: one more logit of each row, without a value.
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
 
@@ -141,11 +143,18 @@ def attention(
       Output `[B, T, N, H]` and natural-log LSE `[B, N, ceil(T / block_q) * block_q]` float32. Rows
       from problem.query_length on are arbitrary in both. A row that sees no key: 0 and -inf.
     """
-    return _build(problem, config, query.shape[1], interpreting())(query, key, value)
+    kernel = _build(problem, config, query.shape[1], sinks is not None, interpreting())
+    return kernel(query, key, value, *(() if sinks is None else (sinks * LOG2E,)))
 
 
 @functools.lru_cache
-def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, interpret: bool):
+def _build(
+    problem: Problem,
+    config: ForwardConfig,
+    padded_query_length: int,
+    with_sinks: bool,
+    interpret: bool,
+):
     tiles = Tiles(problem, config)
     key_blocks = tiles.key_blocks()
     most_masked = int(key_blocks[:, 1].max())
@@ -180,9 +189,10 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_forward(
-        schedule_ref, key_blocks_ref, q_ref, k_ref, v_ref, o_ref, lse_ref,
-        *, q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, twins=None,
+        schedule_ref, key_blocks_ref, q_ref, k_ref, v_ref, *more_refs,
+        q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, twins=None,
     ):  # fmt: skip
+        *sinks_refs, o_ref, lse_ref = more_refs
         turn, k_free, v_free, q_free, block_vote = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -215,6 +225,11 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
 
             rows_of = lambda tile: pl.ds(tiles.first_row(tile, warpgroup), _ROWS)
 
+            def in_each_row(scalar):
+                return plgpu.layout_cast(
+                    jnp.broadcast_to(scalar, (_ROWS,)), plgpu.Layout.WGMMA.reduce(1)
+                )
+
             def masked(logits, tile, key_block):
                 """Logits with -inf where a row may not see the key, or there is none."""
                 last = jnp.int32(problem.key_length - 1)
@@ -225,9 +240,7 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
                     first_row = tiles.first_row(tile, warpgroup)
                     last = jnp.minimum(row + (first_row + problem.query_offset), last)
                 else:
-                    last = plgpu.layout_cast(
-                        jnp.broadcast_to(last, (_ROWS,)), plgpu.Layout.WGMMA.reduce(1)
-                    )
+                    last = in_each_row(last)
                 return keep_columns_to(logits, last - key_block * block_kv, -jnp.inf)
 
             def first_softmax(logits, tile, key_block):
@@ -296,7 +309,8 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
 
                 def end_rows(state, any_too_low, tile, batch, head):
                     """Stores the LSE; returns 1 / sum, and if a reference was too low so far."""
-                    inverse, lse, too_low = online_softmax.finish(state, limit)
+                    sink = in_each_row(sinks_refs[0][batch, head]) if with_sinks else None
+                    inverse, lse, too_low = online_softmax.finish(state, limit, sink)
                     store_rows(lse_ref.at[batch, head, rows_of(tile)], lse)
                     return inverse, any_too_low | too_low.astype(jnp.int32)
 
@@ -465,6 +479,4 @@ def _build(problem: Problem, config: ForwardConfig, padded_query_length: int, in
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )
-    return lambda query, key, value: kernel(
-        jnp.asarray(schedule), jnp.asarray(key_blocks), query, key, value
-    )
+    return lambda *operands: kernel(jnp.asarray(schedule), jnp.asarray(key_blocks), *operands)

@@ -92,17 +92,32 @@ def go_on(logits: jax.Array, factor: float, state: RowState) -> tuple[jax.Array,
     return weights, RowState(state.reference, state.sums + _partial_sums(weights))
 
 
-def finish(state: RowState, limit: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+def finish(
+    state: RowState, limit: float, sink: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What ends a row.
+
+    Args:
+      state: after the last tile.
+      limit: as for `advance`.
+      sink: None, or `(64,)` one more logit, in log2 units, of a row that has seen anything.
 
     Returns:
       What to multiply the output with (0 where nothing was seen), the natural-log LSE, and whether
       the reference was too low, or an input NaN.
     """
     total = state.sums.sum(axis=1)
-    inverse = jnp.where(total > 0.0, 1.0 / total, 0.0)
-    lse = state.reference * (1.0 / LOG2E) + jnp.log(total)
-    return inverse, lse, jnp.logical_not(total < 2.0**limit)
+    too_low = jnp.logical_not(total < 2.0**limit)
+    reference: jax.Array = state.reference
+    correction: jax.Array | float = 1.0
+    if sink is not None:
+        # It may stand above all weights, by more than float32 holds.
+        reference = jnp.maximum(reference, sink)
+        correction = jnp.exp2(state.reference - reference)
+        total = jnp.where(total == 0.0, 0.0, total * correction + jnp.exp2(sink - reference))
+    inverse = jnp.where(total > 0.0, correction / total, 0.0)
+    lse = reference * (1.0 / LOG2E) + jnp.log(total)
+    return inverse, lse, too_low
 
 
 def _weights(logits, factor, reference):

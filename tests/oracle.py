@@ -147,12 +147,14 @@ def _forward(
 
     top = logits.max(-1, keepdims=True, initial=-np.inf)
     empty = np.isneginf(top)
+    if sinks is not None:
+        top = np.maximum(top, _f64(sinks).reshape(N, 1, 1))
     top = np.where(empty, 0.0, top)
     exponentials = np.exp(logits - top)
     total = exponentials.sum(-1, keepdims=True)
     sink = 0.0
     if sinks is not None:
-        sink = np.where(empty, 0.0, np.exp(_f64(sinks).reshape(N, 1, 1) - top))
+        sink = np.exp(np.where(empty, -np.inf, _f64(sinks).reshape(N, 1, 1)) - top)
         total = total + sink
     total = np.where(empty, 1.0, total)
     weights = exponentials / total

@@ -27,25 +27,32 @@ def inputs(B, T, S, N, K, H, dtype, seed=0):
     return (*arrays, jax.random.normal(keys[4], (B, T, N), jnp.float32))
 
 
-def check(arrays, *, is_causal, query_offset=0, config=None, deterministic=False):
+def check(arrays, *, is_causal, query_offset=0, sinks=None, config=None, deterministic=False):
     """Runs forward and backward and compares every result with float64."""
     query, key, value, dout, dlse = arrays
     options = dict(is_causal=is_causal, query_offset=query_offset)
-    attention = functools.partial(
-        jax_flash.attention,
-        **options,
-        return_residual=True,
-        implementation="mosaic_gpu",
-        config=config,
-        deterministic=deterministic,
-    )
-    (out, lse), vjp = jax.vjp(attention, query, key, value)
-    gradients = vjp((dout, dlse))
 
+    def attention(query, key, value, sinks):
+        return jax_flash.attention(
+            query,
+            key,
+            value,
+            **options,
+            sinks=sinks,
+            return_residual=True,
+            implementation="mosaic_gpu",
+            config=config,
+            deterministic=deterministic,
+        )
+
+    (out, lse), vjp = jax.vjp(attention, query, key, value, sinks)
+    *gradients, d_sinks = vjp((dout, dlse))
+
+    options["sinks"] = sinks
     exact_out, exact_lse = oracle.attention(query, key, value, **options)
     exact = oracle.gradients(query, key, value, dout=dout, dlse=dlse, **options)
     plain, plain_vjp = jax.vjp(
-        lambda q, k, v: plain_attention(q, k, v, is_causal, query_offset), query, key, value
+        lambda *x: plain_attention(*x, is_causal, query_offset, sinks), query, key, value
     )
     assert_as_accurate_as_plain(out, plain, exact_out, "out")
     seen = np.isfinite(exact_lse)
@@ -56,6 +63,10 @@ def check(arrays, *, is_causal, query_offset=0, config=None, deterministic=False
         ("d_query", "d_key", "d_value"), gradients, plain_vjp(dout), exact, strict=False
     ):
         assert_as_accurate_as_plain(actual, rough, truth, name)
+    if sinks is not None:
+        # What the largest terms of its sum round to.
+        terms = np.sqrt(query.shape[1]) * np.abs(exact.sinks).max()
+        np.testing.assert_allclose(d_sinks, exact.sinks, atol=1e-2 * terms + 1e-6)
     for empty in (np.asarray(out)[~seen], np.asarray(gradients[0])[~seen]):
         assert not empty.any()
 
@@ -93,6 +104,47 @@ def test_deterministic_gradients(T, S, N, K, H, dtype, is_causal, query_offset):
     arrays = inputs(1, T, S, N, K, H, dtype)
     with interpret_mode():
         check(arrays, is_causal=is_causal, query_offset=query_offset, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("H", "dtype", "is_causal", "query_offset", "sinks"),
+    [
+        (64, jnp.bfloat16, False, 0, (0.0, 3.0)),
+        (128, jnp.float16, True, 0, (-5.0, 40.0)),  # one that takes nearly all weight
+        (64, jnp.bfloat16, True, -50, (1e4, -1e4)),  # all of it, and none
+        (256, jnp.bfloat16, True, 10, (2.0, -jnp.inf)),
+    ],
+)
+def test_sinks(H, dtype, is_causal, query_offset, sinks):
+    """Also in rows that see nothing, where they take no weight."""
+    arrays = inputs(1, 200, 150, 2, 1, H, dtype)
+    with interpret_mode():
+        check(arrays, is_causal=is_causal, query_offset=query_offset, sinks=jnp.array(sinks))
+
+
+def test_sinks_where_maxima_jump():
+    arrays = with_a_jump(inputs(1, 150, 400, 2, 2, 64, jnp.bfloat16), 0, 100)
+    with interpret_mode():
+        check(
+            arrays, is_causal=False, sinks=jnp.array([30.0, 1.0]), config=few_thread_blocks(64, 1)
+        )
+
+
+def test_vmap_over_sinks():
+    query, key, value, _, _ = inputs(1, 40, 48, 2, 2, 64, jnp.bfloat16)
+    sinks = jnp.array([[0.0, 1.0], [2.0, -1.0]])
+
+    def loss(sinks):
+        out = jax_flash.attention(query, key, value, sinks=sinks, implementation="mosaic_gpu")
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    with interpret_mode():
+        values, gradients = jax.vmap(jax.value_and_grad(loss))(sinks)
+        one_by_one = [jax.value_and_grad(loss)(row) for row in sinks]
+    chex.assert_trees_all_close(
+        (values, gradients), jax.tree.map(lambda *x: jnp.stack(x), *one_by_one), rtol=1e-6
+    )
+    assert abs(gradients).min() > 1e-3
 
 
 @pytest.mark.parametrize(

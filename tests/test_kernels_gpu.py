@@ -89,6 +89,15 @@ def test_query_offset(query_offset):
     check(arrays, is_causal=True, query_offset=query_offset)
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_sinks(H, is_causal):
+    """Among them one that takes all weight, and one that takes none."""
+    arrays = inputs(2, 517, 613, 6, 2, H, jnp.bfloat16)
+    sinks = jnp.array([0.0, 2.0, -3.0, 12.0, 1e4, -1e4])
+    check(arrays, is_causal=is_causal, query_offset=-20 * is_causal, sinks=sinks)
+
+
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_other_batch_entries_do_not_leak(H):
     arrays = inputs(3, 613, 517, 4, 2, H, jnp.bfloat16)[:4]

@@ -32,7 +32,19 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
         for deterministic in (False, True):
             fn = _forward_and_backward(is_causal, deterministic)
             cases.append((f"{name}-deterministic" if deterministic else name, fn, args))
+        if shape == "ragged":
+            sinks = jax.ShapeDtypeStruct((N,), jnp.float32)
+            cases.append((f"{name}-sinks", _forward_with_sinks(is_causal), (*args[:3], sinks)))
     return cases
+
+
+def _forward_with_sinks(is_causal: bool) -> Callable:
+    def run(query, key, value, sinks):
+        return jax_flash.attention(
+            query, key, value, sinks=sinks, is_causal=is_causal, implementation="mosaic_gpu"
+        )
+
+    return run
 
 
 def _forward_and_backward(is_causal: bool, deterministic: bool) -> Callable:

@@ -22,7 +22,9 @@ def assert_as_accurate_as_plain(actual, plain, exact, name: str) -> None:
     assert error <= 2 * plain_error + rounding, f"{name}: {error} beside {plain_error} of plain"
 
 
-def plain_attention(query, key, value, is_causal: bool, query_offset: int) -> jax.Array:
+def plain_attention(
+    query, key, value, is_causal: bool, query_offset: int, sinks: jax.Array | None = None
+) -> jax.Array:
     """Textbook attention with every product and the weights in the dtype of the inputs."""
     group = query.shape[2] // key.shape[2]
     key, value = jnp.repeat(key, group, axis=2), jnp.repeat(value, group, axis=2)
@@ -30,5 +32,9 @@ def plain_attention(query, key, value, is_causal: bool, query_offset: int) -> ja
     row, column = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])
     seen = (column <= row + query_offset) | (not is_causal)
     logits = jnp.where(seen, logits.astype(jnp.float32), -1e30)
-    weights = jnp.where(seen, jax.nn.softmax(logits, axis=-1), 0.0).astype(query.dtype)
+    if sinks is not None:
+        sinks = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1))
+        logits = jnp.concatenate([logits, sinks], axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1)[..., : key.shape[1]]
+    weights = jnp.where(seen, weights, 0.0).astype(query.dtype)
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
