@@ -2,8 +2,8 @@
 
 Every candidate is checked against float32 before it is timed, in each of three passes: forward,
 backward (from what the candidate kept of its forward), and both in one program. TFLOP/s count
-4*B*N*T*S*H for the forward pass, half of that if causal, 2.5 times that for the backward and 3.5
-times that for both.
+4*B*N*T*S*H for the forward pass, half of that if causal, with a window 4*B*N*H for each pair of a
+query and a key that it sees, 2.5 times that for the backward and 3.5 times that for both.
 
 Peers: cuDNN through jax.nn, and FlashAttention-3 where the package dew_flash_attn is importable
 (PyPI dew-flash-attn-cu13: Dao-AILab's kernels bound to JAX).
@@ -42,7 +42,11 @@ PASSES = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One shape: query `[batch, length, heads, width]`, key and value with key_heads."""
+    """One shape: query `[batch, length, heads, width]`, key and value with key_heads.
+
+    Attributes:
+      window: None, or how many keys before its own a query sees; needs causal.
+    """
 
     batch: int
     length: int
@@ -50,16 +54,27 @@ class Row:
     key_heads: int
     width: int
     causal: bool
+    window: int | None = None
 
     @property
     def name(self) -> str:
         grouped = "" if self.heads == self.key_heads else f" {self.heads}/{self.key_heads} heads"
         mask = "causal" if self.causal else "full"
-        return f"b{self.batch} s{self.length}{grouped} H{self.width} {mask}"
+        window = "" if self.window is None else f" window {self.window}"
+        return f"b{self.batch} s{self.length}{grouped} H{self.width} {mask}{window}"
+
+    @property
+    def mask(self) -> dict[str, Any]:
+        """What candidates are told of the mask."""
+        window = {} if self.window is None else {"window": self.window}
+        return {"causal": self.causal} | window
 
     def flops(self, passes: str) -> float:
-        forward = 4 * self.batch * self.heads * self.length**2 * self.width
-        return forward * (0.5 if self.causal else 1) * PASSES[passes]
+        pairs = self.length**2 * (0.5 if self.causal else 1)
+        if self.window is not None:
+            seen = min(self.window, self.length - 1) + 1
+            pairs = seen * (self.length - seen) + seen * (seen + 1) / 2
+        return 4 * self.batch * self.heads * self.width * pairs * PASSES[passes]
 
     def inputs(self) -> tuple[jax.Array, ...]:
         """Query, key, value and the cotangent of the output, random in bf16."""
@@ -88,36 +103,51 @@ SUITES = {
         ),
         Row(4, 4096, 32, 8, 128, True),
     ],
+    "masks": [
+        Row(1, 16384, 32, 8, 128, True, window=1024),
+        Row(1, 16384, 32, 8, 128, True, window=4096),
+        Row(4, 8192, 64, 8, 64, True, window=128),
+    ],
     # Small enough for a CPU.
-    "small": [Row(1, 256, 4, 2, 64, causal) for causal in (False, True)],
+    "small": [
+        *(Row(1, 256, 4, 2, 64, causal) for causal in (False, True)),
+        Row(1, 256, 4, 2, 64, True, window=40),
+    ],
 }
 
 
 def jax_flash_with(implementation: str, **options) -> Callable:
     """A candidate of ours; options are those of `jax_flash.attention`."""
 
-    def attention(query, key, value, causal):
+    def attention(query, key, value, causal, window=None):
+        more = options if window is None else options | {"local_window_size": (window, 0)}
         return jax_flash.attention(
-            query, key, value, is_causal=causal, implementation=implementation, **options
+            query, key, value, is_causal=causal, implementation=implementation, **more
         )
 
     return attention
 
 
 def _jax_nn(implementation: Literal["cudnn", "xla"]) -> Callable:
-    def attention(query, key, value, causal):
+    def attention(query, key, value, causal, window=None):
         return jax.nn.dot_product_attention(
-            query, key, value, is_causal=causal, implementation=implementation
+            query,
+            key,
+            value,
+            is_causal=causal,
+            local_window_size=None if window is None else (window, 0),
+            implementation=implementation,
         )
 
     return attention
 
 
-def _fa3(query, key, value, causal):
+def _fa3(query, key, value, causal, window=None):
     from dew_flash_attn import flash_mha
 
     # Its causal mask is aligned bottom-right, which is top-left where T == S.
-    return flash_mha(query, key, value, query.shape[-1] ** -0.5, causal)
+    window_size = (-1, -1) if window is None else (window, 0)
+    return flash_mha(query, key, value, query.shape[-1] ** -0.5, causal, window_size)
 
 
 # Its gradients are the same bit by bit from run to run. The peers' are not, so that it stands
@@ -165,7 +195,7 @@ def build(candidate: Callable, row: Row, passes: str) -> list[jax.stages.Compile
     """Compiles a pass of a candidate; threads may compile at the same time.
 
     Args:
-      candidate: the output of query, key, value and causal, as in CANDIDATES.
+      candidate: the output of query, key, value and `row.mask`, as in CANDIDATES.
       row: the shape.
       passes: one of PASSES.
 
@@ -173,7 +203,7 @@ def build(candidate: Callable, row: Row, passes: str) -> list[jax.stages.Compile
       Programs, the first of `row.inputs()` and each next one of what the one before returns. The
       last is the pass. It returns the output and dquery, dkey, dvalue, or its part of them.
     """
-    attention = functools.partial(candidate, causal=row.causal)
+    attention = functools.partial(candidate, **row.mask)
     inputs = jax.eval_shape(row.inputs)
 
     def forward(query, key, value, dout):
@@ -201,9 +231,9 @@ def build(candidate: Callable, row: Row, passes: str) -> list[jax.stages.Compile
 
 # To find the fastest matmul for each shape would take longer than these are used.
 @functools.partial(
-    jax.jit, static_argnames=("causal",), compiler_options={"xla_gpu_autotune_level": 0}
+    jax.jit, static_argnames=("causal", "window"), compiler_options={"xla_gpu_autotune_level": 0}
 )
-def reference(query, key, value, dout, causal: bool):
+def reference(query, key, value, dout, causal: bool, window: int | None = None):
     """The output and dquery, dkey, dvalue in float32, one head at a time."""
     batch, length, heads, width = query.shape
     key_heads = key.shape[2]
@@ -215,6 +245,9 @@ def reference(query, key, value, dout, causal: bool):
         logits = scale * dot(q, k.T)
         if causal:
             logits = jnp.where(jnp.tri(length, dtype=bool), logits, -jnp.inf)
+        if window is not None:
+            too_early = jnp.tri(length, k=-window - 1, dtype=bool)
+            logits = jnp.where(too_early, -jnp.inf, logits)
         p = jax.nn.softmax(logits)
         out = dot(p, v)
         dp = dot(do, v.T)
@@ -320,7 +353,7 @@ def compile_all(
 def benchmark(row: Row, built: dict[str, dict], rounds: int, iterations: int) -> list[dict]:
     """Checks and times one row that `compile_all` compiles: a result of `measure` for each pass."""
     inputs = row.inputs()
-    out, *gradients = reference(*inputs, row.causal)
+    out, *gradients = reference(*inputs, **row.mask)
     expected = {"forward": (out,), "backward": (*gradients,), "both": (out, *gradients)}
     return [
         measure(row, kind, programs, inputs, expected[kind], rounds, iterations)

@@ -114,7 +114,7 @@ def benchmark(
             )
             for config in configs
         }
-        out, *_ = attention.reference(*inputs, row.causal)
+        out, *_ = attention.reference(*inputs, **row.mask)
         for future in timing.progress(built.values(), f"compile {row.name}"):
             concurrent.futures.wait([future])
     return attention.measure(row, "forward", built, inputs, (out,), rounds, iterations)

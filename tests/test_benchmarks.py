@@ -1,5 +1,6 @@
 """The benchmarks run, check what they time, and notice what is wrong. Tiny sizes, on any device."""
 
+import dataclasses
 import json
 import time
 
@@ -81,22 +82,37 @@ def small_row(causal: bool) -> attention.Row:
     return attention.Row(1, 64, 4, 2, 64, causal)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_reference_has_the_gradients_of_attention(causal):
-    inputs = [x.astype(jnp.float32) for x in small_row(causal).inputs()]
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 5), (True, 99)])
+def test_reference_has_the_gradients_of_attention(causal, window):
+    row = dataclasses.replace(small_row(causal), window=window)
+    inputs = [x.astype(jnp.float32) for x in row.inputs()]
 
     def attend(query, key, value):
-        return jax.nn.dot_product_attention(query, key, value, is_causal=causal)
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=causal,
+            local_window_size=None if window is None else (window, 0),
+        )
 
     with jax.default_matmul_precision("highest"):
         out, backward = jax.vjp(attend, *inputs[:3])
         expected = (out, *backward(inputs[3]))
-    for x, y in zip(attention.reference(*inputs, causal), expected, strict=True):
+    for x, y in zip(attention.reference(*inputs, **row.mask), expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [0, 5, 63, 99])
+def test_flops_count_the_pairs_that_a_window_leaves(window):
+    row = dataclasses.replace(small_row(True), window=window)
+    query, key = np.arange(row.length)[:, None], np.arange(row.length)
+    pairs = ((key <= query) & (key >= query - window)).sum()
+    assert row.flops("forward") == 4 * row.batch * row.heads * row.width * pairs
+
+
 def test_suite_is_checked_timed_and_written(tmp_path, capsys):
-    sizes = ["--suite", "small", "--rows", "causal", "--rounds", "2", "--iterations", "1"]
+    sizes = ["--suite", "small", "--rows", "causal$", "--rounds", "2", "--iterations", "1"]
     names = ["--candidates", "jax_flash xla,jax.nn xla"]
     assert attention.main([*sizes, *names, "--results", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*.json")
