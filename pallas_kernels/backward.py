@@ -14,9 +14,9 @@ registers that the products for dV and dK read them from:
                dK += dS' Q;  dS' to shared memory
     producer   adds dQ to global memory in float32              TMA reduction
 
-delta = rowsum(dO * O) - dLSE is computed before. What is left of dQ, the factor scale and the cast,
-is a small kernel of its own. For deterministic gradients dQ comes from `backward_query.py`, and
-this kernel gives dK and dV alone, as `backward_key.py` does at width 256.
+delta = rowsum(dO * O) - dLSE comes from `row_statistics.py`. What is left of dQ, the factor scale
+and the cast, is a small kernel of its own. For deterministic gradients dQ comes from
+`backward_query.py`, and this kernel gives dK and dV alone, as `backward_key.py` does at width 256.
 
 dQ of a step is 64 rows by 64 columns for each consumer, and needs the dS' of both. As it is a step
 late, neither waits for the other. In the first step of a tile there is none to compute: the product
@@ -50,7 +50,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import backward_key, backward_query
+from pallas_kernels import backward_key, backward_query, row_statistics
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
     BACKWARD_QUERY,
@@ -121,21 +121,12 @@ def attention_gradients(
         )
     query_blocks = -(-problem.query_length // config.block_q)
     padded_rows = query_blocks * config.block_q
-    lse = lse[:, :, : problem.query_length]
     if problem.is_causal and problem.query_offset < 0:
         # These rows see no key. Their weights are 0, and 0 * NaN would be NaN.
         d_out = d_out.at[:, : -problem.query_offset].set(0)
-    # XLA may skip the rounding of a cotangent that it computes in float32 (excess precision), and
-    # then delta would not be of the d_out that the kernel reads.
-    d_out, out = lax.optimization_barrier((d_out, out))
-    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).transpose(0, 2, 1)
-    delta = delta[:, :, : problem.query_length] - d_lse
-    unseen = jnp.isneginf(lse)
-    start = jnp.where(unseen, -jnp.inf, lse * (-1.0 / problem.scale))
-    minus_delta = jnp.where(unseen, 0.0, -delta)
-    more_rows = ((0, 0), (0, 0), (0, padded_rows - problem.query_length))
-    start = jnp.pad(start, more_rows, constant_values=-jnp.inf)
-    minus_delta = jnp.pad(minus_delta, more_rows)
+    start, minus_delta = row_statistics.row_statistics(
+        out, lse, d_out, d_lse, problem=problem, padded_rows=padded_rows
+    )
 
     operands = query, key, value, d_out, start, minus_delta
     if deterministic or isinstance(config, BackwardKeyConfig):
@@ -144,7 +135,7 @@ def attention_gradients(
             key,
             value,
             lse,
-            delta,
+            -minus_delta[:, :, : problem.query_length],
             d_out,
             problem=problem,
             config=query_config or BACKWARD_QUERY[problem.width],

@@ -248,10 +248,7 @@ def store_rows(ref, rows: jax.Array) -> None:
     def store(_, ref, rows):
         thread = _thread()
         lane = arith.andi(thread, _i32(31))
-        row = arith.addi(
-            arith.muli(arith.shrui(thread, _i32(5)), _i32(16)), arith.shrui(lane, _i32(2))
-        )
-        address = _global_address(ref, arith.muli(row, _i32(4)))
+        address = _global_address(ref, arith.muli(_own_row(), _i32(4)))
         first_of_quad = arith.extui(
             ir.IntegerType.get_signless(32),
             arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, _i32(3)), _i32(0)),
@@ -265,6 +262,118 @@ def store_rows(ref, rows: jax.Array) -> None:
         )
 
     store(ref, rows)
+
+
+def load_rows(ref, first, last) -> jax.Array:
+    """`(64,)` float32 row statistics, from row `first` of a view of global memory on.
+
+    Rows after `last` read as `last`: nothing is read out of bounds, at any alignment.
+    """
+    if interpreting():
+        return ref[...][jnp.minimum(first + jnp.arange(64), last)]
+
+    zeros = plgpu.layout_cast(jnp.zeros((64,), jnp.float32), _ROWS)
+    shape = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=_ROWS)
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, _ROWS), return_type=shape)
+    def load(_, ref, first, last, like):
+        first, last = first.registers[()], last.registers[()]
+        row = arith.addi(first, _own_row())
+        values = [
+            _asm(
+                "ld.global.nc.f32 $0, [$1];",
+                "=f,l",
+                [_global_address(ref, arith.muli(_clamped(row, half, last), _i32(4)))],
+                ir.F32Type.get(),
+            )
+            for half in range(2)
+        ]
+        return _rows_like(like, values)
+
+    return load(ref, jnp.int32(first), jnp.int32(last), zeros)
+
+
+def row_products(a_ref, b_ref, first, last) -> jax.Array:
+    """`(64,)` float32 rowsum(a * b) of rows of two 16-bit views `(rows, n)` of global memory.
+
+    From row `first` on; rows after `last` read as `last`. n / 8 lanes read a row together, 16 bytes
+    each, so that a warp reads whole rows. Each quad of them then gets the sum of one row.
+    """
+    if interpreting():
+        rows = jnp.minimum(first + jnp.arange(64), last)
+        a, b = (ref[...][rows].astype(jnp.float32) for ref in (a_ref, b_ref))
+        return (a * b).sum(1)
+
+    zeros = plgpu.layout_cast(jnp.zeros((64,), jnp.float32), _ROWS)
+    shape = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=_ROWS)
+    refs, splats = (plgpu.RefType(),) * 2, (plgpu.Layout.WG_SPLAT,) * 2
+
+    @plgpu.inline_mgpu(arg_types=(*refs, *splats, _ROWS), return_type=shape)
+    def products(_, a_ref, b_ref, first, last, like):
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        first, last = first.registers[()], last.registers[()]
+        row_type = ir.MemRefType(a_ref.type)
+        strides, _ = row_type.get_strides_and_offset()
+        lanes = row_type.shape[1] // 8  # that read a row together
+        rows = lanes // 4  # that they read one after the other
+        lane = arith.andi(_thread(), _i32(31))
+        quad = arith.andi(arith.shrui(lane, _i32(2)), _i32(rows - 1))  # among those lanes
+        first_row = arith.subi(arith.addi(first, _own_row()), quad)
+        column = arith.extui(i64, arith.muli(arith.andi(lane, _i32(lanes - 1)), _i32(16)))
+        bases = [
+            arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)), column)
+            for ref in (a_ref, b_ref)
+        ]
+        row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 2 * strides[0]))
+
+        def load(row):
+            offset = arith.muli(arith.extui(i64, row), row_bytes)
+            return [
+                _asm(
+                    "ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];",
+                    "=r,=r,=r,=r,l",
+                    [arith.addi(base, offset)],
+                    llvm.StructType.get_literal([i32] * 4),
+                )
+                for base in bases
+            ]
+
+        def multiply(a, b):
+            """Sum of 8 products."""
+            f32, total = ir.F32Type.get(), None
+            pair_type = ir.VectorType.get((2,), row_type.element_type)
+            for word in range(4):
+                pairs = [llvm.bitcast(pair_type, llvm.extractvalue(i32, x, [word])) for x in (a, b)]
+                for e in range(2):
+                    x, y = (arith.extf(f32, _extract(pair, e)) for pair in pairs)
+                    total = arith.mulf(x, y) if total is None else llvm.intr_fma(x, y, total)
+            return total
+
+        def one_row_a_quad(sums):
+            """Of one sum a row in each lane, that of its quad's row over all lanes."""
+            while len(sums) > 1:
+                half = len(sums) // 2
+                upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(quad, _i32(half)), _i32(0))
+                pairs = list(zip(sums[:half], sums[half:], strict=True))
+                kept = [arith.select(upper, high, low) for low, high in pairs]
+                sent = [arith.select(upper, low, high) for low, high in pairs]
+                sums = [
+                    arith.addf(x, mgpu_utils.shfl_bfly(y, 4 * half))
+                    for x, y in zip(kept, sent, strict=True)
+                ]
+            (total,) = sums
+            for distance in (2, 1):
+                total = arith.addf(total, mgpu_utils.shfl_bfly(total, distance))
+            return total
+
+        loaded = [
+            [load(_clamped(arith.addi(first_row, _i32(n)), half, last)) for n in range(rows)]
+            for half in range(2)
+        ]
+        return _rows_like(like, [one_row_a_quad([multiply(*x) for x in row]) for row in loaded])
+
+    return products(a_ref, b_ref, jnp.int32(first), jnp.int32(last), zeros)
 
 
 def fragment_shape(columns: int) -> tuple[int, int]:
@@ -472,6 +581,18 @@ def _thread():
     return arith.andi(thread, _i32(WARPGROUP_THREADS - 1))
 
 
+def _own_row():
+    """The first of this thread's two rows of a (64, n) tile; the other is 8 below."""
+    thread = _thread()
+    row_of_warp = arith.shrui(arith.andi(thread, _i32(31)), _i32(2))
+    return arith.addi(arith.muli(arith.shrui(thread, _i32(5)), _i32(16)), row_of_warp)
+
+
+def _clamped(row, half: int, last):
+    """`row` of the upper or the lower half of the thread's rows, or `last` if that comes before."""
+    return arith.minsi(arith.addi(row, _i32(8 * half)), last)
+
+
 def _own_address(ref):
     """Address in shared memory of the first 16 bytes that are this thread's."""
     base = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
@@ -498,6 +619,15 @@ def _scalar(register):
 
 def _like(array, registers):
     return type(array)(_registers=registers, _layout=array.layout, _is_signed=array.is_signed)
+
+
+def _rows_like(rows, values):
+    """Row statistics in the layout of `rows`; values are of this thread's two rows."""
+    registers = rows.registers.copy()
+    for (index, register), value in zip(np.ndenumerate(registers), values, strict=True):
+        is_vector = isinstance(register.type, ir.VectorType)
+        registers[index] = _insert(register, value, 0) if is_vector else value
+    return _like(rows, registers)
 
 
 def _fragments(registers: np.ndarray):

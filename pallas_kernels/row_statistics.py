@@ -1,0 +1,99 @@
+"""What the backward needs to know of each row: one pass over O and dO.
+
+    start        -LSE / scale, where the accumulator of the logits starts
+    minus_delta  dLSE - rowsum(dO * O)
+
+Rows that see no key, and rows beyond the end, have a start of -inf and a minus_delta of 0, whatever
+stands there in the inputs.
+
+A thread block is one warpgroup that takes 64 rows of one head. It does nothing but wait for memory:
+every thread asks for all that it adds up, 16 bytes at a time, before it adds, and many thread
+blocks share an SM. Those of neighbouring heads run side by side, as their rows lie side by side.
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.config import Problem
+from pallas_kernels.primitives import (
+    HAND_ORDERED,
+    div_rem,
+    interpreting,
+    load_rows,
+    row_products,
+    store_rows,
+)
+
+_ROWS = 64  # of a thread block
+_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+def row_statistics(
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array,
+    *,
+    problem: Problem,
+    padded_rows: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Start and minus_delta of every row.
+
+    XLA may skip the rounding of a cotangent that it computes in float32 (excess precision), and a
+    delta of its own would not be of the d_out that another kernel reads. This one is: both read the
+    same array in memory.
+
+    Args:
+      out, d_out: `[B, >= query_length, N, H]`.
+      lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
+      d_lse: `[B, N, >= query_length]` float32.
+      problem: static description.
+      padded_rows: rows of the results.
+
+    Returns:
+      Start and minus_delta, `[B, N, padded_rows]` float32 each.
+
+    Raises:
+      ValueError: padded_rows is no multiple of 64, or less than problem.query_length.
+    """
+    if padded_rows % _ROWS or padded_rows < problem.query_length:
+        raise ValueError(
+            f"padded_rows: got {padded_rows}, needs a multiple of {_ROWS}, at least"
+            f" {problem.query_length}"
+        )
+    return _build(problem, padded_rows, interpreting())(out, lse, d_out, d_lse)
+
+
+@functools.lru_cache
+def _build(problem: Problem, padded_rows: int, interpret: bool):
+    tiles = padded_rows // _ROWS
+    last = problem.query_length - 1
+
+    def row_statistics(out_ref, lse_ref, do_ref, d_lse_ref, start_ref, minus_delta_ref):
+        tile_of_all, head = div_rem(lax.axis_index("block"), problem.heads)
+        batch, tile = div_rem(tile_of_all, tiles)
+        first = tile * _ROWS
+        out_rows, do_rows = (r.at[batch, :, head] for r in (out_ref, do_ref))
+        products = row_products(out_rows, do_rows, first, last)
+        lse, d_lse = (load_rows(r.at[batch, head], first, last) for r in (lse_ref, d_lse_ref))
+
+        row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW) + first
+        counts = (row <= last) & (lse != -jnp.inf)
+        rows = pl.ds(first, _ROWS)
+        start = jnp.where(counts, lse * (-1.0 / problem.scale), -jnp.inf)
+        store_rows(start_ref.at[batch, head, rows], start)
+        store_rows(minus_delta_ref.at[batch, head, rows], jnp.where(counts, d_lse - products, 0.0))
+
+    statistics = jax.ShapeDtypeStruct((problem.batch, problem.heads, padded_rows), jnp.float32)
+    return plgpu.kernel(
+        row_statistics,
+        out_type=(statistics, statistics),
+        grid=(problem.batch * problem.heads * tiles,),
+        grid_names=("block",),
+        compiler_params=HAND_ORDERED,
+    )

@@ -1,0 +1,114 @@
+"""The pass over O and dO that the backward starts with, beside numpy in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import config
+from pallas_kernels.row_statistics import row_statistics
+from tests.support.interpret import interpret_mode
+
+
+def problem(B, T, N, H, dtype) -> config.Problem:
+    return config.Problem(B, T, 8, N, N, H, np.dtype(dtype), scale=0.3, is_causal=False)
+
+
+def inputs(B, T, N, H, dtype, unseen=0, more_lse_rows=0):
+    """out, lse, d_out and d_lse; NaN or inf in each where it does not count.
+
+    Args:
+      unseen: how many rows see no key, the first ones.
+      more_lse_rows: how many rows of lse are beyond the end.
+    """
+    keys = jax.random.split(jax.random.key(0), 4)
+    out, d_out = (jax.random.normal(k, (B, T + -T % 8, N, H), dtype) for k in keys[:2])
+    lse, d_lse = (
+        jax.random.normal(k, (B, N, T + more))
+        for k, more in zip(keys[2:], (more_lse_rows, 0), strict=True)
+    )
+    for poisoned in (slice(0, unseen), slice(T, None)):
+        out = out.at[:, poisoned].set(jnp.nan)
+        d_out = d_out.at[:, poisoned].set(jnp.inf)
+    lse = lse.at[:, :, T:].set(jnp.nan).at[:, :, :unseen].set(-jnp.inf)
+    return out, lse, d_out, d_lse.at[:, :, :unseen].set(jnp.nan)
+
+
+def exact(out, lse, d_out, d_lse, problem, padded_rows):
+    out, lse, d_out, d_lse = (np.asarray(x, np.float64) for x in (out, lse, d_out, d_lse))
+    T = problem.query_length
+    lse = lse[:, :, :T]
+    start = np.full((*lse.shape[:2], padded_rows), -np.inf)
+    minus_delta = np.zeros_like(start)
+    start[:, :, :T] = -lse / problem.scale
+    with np.errstate(invalid="ignore"):
+        minus_delta[:, :, :T] = d_lse - np.einsum("btnh,btnh->bnt", out, d_out)[:, :, :T]
+    unseen = np.isneginf(lse)
+    start[:, :, :T][unseen] = -np.inf
+    minus_delta[:, :, :T][unseen] = 0
+    return start, minus_delta
+
+
+def check(B, T, N, H, dtype, padded_rows, unseen=0, more_lse_rows=0):
+    arrays, shape = inputs(B, T, N, H, dtype, unseen, more_lse_rows), problem(B, T, N, H, dtype)
+    run = jax.jit(functools.partial(row_statistics, problem=shape, padded_rows=padded_rows))
+    start, minus_delta = (np.asarray(x) for x in run(*arrays))
+    exact_start, exact_minus_delta = exact(*arrays, shape, padded_rows)
+    np.testing.assert_allclose(start, exact_start, rtol=1e-6)
+    np.testing.assert_allclose(minus_delta, exact_minus_delta, rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(minus_delta[np.isneginf(start)], 0)
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "N", "H", "dtype", "padded_rows", "unseen", "more_lse_rows"),
+    [
+        (1, 64, 1, 64, jnp.bfloat16, 64, 0, 0),
+        (2, 101, 3, 64, jnp.float16, 128, 0, 27),
+        (2, 67, 1, 128, jnp.bfloat16, 256, 5, 0),  # tiles beyond the end
+        (1, 1, 2, 64, jnp.bfloat16, 128, 0, 0),
+        (1, 90, 2, 256, jnp.float16, 128, 70, 1),
+        (1, 40, 2, 128, jnp.bfloat16, 64, 40, 0),
+    ],
+)
+def test_row_statistics(B, T, N, H, dtype, padded_rows, unseen, more_lse_rows):
+    with interpret_mode():
+        check(B, T, N, H, dtype, padded_rows, unseen, more_lse_rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("B", "T", "N", "unseen", "more_lse_rows"),
+    [(2, 1024, 32, 0, 0), (3, 1001, 5, 77, 23), (1, 3, 7, 1, 0), (1, 257, 1, 257, 0)],
+)
+def test_row_statistics_on_a_gpu(B, T, N, H, dtype, unseen, more_lse_rows):
+    padded_rows = T + -T % 128 + 128
+    check(B, T, N, H, dtype, padded_rows, unseen, more_lse_rows)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    """The last batch entry is the same as alone."""
+    B, T, N, H = 9, 65536, 64, 64
+    one = inputs(1, T, N, H, jnp.bfloat16)
+    many = [jnp.concatenate([jnp.zeros((B - 1, *x.shape[1:]), x.dtype), x]) for x in one]
+    results = [
+        jax.jit(
+            functools.partial(
+                row_statistics, problem=problem(b, T, N, H, jnp.bfloat16), padded_rows=T
+            )
+        )(*arrays)
+        for b, arrays in ((B, many), (1, one))
+    ]
+    for last, alone in zip(*results, strict=True):
+        np.testing.assert_array_equal(last[-1:], alone)
+
+
+@pytest.mark.parametrize("padded_rows", [96, 64])
+def test_padding_that_does_not_fit(padded_rows):
+    arrays, shape = inputs(1, 65, 1, 64, jnp.bfloat16), problem(1, 65, 1, 64, jnp.bfloat16)
+    with pytest.raises(ValueError, match=f"padded_rows: got {padded_rows}, needs a multiple of 64"):
+        row_statistics(*arrays, problem=shape, padded_rows=padded_rows)
