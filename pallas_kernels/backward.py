@@ -510,9 +510,12 @@ def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: 
     """dQ from fragment order to `[B, T, N, H]`, times scale, in the input dtype."""
     width, dtype = problem.width, problem.dtype
     row_tiles, column_tiles = -(-query_rows // _DQ_TILE), width // _DQ_TILE
+    thread_blocks = problem.batch * problem.heads * row_tiles
 
     def cast_dq(fragments_ref, dq_ref, *, dq_smem):
-        head_of_all, row_tile = div_rem(lax.axis_index("block"), row_tiles)
+        # From the end: what the main kernel added to last may still be in L2.
+        number = thread_blocks - 1 - lax.axis_index("block")
+        head_of_all, row_tile = div_rem(number, row_tiles)
         batch, head = div_rem(head_of_all, problem.heads)
         first = (head_of_all * (padded_rows // _DQ_TILE) + row_tile) * column_tiles
         tiles = [
@@ -525,12 +528,12 @@ def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: 
         plgpu.commit_smem()
         rows = pl.ds(row_tile * _DQ_TILE, _DQ_TILE)
         plgpu.copy_smem_to_gmem(dq_smem, dq_ref.at[batch, rows, head])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
         cast_dq,
         out_type=jax.ShapeDtypeStruct((problem.batch, query_rows, problem.heads, width), dtype),
-        grid=(problem.batch * problem.heads * row_tiles,),
+        grid=(thread_blocks,),
         grid_names=("block",),
         scratch_types=dict(dq_smem=plgpu.SMEM((_DQ_TILE, width), dtype, transforms=OPERAND)),
         compiler_params=HAND_ORDERED,
