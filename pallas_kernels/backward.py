@@ -14,9 +14,10 @@ registers that the products for dV and dK read them from:
                dK += dS' Q;  dS' to shared memory
     producer   adds dQ to global memory in float32              TMA reduction
 
-delta = rowsum(dO * O) - dLSE comes from `row_statistics.py`. What is left of dQ, the factor scale
-and the cast, is a small kernel of its own. For deterministic gradients dQ comes from
-`backward_query.py`, and this kernel gives dK and dV alone, as `backward_key.py` does at width 256.
+delta = rowsum(dO * O) - dLSE, and the zeros that dQ begins with, come from `row_statistics.py`.
+What is left of dQ, the factor scale and the cast, is a small kernel of its own. For deterministic
+gradients dQ comes from `backward_query.py`, and this kernel gives dK and dV alone, as
+`backward_key.py` does at width 256.
 
 dQ of a step is 64 rows by 64 columns for each consumer, and needs the dS' of both. As it is a step
 late, neither waits for the other. In the first step of a tile there is none to compute: the product
@@ -124,7 +125,7 @@ def attention_gradients(
     if problem.is_causal and problem.query_offset < 0:
         # These rows see no key. Their weights are 0, and 0 * NaN would be NaN.
         d_out = d_out.at[:, : -problem.query_offset].set(0)
-    start, minus_delta = row_statistics.row_statistics(
+    start, minus_delta, zeros = row_statistics.row_statistics(
         out, lse, d_out, d_lse, problem=problem, padded_rows=padded_rows
     )
 
@@ -145,8 +146,7 @@ def attention_gradients(
         else:
             gradients = _build_main(problem, config, key.shape[1], interpreting(), False)(*operands)
         return dq, *gradients
-    dq_tiles = problem.batch * problem.heads * query_blocks * _CONSUMERS
-    d_query = jax.new_ref(jnp.zeros((dq_tiles, *fragment_shape(_DQ_TILE)), jnp.float32))
+    d_query = jax.new_ref(zeros)
     main = _build_main(problem, config, key.shape[1], interpreting(), True)
     d_key, d_value = main(*operands, d_query)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())

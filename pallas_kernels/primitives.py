@@ -8,6 +8,7 @@ fragments for wgmma.mma_async.m64nNk16"): the 128 threads of a warpgroup hold a 
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -406,6 +407,24 @@ def store_fragment(ref, tile: jax.Array) -> None:
                 )
 
     store(ref, tile)
+
+
+def zero_fragment(ref) -> None:
+    """Stores zeros to a float32 tile in fragment order in global memory."""
+    if interpreting():
+        ref[...] = jnp.zeros(ref.shape, ref.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def store(_, ref):
+        address = _global_address(ref, arith.muli(_thread(), _i32(16)))
+        zero = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 0.0))
+        pieces = 4 * math.prod(ir.MemRefType(ref.type).shape) // _PIECE_BYTES
+        for piece in range(pieces):
+            text = f"st.global.v4.f32 [$0+{piece * _PIECE_BYTES}], {{$1, $1, $1, $1}};"
+            _asm(text, "l,f,~{memory}", [address, zero])
+
+    store(ref)
 
 
 def load_fragment(ref, columns: int) -> jax.Array:
