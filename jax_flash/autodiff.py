@@ -21,6 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_flash.call import Call
+from jax_flash.masks import Visibility
 from pallas_kernels import backward, forward
 from pallas_kernels.config import WIDTHS, Config, Problem, default
 from pallas_kernels.primitives import interpreting
@@ -54,7 +55,8 @@ def unsupported(call: Call) -> str | None:
         and not (_SCALES[0] <= call.scale <= _SCALES[1]),
         "bias": call.bias is not None,
         "mask": see.mask is not None,
-        "local_window_size": see.window is not None,
+        f"local_window_size at head width {width}": see.window is not None and width == 256,
+        "local_window_size with deterministic=True": see.window is not None and call.deterministic,
         "query_offset as an array": not isinstance(see.query_offset, int),
         "query_seq_lengths": see.query_seq_lengths is not None,
         "key_value_seq_lengths": see.key_value_seq_lengths is not None,
@@ -67,30 +69,54 @@ def unsupported(call: Call) -> str | None:
 
 def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     """Attention on the kernels; call must be one that `unsupported` has no reason against."""
-    query_length, key_length = call.query.shape[1], call.key.shape[1]
-    offset = call.visibility.query_offset
-    assert isinstance(offset, int) and isinstance(call.scale, (int, float))  # else unsupported
-    # An offset that hides nothing, or everything, is as good as any other such; int32 holds these.
-    is_causal = call.visibility.is_causal and offset < key_length - 1
+    assert isinstance(call.scale, (int, float))  # else unsupported
+    lowest, highest = _bounds(call.visibility, call.query.shape[1], call.key.shape[1])
     settings = _Settings(
         scale=float(call.scale),
-        is_causal=is_causal,
-        query_offset=max(offset, -query_length) if is_causal else 0,
+        lowest=lowest,
+        highest=highest,
         deterministic=call.deterministic,
         config=call.config or default(call.query.shape[-1]),
     )
-    key, value = call.key, call.value
-    seen_keys = query_length + settings.query_offset
-    if is_causal and seen_keys < key_length:
-        # Keys that no query sees. Their weights are 0, and 0 * NaN would be NaN.
-        key, value = (x.at[:, seen_keys:].set(0) for x in (key, value))
     sinks: tuple[jax.Array, ...] = ()
     if call.sinks is not None:
         # For each batch entry, as vmap makes the batch longer.
         batch_and_heads = call.query.shape[0], call.query.shape[2]
         sinks = (jnp.broadcast_to(call.sinks.astype(jnp.float32), batch_and_heads),)
-    out, lse = _attention(settings, call.query, key, value, sinks)
+    problem = settings.problem(call.query, call.key)
+    out, lse = _attention(
+        settings,
+        _zero_outside(call.query, problem.seeing_queries),
+        _zero_outside(call.key, problem.seen_keys),
+        _zero_outside(call.value, problem.seen_keys),
+        sinks,
+    )
     return out, lse.transpose(0, 2, 1)
+
+
+def _bounds(see: Visibility, query_length: int, key_length: int) -> tuple[int | None, int | None]:
+    """lowest and highest of `Problem`, None where they hide nothing, and int32 in any case."""
+    assert isinstance(see.query_offset, int)  # else unsupported
+    lowest = highest = None
+    if see.window is not None:
+        left, right = see.window
+        lowest, highest = see.query_offset - left, see.query_offset + right
+    if see.is_causal:
+        highest = see.query_offset if highest is None else min(highest, see.query_offset)
+    # What hides everything is as good as any other such.
+    if lowest is not None:
+        lowest = min(lowest, key_length) if lowest > 1 - query_length else None
+    if highest is not None:
+        highest = max(highest, -query_length) if highest < key_length - 1 else None
+    return lowest, highest
+
+
+def _zero_outside(x: jax.Array, kept: slice) -> jax.Array:
+    """x `[B, T, ...]` with zeros in the rows that do not count: 0 * NaN would be NaN."""
+    for outside in (slice(0, kept.start), slice(kept.stop, x.shape[1])):
+        if outside.start < outside.stop:
+            x = x.at[:, outside].set(0)
+    return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +124,8 @@ class _Settings:
     """What of a call is no array and no shape."""
 
     scale: float
-    is_causal: bool
-    query_offset: int
+    lowest: int | None
+    highest: int | None
     deterministic: bool
     config: Config
 
@@ -114,8 +140,8 @@ class _Settings:
             width=width,
             dtype=np.dtype(query.dtype),
             scale=self.scale,
-            is_causal=self.is_causal,
-            query_offset=self.query_offset,
+            lowest=self.lowest,
+            highest=self.highest,
         )
 
 
@@ -183,7 +209,7 @@ def _run_backward(settings, query, key, value, out, lse, d_out, d_lse):
             _pad_rows(value),
             _pad_rows(out),
             lse,
-            _pad_rows(d_out),
+            _pad_rows(_zero_outside(d_out, problem.seeing_queries)),
             d_lse,
             problem=problem,
             config=settings.config.backward,

@@ -101,6 +101,7 @@ def attention_gradients(
 
     Args:
       query, out, d_out: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero.
+        query and d_out are finite in rows that see no key.
       key, value: `[B, S, K, H]`; S a multiple of 8.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
       d_lse: `[B, N, query_length]` float32.
@@ -122,9 +123,6 @@ def attention_gradients(
         )
     query_blocks = -(-problem.query_length // config.block_q)
     padded_rows = query_blocks * config.block_q
-    if problem.is_causal and problem.query_offset < 0:
-        # These rows see no key. Their weights are 0, and 0 * NaN would be NaN.
-        d_out = d_out.at[:, : -problem.query_offset].set(0)
     start, minus_delta, zeros = row_statistics.row_statistics(
         out, lse, d_out, d_lse, problem=problem, padded_rows=padded_rows
     )
@@ -213,7 +211,7 @@ def _build_main(
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_backward(
-        schedule_ref, first_query_blocks_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref,
+        schedule_ref, seeing_blocks_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref,
         *gradient_refs,
         k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem, delta_smem,
         k_full, v_full, q_full, o_full, dq_smem=None, twins=None,
@@ -227,7 +225,7 @@ def _build_main(
         block = lax.axis_index("block")
         zero = jnp.int32(0)
 
-        walk = Walk(tiles, schedule_ref, first_query_blocks_ref, block)
+        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, block)
 
         def first_index():
             """A list is walked from its end, since comparing with 0 takes no register."""

@@ -143,7 +143,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_backward_key(
-        schedule_ref, first_query_blocks_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref,
+        schedule_ref, seeing_blocks_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref,
         dk_ref, dv_ref,
         *, k_smem, v_smem, late_smem, q_smem, o_smem, start_smem, delta_smem, mail,
         k_full, v_full, late_full, q_full, o_full, twins=None,
@@ -155,7 +155,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         weights_mail = mail
         ds_mail = mail.at[pl.ds(0, mail_shape(block_q, dtype)[0])]
         warpgroup = lax.axis_index("warpgroup")
-        walk = Walk(tiles, schedule_ref, first_query_blocks_ref, lax.axis_index("block"))
+        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, lax.axis_index("block"))
         zero = jnp.int32(0)
 
         def slot_of(j):

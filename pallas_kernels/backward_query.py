@@ -101,10 +101,10 @@ def _key_blocks(problem: Problem, block_kv: int, first_row, rows: int, xp):
       first_row: traced int32, or an array with `xp` numpy.
       rows: how many rows from there on, some of which may be beyond the last query.
     """
-    if not problem.is_causal:
+    if problem.highest is None:
         seen_by_first = seen_by_last = xp.full_like(first_row, problem.key_length)
     else:
-        seen = lambda row: xp.clip(row + (1 + problem.query_offset), 0, problem.key_length)
+        seen = lambda row: xp.clip(row + (1 + problem.highest), 0, problem.key_length)
         last_row = xp.minimum(first_row + rows, problem.query_length) - 1
         seen_by_first, seen_by_last = seen(first_row), seen(last_row)
     seen_by_last = xp.where(first_row < problem.query_length, seen_by_last, 0)
@@ -185,8 +185,8 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
             def masked(weights, key_block):
                 """Weights with 0 where the row may not see the key, or there is no such key."""
                 last = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
-                if problem.is_causal:
-                    last = last + (first_row_of(warpgroup) + problem.query_offset)
+                if problem.highest is not None:
+                    last = last + (first_row_of(warpgroup) + problem.highest)
                     last = jnp.minimum(last, problem.key_length - 1)
                 else:
                     last = last * 0 + (problem.key_length - 1)

@@ -18,8 +18,8 @@ class Problem:
     """The static part of one attention call: what a kernel is built for.
 
     Query is `[batch, query_length, heads, width]`, key and value are
-    `[batch, key_length, kv_heads, width]`. Query i sees keys j <= i + query_offset if causal, else
-    all.
+    `[batch, key_length, kv_heads, width]`. Query i sees keys i + lowest <= j <= i + highest, where
+    None is no bound: causal attention has a highest alone, a sliding window has both.
     """
 
     batch: int
@@ -30,8 +30,32 @@ class Problem:
     width: int
     dtype: np.dtype
     scale: float
-    is_causal: bool
-    query_offset: int = 0
+    lowest: int | None = None
+    highest: int | None = None
+
+    def __post_init__(self):
+        if self.lowest is not None and self.highest is not None:
+            # Then the queries that see any key are an interval, and so are the keys that are seen.
+            needs = f"at most highest, {self.highest}"
+            _need(self.lowest <= self.highest, "lowest", self.lowest, needs)
+
+    @property
+    def seeing_queries(self) -> slice:
+        """The queries that see any key."""
+        first = 0 if self.highest is None else max(0, -self.highest)
+        end = self.query_length
+        if self.lowest is not None:
+            end = min(end, self.key_length - self.lowest)
+        return slice(first, max(first, end))
+
+    @property
+    def seen_keys(self) -> slice:
+        """The keys that any query sees."""
+        first = 0 if self.lowest is None else max(0, self.lowest)
+        end = self.key_length
+        if self.highest is not None:
+            end = min(end, self.query_length + self.highest)
+        return slice(first, max(first, end))
 
     @property
     def group(self) -> int:

@@ -9,10 +9,11 @@ walks a list of tiles. A tile is `block_q` query rows of one head, 64 for each c
                ...
                S=Q' K0' | O+=P V(n-1)   the next tile's first logits; then O is divided and stored
 
-Key blocks run from the last to the first, so that the blocks that causality cuts come first, and
-the steps that need a mask are over before the loop that needs none. These first steps look for the
-maximum of each row; the others trust it (`online_softmax.py`). Where that went wrong, the thread
-block walks its list a second time and looks in every step.
+Key blocks run from the last that any row sees to the first, so that the blocks that causality cuts
+come first, and the steps that need a mask are over before the loop that needs none. These first
+steps look for the maximum of each row; the others trust it (`online_softmax.py`). Where that went
+wrong, the thread block walks its list a second time and looks in every step. With a sliding window,
+the blocks that its far edge cuts come last, in a loop of their own.
 
 Barriers. Full: an mbarrier a slot of Q, K and V, completed by TMA. Free: a named barrier a slot,
 the consumers arrive and the producer waits. Turn: a named barrier a consumer; who has the turn
@@ -39,6 +40,7 @@ from pallas_kernels.primitives import (
     NamedBarriers,
     div_rem,
     interpreting,
+    keep_columns_from,
     keep_columns_to,
     store_rows,
     zero_tile,
@@ -72,7 +74,7 @@ class Tiles:
         mask that is the first tile, which sees the fewest keys.
         """
         rows_of_warpgroups = -(-self.problem.query_length // _ROWS) * _ROWS
-        return self.rows - rows_of_warpgroups if self.problem.is_causal else 0
+        return self.rows - rows_of_warpgroups if self.problem.highest is not None else 0
 
     def first_row(self, tile, warpgroup):
         """First query row of a warpgroup: beyond the last query for one that has none."""
@@ -80,22 +82,33 @@ class Tiles:
         return lax.rem(row + (self.rows - self.shift), jnp.int32(self.rows)) if self.shift else row
 
     def key_blocks(self) -> np.ndarray:
-        """`[tiles of a head, 2]` int32: key blocks that a tile needs, and how many need a mask.
+        """What each tile of a head needs: `[tiles, 2]` int32, or `[tiles, 4]` with a lower bound.
 
-        A tile that sees nothing takes one, fully masked, so that every tile has a first block.
+        Of its key blocks, which run from the last that a row sees to the first: how many they are;
+        how many steps must be exact, those with a mask at the near edge; with a lower bound, how
+        many come before those with a mask at the far edge, and the end of the first one, in blocks.
+        Where no block is without a mask, all steps are exact. A tile that sees nothing takes one
+        block, fully masked, so that every tile has a first one.
         """
         p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv
         first_row = np.arange(self.per_head) * block_q - self.shift
         last_row = np.minimum(first_row + block_q, p.query_length) - 1
         first_row = np.maximum(first_row, 0)
         seen_by_last = seen_by_first = np.full(self.per_head, p.key_length)
-        if p.is_causal:
-            seen_by_first = np.minimum(p.key_length, first_row + 1 + p.query_offset)
-            seen_by_last = np.minimum(p.key_length, last_row + 1 + p.query_offset)
-        blocks = np.maximum(1, -(-seen_by_last // block_kv))
+        if p.highest is not None:
+            seen_by_first = np.minimum(p.key_length, first_row + 1 + p.highest)
+            seen_by_last = np.minimum(p.key_length, last_row + 1 + p.highest)
+        end = np.maximum(1, -(-seen_by_last // block_kv))
         # Causal tiles: one more block where none of the masked ones holds a key of the first row.
-        unmasked = np.clip((seen_by_first - p.is_causal) // block_kv, 0, blocks)
-        return np.stack([blocks, blocks - unmasked], axis=1).astype(np.int32)
+        unmasked = np.clip((seen_by_first - (p.highest is not None)) // block_kv, 0, end)
+        if p.lowest is None:
+            return np.stack([end, end - unmasked], axis=1).astype(np.int32)
+        first = np.clip((first_row + p.lowest) // block_kv, 0, end - 1)
+        first_unmasked = np.maximum(0, -(-(last_row + p.lowest) // block_kv))
+        blocks, any_unmasked = end - first, first_unmasked < unmasked
+        exact = np.where(any_unmasked, end - unmasked, blocks)
+        near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), blocks)
+        return np.stack([blocks, exact, near, end], axis=1).astype(np.int32)
 
     def schedule(self, thread_blocks: int) -> np.ndarray:
         """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`."""
@@ -157,7 +170,7 @@ def _build(
 ):
     tiles = Tiles(problem, config)
     key_blocks = tiles.key_blocks()
-    most_masked = int(key_blocks[:, 1].max())
+    any_mask = problem.lowest is not None or bool(key_blocks[:, 1].any())
     thread_blocks = min(config.thread_blocks, problem.batch * problem.heads * tiles.per_head)
     schedule = tiles.schedule(thread_blocks)
 
@@ -205,6 +218,10 @@ def _build(
         slot = lambda step: lax.rem(step, jnp.int32(stages))
         query_buffer = lambda index: lax.rem(index, jnp.int32(query_buffers))
 
+        def end_of(tile):
+            """The end of the first key block of a tile, in blocks."""
+            return key_blocks_ref[tile, 0 if problem.lowest is None else 3]
+
         def rounds(one_round):
             """Runs `one_round(begin, steps)` once, and again if a reference was too low."""
 
@@ -230,21 +247,41 @@ def _build(
                     jnp.broadcast_to(scalar, (_ROWS,)), plgpu.Layout.WGMMA.reduce(1)
                 )
 
-            def masked(logits, tile, key_block):
-                """Logits with -inf where a row may not see the key, or there is none."""
+            def masked_near(logits, tile, key_block):
+                """Logits with -inf where a key is behind the last of its row, or there is none."""
                 last = jnp.int32(problem.key_length - 1)
-                if problem.is_causal:
+                if problem.highest is not None:
                     row = plgpu.broadcasted_iota(
                         jnp.int32, (_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
                     )
                     first_row = tiles.first_row(tile, warpgroup)
-                    last = jnp.minimum(row + (first_row + problem.query_offset), last)
+                    last = jnp.minimum(row + (first_row + problem.highest), last)
                 else:
                     last = in_each_row(last)
                 return keep_columns_to(logits, last - key_block * block_kv, -jnp.inf)
 
+            def masked_far(logits, tile, key_block):
+                """Logits with -inf where a key is before the first of its row."""
+                row = plgpu.broadcasted_iota(
+                    jnp.int32, (_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
+                )
+                row = row + tiles.first_row(tile, warpgroup)
+                first = row + problem.lowest
+                if tiles.rows > problem.query_length:
+                    # Rows beyond the last query need a key in their first block like any other.
+                    first = jnp.where(row < problem.query_length, first, 0)
+                return keep_columns_from(logits, first - key_block * block_kv, -jnp.inf)
+
+            def masked(logits, tile, key_block):
+                """Logits with -inf where a row may not see the key, or there is none."""
+                if problem.highest is not None or problem.key_length % block_kv:
+                    logits = masked_near(logits, tile, key_block)
+                if problem.lowest is not None:
+                    logits = masked_far(logits, tile, key_block)
+                return logits
+
             def first_softmax(logits, tile, key_block):
-                if most_masked:
+                if any_mask:
                     logits = masked(logits, tile, key_block)
                 return online_softmax.start(logits, factor, headroom)
 
@@ -261,7 +298,7 @@ def _build(
                     plgpu.barrier_wait(v_full.at[v_slot])
                     plgpu.wgmma(o_acc, weights, v_smem.at[v_slot])
 
-                def start_tile(index, steps, tile, blocks):
+                def start_tile(index, steps, tile, end_block):
                     """The first key block of a tile, with no other product open."""
 
                     @pl.when(index < end)
@@ -272,12 +309,12 @@ def _build(
                     issue_logits(query_buffer(index), slot(steps))
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     pl.when(index < end)(lambda: k_free.arrive(slot(steps)))
-                    weights, state = first_softmax(logits, tile, blocks - 1)
+                    weights, state = first_softmax(logits, tile, end_block - 1)
                     # LLVM would carry float32 into the loop and cast there.
                     return lax.optimization_barrier(weights.astype(dtype)), state
 
-                def key_step(j, carry, *, steps, index, tile, blocks, exact):
-                    """Logits of key block j together with the output of block j - 1."""
+                def key_step(j, carry, *, steps, index, tile, end_block, exact, far=False):
+                    """Logits of step j's key block together with the output of the step before."""
                     weights, state = carry
                     k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
                     plgpu.barrier_wait(k_full.at[k_slot])
@@ -289,12 +326,14 @@ def _build(
                     k_free.arrive(k_slot)
                     correction = None
                     if exact:
-                        if most_masked:
-                            logits = masked(logits, tile, blocks - 1 - j)
+                        if any_mask:
+                            logits = masked(logits, tile, end_block - 1 - j)
                         weights, correction, state = online_softmax.advance(
                             logits, factor, headroom, limit, state
                         )
                     else:
+                        if far:
+                            logits = masked_far(logits, tile, end_block - 1 - j)
                         weights, state = online_softmax.go_on(logits, factor, state)
                     # A cast of the weights before the wait makes ptxas serialise every wgmma.
                     weights, correction, state = lax.optimization_barrier(
@@ -350,9 +389,7 @@ def _build(
                     pass_turn()
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     pl.when(index + 1 < end)(lambda: k_free.arrive(k_slot))
-                    weights, next_state = first_softmax(
-                        logits, next_tile, key_blocks_ref[next_tile, 0] - 1
-                    )
+                    weights, next_state = first_softmax(logits, next_tile, end_of(next_tile) - 1)
                     weights, next_state = lax.optimization_barrier((weights, next_state))
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(v_slot)
@@ -374,8 +411,8 @@ def _build(
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(slot(steps - 1))
                     store_output(output, inverse, tile, batch, head)
-                    blocks = key_blocks_ref[next_tile, 0]
-                    return *start_tile(index + 1, steps, next_tile, blocks), too_low
+                    end_block = end_of(next_tile)
+                    return *start_tile(index + 1, steps, next_tile, end_block), too_low
 
                 end_tile = end_tile_under_next if query_buffers > 1 else end_tile_before_next
 
@@ -385,22 +422,27 @@ def _build(
                     tile, _, _ = tiles.locate(number)
                     blocks, needing_mask = key_blocks_ref[tile, 0], key_blocks_ref[tile, 1]
                     exact = jnp.where(begin > 0, blocks, jnp.maximum(needing_mask, 1))
+                    end_block = blocks if problem.lowest is None else end_of(tile)
                     step = functools.partial(
-                        key_step, steps=steps, index=index, tile=tile, blocks=blocks
+                        key_step, steps=steps, index=index, tile=tile, end_block=end_block
                     )
                     carry = lax.fori_loop(
                         jnp.int32(1), exact, functools.partial(step, exact=True), (weights, state)
                     )
-                    carry = lax.fori_loop(
-                        exact, blocks, functools.partial(step, exact=False), carry
-                    )
+                    near = blocks
+                    if problem.lowest is not None:
+                        near = jnp.maximum(exact, key_blocks_ref[tile, 2])
+                    carry = lax.fori_loop(exact, near, functools.partial(step, exact=False), carry)
+                    if problem.lowest is not None:
+                        step_far = functools.partial(step, exact=False, far=True)
+                        carry = lax.fori_loop(near, blocks, step_far, carry)
                     weights, state, too_low = end_tile(
                         index, steps + blocks, number, (*carry, too_low), following
                     )
                     return steps + blocks, weights, RowState(*state), too_low
 
                 first_tile, _, _ = tiles.locate(number_of(begin))
-                first = start_tile(begin, first_step, first_tile, key_blocks_ref[first_tile, 0])
+                first = start_tile(begin, first_step, first_tile, end_of(first_tile))
                 steps, _, _, too_low = lax.fori_loop(
                     begin, end, whole_tile, (first_step, *first, no_rows)
                 )
@@ -434,11 +476,12 @@ def _build(
                     tile, batch, head = locate(index)
                     kv_head = lax.div(head, jnp.int32(problem.group))
                     blocks = key_blocks_ref[tile, 0]
+                    end_block = blocks if problem.lowest is None else end_of(tile)
 
                     def load(ref, buffers, full, free, j):
                         step = steps + j
                         pl.when(step >= stages)(lambda: free.wait(slot(step)))
-                        rows = pl.ds((blocks - 1 - j) * block_kv, block_kv)
+                        rows = pl.ds((end_block - 1 - j) * block_kv, block_kv)
                         source = ref.at[batch, rows, kv_head]
                         plgpu.copy_gmem_to_smem(source, buffers.at[slot(step)], full.at[slot(step)])
 

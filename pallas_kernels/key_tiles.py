@@ -14,7 +14,13 @@ from jax import lax
 
 from pallas_kernels import scheduler
 from pallas_kernels.config import BACKWARD_CONSUMERS, BACKWARD_SECTION_BYTES, SM_COUNT, Problem
-from pallas_kernels.primitives import HAND_ORDERED, div_rem, keep_columns_from
+from pallas_kernels.primitives import (
+    HAND_ORDERED,
+    div_rem,
+    fresh_rows,
+    keep_columns_from,
+    keep_columns_to,
+)
 
 QUERIES = plgpu.Layout.WGMMA.reduce(0)  # one value a column of a transposed tile
 _KEYS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a transposed tile
@@ -55,23 +61,31 @@ class KeyTiles:
 
     @property
     def any_mask(self) -> bool:
-        return self.problem.is_causal or self.ragged
+        p = self.problem
+        return p.highest is not None or p.lowest is not None or self.ragged
 
-    def first_query_blocks(self) -> np.ndarray:
-        """`[per_head]` int32: the first query block of which a row sees a key of the tile.
+    def seeing_blocks(self) -> np.ndarray:
+        """`[2, per_head]` int32: first and end of the query blocks that see a key of the tile.
 
-        A tile that no row sees takes the last one, fully masked, so that every tile has a step.
+        A tile that no row sees takes one, fully masked, so that every tile has a step.
         """
+        p = self.problem
         first_key = np.arange(self.per_head) * self.block_kv
-        first_block = np.zeros(self.per_head, np.int64)
-        if self.problem.is_causal:
-            first_block = (first_key - self.problem.query_offset) // self.block_q
-        return np.clip(first_block, 0, self.query_blocks - 1).astype(np.int32)
+        last_key = np.minimum(first_key + self.block_kv, p.key_length) - 1
+        first = np.zeros(self.per_head, np.int64)
+        end = np.full(self.per_head, self.query_blocks)
+        if p.highest is not None:
+            first = (first_key - p.highest) // self.block_q
+        if p.lowest is not None:
+            end = (last_key - p.lowest) // self.block_q + 1
+        first = np.clip(first, 0, self.query_blocks - 1)
+        return np.stack([first, np.clip(end, first + 1, self.query_blocks)]).astype(np.int32)
 
     def schedule(self, thread_blocks: int, reverse: bool = False) -> np.ndarray:
         """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`."""
         p = self.problem
-        cost = p.group * (self.query_blocks - self.first_query_blocks()) + _TILE_OVERHEAD
+        first, end = self.seeing_blocks()
+        cost = p.group * (end - first) + _TILE_OVERHEAD
         kv_heads = p.batch * p.kv_heads
         section = scheduler.heads_per_section(
             BACKWARD_SECTION_BYTES,
@@ -108,7 +122,7 @@ class KeyTiles:
         p = self.problem
         thread_blocks = min(thread_blocks, self.count)
         schedule = self.schedule(thread_blocks, reverse=from_end)
-        first_query_blocks = self.first_query_blocks()
+        seeing_blocks = self.seeing_blocks()
         gradient = jax.ShapeDtypeStruct((p.batch, key_rows, p.kv_heads, p.width), p.dtype)
         kernel = plgpu.kernel(
             body,
@@ -121,7 +135,7 @@ class KeyTiles:
             compiler_params=HAND_ORDERED,
         )
         return lambda *operands: kernel(
-            jnp.asarray(schedule), jnp.asarray(first_query_blocks), *operands
+            jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands
         )
 
 
@@ -133,13 +147,13 @@ class Walk:
 
     Attributes:
       schedule_ref: `KeyTiles.schedule`, in global memory.
-      first_query_blocks_ref: `KeyTiles.first_query_blocks`, in global memory.
+      seeing_blocks_ref: `KeyTiles.seeing_blocks`, in global memory.
       block: number of the thread block.
     """
 
     tiles: KeyTiles
     schedule_ref: Any
-    first_query_blocks_ref: Any
+    seeing_blocks_ref: Any
     block: Any
 
     def count(self):
@@ -150,10 +164,20 @@ class Walk:
         """Tile and key head, of every batch entry, of the tile of that index in the list."""
         return self.tiles.locate(self.schedule_ref[self.block, 1 + index])
 
+    def first_block(self, tile):
+        """The first query block that sees a key of a tile."""
+        return self.seeing_blocks_ref[0, tile]
+
+    def end_block(self, tile):
+        """The end of the query blocks that see a key of a tile."""
+        if self.tiles.problem.lowest is None:
+            return self.tiles.query_blocks
+        return self.seeing_blocks_ref[1, tile]
+
     def blocks_of(self, tile):
         """First query block of a tile, and how many there are of each head of the group."""
-        first_block = self.first_query_blocks_ref[tile]
-        return first_block, self.tiles.query_blocks - first_block
+        first_block = self.first_block(tile)
+        return first_block, self.end_block(tile) - first_block
 
     def steps(self, index):
         """How many query blocks, of all heads of the group."""
@@ -184,26 +208,47 @@ class Walk:
         problem, block_q = self.tiles.problem, self.tiles.block_q
         first_key = self.locate(index)[0] * self.tiles.block_kv + own_first_key
         query_block = j + to_block
-        key = plgpu.broadcasted_iota(jnp.int32, weights.shape[:1], 0, layout=_KEYS) + first_key
-        first_seeing = jnp.zeros_like(key)
-        if problem.is_causal:
-            first_seeing = key - (query_block * block_q + problem.query_offset)
-        if self.tiles.ragged:
-            first_seeing = jnp.where(key < problem.key_length, first_seeing, block_q)
-        return keep_columns_from(weights, first_seeing, 0.0)
+        if problem.lowest is None:
+            key = plgpu.broadcasted_iota(jnp.int32, weights.shape[:1], 0, layout=_KEYS)
+        else:  # an iota would stay in registers across all three loops
+            key = fresh_rows()
+        key = key + first_key
+        if problem.highest is not None or self.tiles.ragged:
+            first_seeing = jnp.zeros_like(key)
+            if problem.highest is not None:
+                first_seeing = key - (query_block * block_q + problem.highest)
+            if self.tiles.ragged:
+                first_seeing = jnp.where(key < problem.key_length, first_seeing, block_q)
+            weights = keep_columns_from(weights, first_seeing, 0.0)
+        if problem.lowest is not None:
+            last_seeing = key - (query_block * block_q + problem.lowest)
+            weights = keep_columns_to(weights, last_seeing, 0.0)
+        return weights
 
     def first_unmasked_block(self, index, own_first_key: int):
-        """The query blocks of a head from there on need no mask."""
+        """The query blocks of a head from there on need no mask, up to `end_unmasked_block`."""
         tiles, problem = self.tiles, self.tiles.problem
         tile, _ = self.locate(index)
-        unmasked = first_block = self.first_query_blocks_ref[tile]
-        if problem.is_causal:
+        unmasked = first_block = self.first_block(tile)
+        end_block = self.end_block(tile)
+        if problem.highest is not None:
             last_key = tile * tiles.block_kv + (own_first_key + _CONSUMER_KEYS - 1)
-            last_key = jnp.maximum(last_key - problem.query_offset, 0)
+            last_key = jnp.maximum(last_key - problem.highest, 0)
             unmasked = lax.div(last_key + (tiles.block_q - 1), jnp.int32(tiles.block_q))
         if tiles.ragged:
-            unmasked = jnp.where(tile == tiles.per_head - 1, tiles.query_blocks, unmasked)
-        return jnp.clip(unmasked, first_block, tiles.query_blocks)
+            unmasked = jnp.where(tile == tiles.per_head - 1, end_block, unmasked)
+        return jnp.clip(unmasked, first_block, end_block)
+
+    def end_unmasked_block(self, index, own_first_key: int, first_unmasked):
+        """The query blocks of a head from there on need a mask for the lower bound."""
+        tiles, problem = self.tiles, self.tiles.problem
+        tile, _ = self.locate(index)
+        if problem.lowest is None:
+            return self.end_block(tile)
+        first_key = tile * tiles.block_kv + own_first_key
+        queries = jnp.maximum(first_key + (1 - problem.lowest), 0)
+        end = lax.div(queries, jnp.int32(tiles.block_q))
+        return jnp.clip(end, first_unmasked, self.end_block(tile))
 
     def loop_over_steps(
         self,
@@ -215,7 +260,8 @@ class Walk:
     ):
         """Runs `step(j, mask)` for the query blocks of each head of the group.
 
-        Masked steps have a loop of their own, and code of their own.
+        Masked steps have a loop of their own, and code of their own; with a lower bound two, before
+        those that need no mask and after them.
 
         Args:
           step: mask is None, or masks the weights of that step.
@@ -230,12 +276,18 @@ class Walk:
         done = 0 if first_step is None else 1
 
         def first_block():
-            return self.first_query_blocks_ref[self.locate(index)[0]]
+            return self.first_block(self.locate(index)[0])
+
+        def end_block():
+            return self.end_block(self.locate(index)[0])
 
         def first_unmasked_block():
             # Where the first step is done, the second block is what a head may begin with.
             unmasked = self.first_unmasked_block(index, own_first_key)
             return jnp.maximum(unmasked, first_block() + done) if done else unmasked
+
+        def end_unmasked_block(first_unmasked):
+            return self.end_unmasked_block(index, own_first_key, first_unmasked)
 
         def mask_of(begin, j):
             if not tiles.any_mask:
@@ -248,14 +300,19 @@ class Walk:
             """From step j on, which need not be the head's first."""
             begin = first_block() + done
             if several_heads:
-                per_head = tiles.query_blocks - first_block()
-                begin = tiles.query_blocks - 1 - lax.rem(end - j - 1, per_head)
+                per_head = end_block() - first_block()
+                begin = end_block() - 1 - lax.rem(end - j - 1, per_head)
             if tiles.any_mask:
                 unmasked = j + first_unmasked_block() - begin
                 pl.loop(j, unmasked)(functools.partial(step, mask=mask_of(begin, j)))
                 j, begin = unmasked, first_unmasked_block()
-            end_of_head = j + tiles.query_blocks - begin
-            pl.loop(j, end_of_head)(functools.partial(step, mask=None))
+            end_of_unmasked = j + end_unmasked_block(begin) - begin
+            pl.loop(j, end_of_unmasked)(functools.partial(step, mask=None))
+            if tiles.problem.lowest is None:
+                return end_of_unmasked
+            j, begin = end_of_unmasked, end_unmasked_block(first_unmasked_block())
+            end_of_head = j + end_block() - begin
+            pl.loop(j, end_of_head)(functools.partial(step, mask=mask_of(begin, j)))
             return end_of_head
 
         end = j + self.steps(index)

@@ -195,6 +195,28 @@ def fresh_zero() -> jax.Array:
     return zero()
 
 
+def fresh_rows() -> jax.Array:
+    """`(64,)` int32, the numbers of the rows of a tile, made anew like `fresh_zero`."""
+    if interpreting():
+        return lax.iota(jnp.int32, 64)
+
+    zeros = plgpu.layout_cast(jnp.zeros((64,), jnp.int32), _ROWS)
+    shape = plgpu.ShapeDtypeStruct((64,), jnp.int32, layout=_ROWS)
+
+    @plgpu.inline_mgpu(arg_types=(_ROWS,), return_type=shape)
+    def rows(_, like):
+        row = _own_row()
+        out = like.registers.copy()
+        for half, index in enumerate(np.ndindex(out.shape)):
+            value = arith.addi(row, _i32(8 * half))
+            if isinstance(out[index].type, ir.VectorType):
+                value = vector.broadcast(out[index].type, value)
+            out[index] = value
+        return _like(like, out)
+
+    return rows(zeros)
+
+
 # --- masks ---------------------------------------------------------------------------------------
 
 

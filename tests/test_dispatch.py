@@ -128,6 +128,26 @@ def test_attention_runs_what_explain_says(on, monkeypatch):
     assert ran == ["mosaic_gpu", "cudnn", "xla", "mosaic_gpu"]
 
 
+# --- the kernels --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"local_window_size": (5, 3)}, None),
+        ({"local_window_size": (5, 0), "is_causal": True, "query_offset": S - T}, None),
+        ({"local_window_size": 9, "query_offset": jnp.int32(0)}, "query_offset as an array"),
+        ({"is_causal": True, "query_offset": jnp.zeros(B, jnp.int32)}, "query_offset as an array"),
+        ({"local_window_size": 9, "sinks": jnp.ones(N)}, "sinks"),
+    ],
+)
+def test_what_the_kernels_take(monkeypatch, options, reason):
+    monkeypatch.setattr(device, "device_of", lambda array: H100)
+    explanation = jax_flash.explain(*shapes(), **options)
+    assert explanation.reasons.get("mosaic_gpu") == reason
+    assert (explanation.implementation == "mosaic_gpu") == (reason is None)
+
+
 # --- an explicit choice -------------------------------------------------------------------------
 
 

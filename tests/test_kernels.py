@@ -13,7 +13,6 @@ import jax_flash
 from jax_flash import autodiff
 from pallas_kernels import config, primitives, scheduler
 from pallas_kernels.backward_query import _key_blocks
-from pallas_kernels.forward import Tiles
 from tests import oracle
 from tests.support.interpret import interpret_mode
 from tests.support.rounding import assert_as_accurate_as_plain, plain_attention
@@ -27,10 +26,15 @@ def inputs(B, T, S, N, K, H, dtype, seed=0):
     return (*arrays, jax.random.normal(keys[4], (B, T, N), jnp.float32))
 
 
-def check(arrays, *, is_causal, query_offset=0, sinks=None, config=None, deterministic=False):
-    """Runs forward and backward and compares every result with float64."""
+def check(arrays, *, sinks=None, config=None, deterministic=False, **options):
+    """Runs forward and backward and compares every result with float64.
+
+    Args:
+      arrays: what `inputs` gives.
+      sinks, config, deterministic: as for `jax_flash.attention`.
+      **options: is_causal, query_offset and local_window_size.
+    """
     query, key, value, dout, dlse = arrays
-    options = dict(is_causal=is_causal, query_offset=query_offset)
 
     def attention(query, key, value, sinks):
         return jax_flash.attention(
@@ -48,12 +52,10 @@ def check(arrays, *, is_causal, query_offset=0, sinks=None, config=None, determi
     (out, lse), vjp = jax.vjp(attention, query, key, value, sinks)
     *gradients, d_sinks = vjp((dout, dlse))
 
-    options["sinks"] = sinks
-    exact_out, exact_lse = oracle.attention(query, key, value, **options)
-    exact = oracle.gradients(query, key, value, dout=dout, dlse=dlse, **options)
-    plain, plain_vjp = jax.vjp(
-        lambda *x: plain_attention(*x, is_causal, query_offset, sinks), query, key, value
-    )
+    exact_out, exact_lse = oracle.attention(query, key, value, sinks=sinks, **options)
+    exact = oracle.gradients(query, key, value, dout=dout, dlse=dlse, sinks=sinks, **options)
+    visible = oracle.visibility(query.shape[0], query.shape[1], key.shape[1], **options)
+    plain, plain_vjp = jax.vjp(lambda *x: plain_attention(*x, visible, sinks), query, key, value)
     assert_as_accurate_as_plain(out, plain, exact_out, "out")
     seen = np.isfinite(exact_lse)
     chex.assert_trees_all_equal(np.isfinite(lse), seen)
@@ -166,11 +168,9 @@ def test_deterministic_settings_other_than_the_default(backward_query):
 @pytest.mark.parametrize("rows", [64, 128])
 def test_key_blocks_of_query_rows(rows, T, S, query_offset):
     """Blocks left out are invisible to every row, blocks without a mask visible to every row."""
-    is_causal = query_offset is not None
-    offset = query_offset if is_causal else 0
     first_rows = np.arange(0, -(-T // 128) * 128, rows)
-    counts = _key_blocks(problem(T, S, 4, 2, 2, is_causal, offset), 64, first_rows, rows, np)
-    seen = np.arange(S) <= np.arange(T)[:, None] + (offset if is_causal else S)
+    counts = _key_blocks(problem(T, S, highest=query_offset), 64, first_rows, rows, np)
+    seen = np.arange(S) <= np.arange(T)[:, None] + (S if query_offset is None else query_offset)
     for first_row, blocks, unmasked in zip(first_rows, *counts, strict=True):
         own = seen[first_row : first_row + rows]
         assert 0 <= unmasked <= blocks
@@ -498,8 +498,8 @@ def test_lowering_for_cuda_and_refusal_elsewhere():
             attention(query, key, value)
 
 
-def problem(T, S, N=4, K=2, B=2, is_causal=True, query_offset=0):
-    return config.Problem(B, T, S, N, K, 128, np.dtype(jnp.bfloat16), 1.0, is_causal, query_offset)
+def problem(T, S, N=4, K=2, B=2, lowest=None, highest=None):
+    return config.Problem(B, T, S, N, K, 128, np.dtype(jnp.bfloat16), 1.0, lowest, highest)
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 132])
@@ -535,19 +535,6 @@ def test_longest_tiles_come_first_within_a_section():
     tile, head = scheduler.tile_order(np.array([1.0, 3.0, 2.0]), heads=4, section=2)
     np.testing.assert_array_equal(tile, [1, 1, 2, 2, 0, 0] * 2)
     np.testing.assert_array_equal(head, [0, 1] * 3 + [2, 3] * 3)
-
-
-@pytest.mark.parametrize(("T", "S", "offset"), [(300, 300, 0), (1, 77, 76), (513, 100, -37)])
-def test_key_blocks_cover_what_is_visible(T, S, offset):
-    """Blocks left out are invisible to every row, blocks without a mask visible to every row."""
-    tiles = Tiles(problem(T, S, query_offset=offset), config.FORWARD[128])
-    block_q, block_kv = tiles.config.block_q, tiles.config.block_kv
-    seen = np.arange(S) <= np.arange(T)[:, None] + offset
-    for tile, (blocks, masked) in enumerate(tiles.key_blocks()):
-        rows = seen[tile * block_q : (tile + 1) * block_q]
-        assert not rows[:, blocks * block_kv :].any()
-        assert rows[:, : (blocks - masked) * block_kv].all()
-        assert (blocks - masked) * block_kv <= S
 
 
 def test_named_barriers_are_sixteen():

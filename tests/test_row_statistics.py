@@ -13,7 +13,7 @@ from tests.support.interpret import interpret_mode
 
 
 def problem(B, T, N, H, dtype) -> config.Problem:
-    return config.Problem(B, T, 8, N, N, H, np.dtype(dtype), scale=0.3, is_causal=False)
+    return config.Problem(B, T, 8, N, N, H, np.dtype(dtype), scale=0.3)
 
 
 def inputs(B, T, N, H, dtype, unseen=0, more_lse_rows=0):

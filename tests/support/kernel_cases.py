@@ -10,6 +10,12 @@ import jax.numpy as jnp
 import jax_flash
 from pallas_kernels import config
 
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "local_window_size": (700, 0)},
+}
+
 BATCH = 2  # a batch of one takes fewer registers
 
 # (T, S, N, K, dtype): tiles that fit, and tails at both ends with grouped heads.
@@ -22,38 +28,38 @@ SHAPES = {
 def kernel_cases() -> list[tuple[str, Callable, Any]]:
     """`(id, fn, args)`: fn calls kernels, args are pytrees of `jax.ShapeDtypeStruct`."""
     cases = []
-    for width, is_causal, shape in itertools.product(config.WIDTHS, (False, True), SHAPES):
+    for width, mask, shape in itertools.product(config.WIDTHS, MASKS, SHAPES):
         T, S, N, K, dtype = SHAPES[shape]
         query = jax.ShapeDtypeStruct((BATCH, T, N, width), dtype)
         key = jax.ShapeDtypeStruct((BATCH, S, K, width), dtype)
         lse = jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32)
-        name = f"H{width}-{'causal' if is_causal else 'full'}-{shape}"
+        name = f"H{width}-{mask}-{shape}"
         args = (query, key, key, query, lse)
         for deterministic in (False, True):
-            fn = _forward_and_backward(is_causal, deterministic)
+            fn = _forward_and_backward(MASKS[mask], deterministic)
             cases.append((f"{name}-deterministic" if deterministic else name, fn, args))
         if shape == "ragged":
             sinks = jax.ShapeDtypeStruct((N,), jnp.float32)
-            cases.append((f"{name}-sinks", _forward_with_sinks(is_causal), (*args[:3], sinks)))
+            cases.append((f"{name}-sinks", _forward_with_sinks(MASKS[mask]), (*args[:3], sinks)))
     return cases
 
 
-def _forward_with_sinks(is_causal: bool) -> Callable:
+def _forward_with_sinks(mask: dict[str, Any]) -> Callable:
     def run(query, key, value, sinks):
         return jax_flash.attention(
-            query, key, value, sinks=sinks, is_causal=is_causal, implementation="mosaic_gpu"
+            query, key, value, sinks=sinks, **mask, implementation="mosaic_gpu"
         )
 
     return run
 
 
-def _forward_and_backward(is_causal: bool, deterministic: bool) -> Callable:
+def _forward_and_backward(mask: dict[str, Any], deterministic: bool) -> Callable:
     def attention(query, key, value):
         return jax_flash.attention(
             query,
             key,
             value,
-            is_causal=is_causal,
+            **mask,
             return_residual=True,
             implementation="mosaic_gpu",
             deterministic=deterministic,

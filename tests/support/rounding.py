@@ -22,15 +22,17 @@ def assert_as_accurate_as_plain(actual, plain, exact, name: str) -> None:
     assert error <= 2 * plain_error + rounding, f"{name}: {error} beside {plain_error} of plain"
 
 
-def plain_attention(
-    query, key, value, is_causal: bool, query_offset: int, sinks: jax.Array | None = None
-) -> jax.Array:
-    """Textbook attention with every product and the weights in the dtype of the inputs."""
+def plain_attention(query, key, value, seen, sinks: jax.Array | None = None) -> jax.Array:
+    """Textbook attention with every product and the weights in the dtype of the inputs.
+
+    Args:
+      query, key, value: `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, H]`.
+      seen: bool, broadcastable to `[B, N, T, S]`.
+      sinks: None or `[N]`.
+    """
     group = query.shape[2] // key.shape[2]
     key, value = jnp.repeat(key, group, axis=2), jnp.repeat(value, group, axis=2)
     logits = jnp.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(query.shape[-1])
-    row, column = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])
-    seen = (column <= row + query_offset) | (not is_causal)
     logits = jnp.where(seen, logits.astype(jnp.float32), -1e30)
     if sinks is not None:
         sinks = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1))
