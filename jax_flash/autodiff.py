@@ -55,8 +55,6 @@ def unsupported(call: Call) -> str | None:
         and not (_SCALES[0] <= call.scale <= _SCALES[1]),
         "bias": call.bias is not None,
         "mask": see.mask is not None,
-        f"local_window_size at head width {width}": see.window is not None and width == 256,
-        "local_window_size with deterministic=True": see.window is not None and call.deterministic,
         "query_offset as an array": not isinstance(see.query_offset, int),
         "query_seq_lengths": see.query_seq_lengths is not None,
         "key_value_seq_lengths": see.key_value_seq_lengths is not None,

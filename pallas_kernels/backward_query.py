@@ -14,8 +14,8 @@ computed once more for it: seven products a tile pair in all, where `backward.py
 A consumer has no product in flight from one step to the next; the other's fill the gap, as the two
 meet only where the producer waits for both. Key blocks run from the last to the first, as in
 `forward.py`: first those that this consumer cannot see at all, then those that need a mask, then
-the others. Query rows beyond the end, and rows that see no key, have an LSE of infinity here, so
-that their weights are 0.
+the others; with a sliding window, then more that need a mask, and those it cannot see. Query rows
+beyond the end, and rows that see no key, have an LSE of infinity here, so that their weights are 0.
 
 Barriers. Full: an mbarrier for Q, for dO, and for each slot of K and of V, completed by TMA. Free:
 a named barrier a slot, the consumers arrive and the producer waits.
@@ -23,7 +23,7 @@ a named barrier a slot, the consumers arrive and the producer waits.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -48,6 +48,7 @@ from pallas_kernels.primitives import (
     div_rem,
     fresh_zero,
     interpreting,
+    keep_columns_from,
     keep_columns_to,
     zero_tile,
 )
@@ -94,22 +95,38 @@ def query_gradient(
     return kernel(query, key, value, d_out, lse, delta)
 
 
-def _key_blocks(problem: Problem, block_kv: int, first_row, rows: int, xp):
-    """Key blocks that some of the rows see, and how many of them no row needs a mask in.
+class _KeyBlocks(NamedTuple):
+    """The key blocks that some rows see, and those of them in which no row needs a mask."""
+
+    first: Any
+    end: Any
+    first_unmasked: Any
+    end_unmasked: Any
+
+
+def _key_blocks(problem: Problem, block_kv: int, first_row, rows: int, xp) -> _KeyBlocks:
+    """Which key blocks some rows need: `first <= first_unmasked <= end_unmasked <= end`.
 
     Args:
       first_row: traced int32, or an array with `xp` numpy.
       rows: how many rows from there on, some of which may be beyond the last query.
     """
+    last_row = xp.minimum(first_row + rows, problem.query_length) - 1
     if problem.highest is None:
         seen_by_first = seen_by_last = xp.full_like(first_row, problem.key_length)
     else:
         seen = lambda row: xp.clip(row + (1 + problem.highest), 0, problem.key_length)
-        last_row = xp.minimum(first_row + rows, problem.query_length) - 1
         seen_by_first, seen_by_last = seen(first_row), seen(last_row)
     seen_by_last = xp.where(first_row < problem.query_length, seen_by_last, 0)
-    blocks = (seen_by_last + (block_kv - 1)) // block_kv
-    return blocks, xp.minimum(seen_by_first // block_kv, blocks)
+    end = (seen_by_last + (block_kv - 1)) // block_kv
+    end_unmasked = xp.minimum(seen_by_first // block_kv, end)
+    if problem.lowest is None:
+        return _KeyBlocks(0, end, 0, end_unmasked)
+    first_key = lambda row: xp.maximum(row + problem.lowest, 0)
+    first = xp.minimum(first_key(first_row) // block_kv, end)
+    first_unmasked = (first_key(last_row) + (block_kv - 1)) // block_kv
+    first_unmasked = xp.clip(first_unmasked, first, end)
+    return _KeyBlocks(first, end, first_unmasked, xp.maximum(end_unmasked, first_unmasked))
 
 
 @functools.lru_cache
@@ -120,8 +137,10 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
     tiles = -(-problem.query_length // block_q)
     first_rows = np.arange(tiles) * block_q
-    key_blocks, unmasked = _key_blocks(problem, block_kv, first_rows, block_q, np)
-    any_mask = bool((unmasked < key_blocks).any())
+    windowed = problem.lowest is not None
+    of_tiles = _key_blocks(problem, block_kv, first_rows, block_q, np)
+    key_blocks = of_tiles.end - of_tiles.first
+    any_mask = windowed or bool((of_tiles.end_unmasked < of_tiles.end).any())
 
     section = scheduler.heads_per_section(
         FORWARD_SECTION_BYTES,
@@ -132,7 +151,10 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         group=problem.group,
     )
     tile, head = scheduler.tile_order(key_blocks, problem.batch * problem.heads, section)
-    order = np.stack([tile, head, key_blocks[tile]], axis=1).astype(np.int32)
+    order = np.stack([tile, head, key_blocks[tile]], axis=1)
+    if windowed:
+        order = np.c_[order, of_tiles.end[tile]]
+    order = order.astype(np.int32)
 
     k_free = NamedBarriers(first=_CONSUMERS + 2, count=k_stages, arrivers=_CONSUMERS)
     v_free = NamedBarriers(k_free.first + k_stages, v_stages, arrivers=_CONSUMERS)
@@ -163,6 +185,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         warpgroup = lax.axis_index("warpgroup")
         block = lax.axis_index("block")
         blocks = order_ref[block, 2]
+        end_block = order_ref[block, 3] if windowed else blocks
         k_slot = lambda j: lax.rem(j, jnp.int32(k_stages))
         v_slot = lambda j: lax.rem(j, jnp.int32(v_stages))
 
@@ -184,12 +207,17 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
             def masked(weights, key_block):
                 """Weights with 0 where the row may not see the key, or there is no such key."""
-                last = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
+                row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
+                if problem.lowest is not None:
+                    first = row + (first_row_of(warpgroup) + problem.lowest)
+                    weights = keep_columns_from(weights, first - key_block * block_kv, 0.0)
                 if problem.highest is not None:
-                    last = last + (first_row_of(warpgroup) + problem.highest)
+                    last = row + (first_row_of(warpgroup) + problem.highest)
                     last = jnp.minimum(last, problem.key_length - 1)
+                elif problem.key_length % block_kv:
+                    last = row * 0 + (problem.key_length - 1)
                 else:
-                    last = last * 0 + (problem.key_length - 1)
+                    return weights
                 return keep_columns_to(weights, last - key_block * block_kv, 0.0)
 
             def compute(dq_acc, s_acc, dp_acc):
@@ -216,7 +244,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     weights = jnp.exp2(logits * factor - spread(lse, logits.shape))
                     if needs_mask:
-                        weights = masked(weights, blocks - 1 - j)
+                        weights = masked(weights, end_block - 1 - j)
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     v_free.arrive(vs)
                     d_logits = weights * (d_weights - spread(delta, weights.shape))
@@ -224,15 +252,24 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     plgpu.wgmma_wait(0)
                     k_free.arrive(ks)
 
-                own, unmasked = _key_blocks(problem, block_kv, first_row_of(warpgroup), _ROWS, jnp)
+                own = _key_blocks(problem, block_kv, first_row_of(warpgroup), _ROWS, jnp)
+                if windowed:  # a consumer that sees nothing has no blocks, at the tile's first
+                    own = _KeyBlocks(*(jnp.maximum(n, end_block - blocks) for n in own))
                 plgpu.barrier_wait(q_full)
                 plgpu.barrier_wait(o_full)
-                lax.fori_loop(jnp.int32(0), blocks - own, skip, None)
-                if any_mask:
-                    masking = functools.partial(step, needs_mask=True)
-                    lax.fori_loop(blocks - own, blocks - unmasked, masking, None)
+                masking = functools.partial(step, needs_mask=True)
                 rest = functools.partial(step, needs_mask=False)
-                lax.fori_loop(blocks - unmasked, blocks, rest, None)
+                begin, end, begin_rest, end_rest = (
+                    end_block - n
+                    for n in (own.end, own.first, own.end_unmasked, own.first_unmasked)
+                )
+                lax.fori_loop(jnp.int32(0), begin, skip, None)
+                if any_mask:
+                    lax.fori_loop(begin, begin_rest, masking, None)
+                lax.fori_loop(begin_rest, end_rest, rest, None)
+                if windowed:
+                    lax.fori_loop(end_rest, end, masking, None)
+                    lax.fori_loop(end, blocks, skip, None)
 
                 dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
                 # dQ leaves from where Q was, once all warps have read it.
@@ -264,7 +301,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
             def load(ref, buffers, slot, stages, full, free, j):
                 pl.when(j >= stages)(lambda: free.wait(slot))
-                source = ref.at[batch, pl.ds((blocks - 1 - j) * block_kv, block_kv), kv_head]
+                source = ref.at[batch, pl.ds((end_block - 1 - j) * block_kv, block_kv), kv_head]
                 plgpu.copy_gmem_to_smem(source, buffers.at[slot], full.at[slot])
 
             load_rows(q_ref, q_smem, q_full)

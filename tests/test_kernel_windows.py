@@ -10,6 +10,7 @@ import pytest
 
 import jax_flash
 from pallas_kernels import config
+from pallas_kernels.backward_query import _key_blocks
 from pallas_kernels.forward import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
 from pallas_kernels.primitives import BlockVote
@@ -73,27 +74,35 @@ def test_maxima_that_grow_and_jump_towards_the_far_edge(jump):
         check(arrays, local_window_size=(380, 10), query_offset=440)
 
 
-@pytest.mark.parametrize("jump", [1, 60])
-def test_rows_beyond_the_last_query_ask_for_no_second_round(jump, monkeypatch):
+def test_rows_beyond_the_last_query_ask_for_no_second_round(monkeypatch):
     """Those of the first tile see other keys than its queries: none in their first block."""
-    query, key, value, _, _ = inputs(1, 200, 512, 1, 1, 64, jnp.bfloat16)
-    key = key.at[:, 100:200].multiply(jump)  # ask for one themselves
-    options = dict(is_causal=True, local_window_size=(260, 0), query_offset=300)
-    asked = []
+    query, key, value, _, _ = inputs(1, 199, 512, 1, 1, 64, jnp.bfloat16)  # as in no other test
+    attention = functools.partial(
+        jax_flash.attention,
+        is_causal=True,
+        local_window_size=(260, 0),
+        query_offset=300,
+        implementation="mosaic_gpu",
+    )
+    votes = []
     real = BlockVote.any
 
     def listening(self, seen, warpgroup):
         vote = real(self, seen, warpgroup)
-        jax.debug.callback(asked.append, vote)
+        jax.debug.callback(votes.append, vote)
         return vote
 
+    def any_second_round(key) -> bool:
+        votes.clear()
+        with interpret_mode():
+            jax.block_until_ready(attention(query, key, value))
+            jax.effects_barrier()
+        assert votes
+        return any(votes)
+
     monkeypatch.setattr(BlockVote, "any", listening)
-    with interpret_mode():
-        out = jax_flash.attention(query, key, value, **options, implementation="mosaic_gpu")
-        jax.block_until_ready(out)
-        jax.effects_barrier()
-    assert asked
-    assert any(asked) == (jump > 1)
+    assert not any_second_round(key)
+    assert any_second_round(key.at[:, 100:200].multiply(60))
 
 
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
@@ -243,6 +252,25 @@ def test_query_blocks_of_key_tiles(block_kv, block_q, T, S, lowest, highest):
             if unmasked < until:
                 assert keys[unmasked * block_q : until * block_q, own : own + 64].all()
                 assert tile * block_kv + own + 64 <= S
+
+
+@pytest.mark.parametrize(("lowest", "highest"), WINDOWS)
+@pytest.mark.parametrize(("T", "S"), [(300, 300), (1, 77), (513, 100), (130, 520)])
+@pytest.mark.parametrize("rows", [64, 128])
+def test_key_blocks_of_query_rows(rows, T, S, lowest, highest):
+    """Blocks left out are invisible to all rows, those without a mask visible to all."""
+    first_rows = np.arange(0, -(-T // 128) * 128, rows)
+    described = problem(T, S, lowest=lowest, highest=highest)
+    blocks = _key_blocks(described, 64, first_rows, rows, np)
+    seen = visible(T, S, lowest, highest)
+    for first_row, *row in zip(first_rows, *np.broadcast_arrays(*blocks), strict=True):
+        first, end, first_unmasked, end_unmasked = row
+        own = seen[first_row : first_row + rows]
+        assert 0 <= first <= first_unmasked <= end_unmasked <= end
+        assert not own[:, end * 64 :].any()
+        assert not own[:, : first * 64].any()
+        assert own[:, first_unmasked * 64 : end_unmasked * 64].all()
+        assert end_unmasked * 64 <= S or first_unmasked == end_unmasked
 
 
 @pytest.mark.parametrize(("lowest", "highest"), WINDOWS)

@@ -12,7 +12,6 @@ import pytest
 import jax_flash
 from jax_flash import autodiff
 from pallas_kernels import config, primitives, scheduler
-from pallas_kernels.backward_query import _key_blocks
 from tests import oracle
 from tests.support.interpret import interpret_mode
 from tests.support.rounding import assert_as_accurate_as_plain, plain_attention
@@ -161,22 +160,6 @@ def test_deterministic_settings_other_than_the_default(backward_query):
     arrays = inputs(1, 200, 290, 1, 1, 64, jnp.bfloat16)
     with interpret_mode():
         check(arrays, is_causal=True, query_offset=60, config=settings, deterministic=True)
-
-
-@pytest.mark.parametrize("query_offset", [None, 0, 76, -37, -400, 400])
-@pytest.mark.parametrize(("T", "S"), [(300, 300), (1, 77), (513, 100)])
-@pytest.mark.parametrize("rows", [64, 128])
-def test_key_blocks_of_query_rows(rows, T, S, query_offset):
-    """Blocks left out are invisible to every row, blocks without a mask visible to every row."""
-    first_rows = np.arange(0, -(-T // 128) * 128, rows)
-    counts = _key_blocks(problem(T, S, highest=query_offset), 64, first_rows, rows, np)
-    seen = np.arange(S) <= np.arange(T)[:, None] + (S if query_offset is None else query_offset)
-    for first_row, blocks, unmasked in zip(first_rows, *counts, strict=True):
-        own = seen[first_row : first_row + rows]
-        assert 0 <= unmasked <= blocks
-        assert not own[:, blocks * 64 :].any()
-        assert own[:, : unmasked * 64].all()
-        assert unmasked * 64 <= S
 
 
 def test_deterministic_gradients_take_kernels_of_their_own():

@@ -15,6 +15,13 @@ pytestmark = pytest.mark.gpu
 
 attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
 
+MASKS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "local_window_size": (400, 0)},
+}
+all_masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+
 LENGTHS = [
     (1, 1),
     (3, 3),
@@ -46,14 +53,14 @@ def test_lengths(T, S, H, is_causal):
     check(inputs(B, T, S, N, K, H, dtype, seed=case), is_causal=is_causal)
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@all_masks
 @pytest.mark.parametrize("H", [64, 128, 256])
-def test_a_thread_block_walks_many_tiles(H, is_causal):
+def test_a_thread_block_walks_many_tiles(H, mask):
     """In the forward and in the backward, with dQ and without: four tiles and more."""
     arrays = inputs(4, 1157, 1091, 16, 4, H, jnp.bfloat16)
     settings = few_thread_blocks(H, 40)
-    check(arrays, is_causal=is_causal, config=settings)
-    check(arrays, is_causal=is_causal, config=settings, deterministic=True)
+    check(arrays, **mask, config=settings)
+    check(arrays, **mask, config=settings, deterministic=True)
 
 
 @pytest.mark.parametrize("H", [64, 128, 256])
@@ -98,6 +105,42 @@ def test_sinks(H, is_causal):
     check(arrays, is_causal=is_causal, query_offset=-20 * is_causal, sinks=sinks)
 
 
+WINDOWS = [
+    {"is_causal": True, "local_window_size": (200, 0)},
+    {"local_window_size": (64, 100)},
+    {"local_window_size": (0, 0), "query_offset": 3},
+    {"local_window_size": (300, 10**9)},
+    {"local_window_size": (900, 700), "query_offset": -150},
+    {"local_window_size": (30, 20), "query_offset": 500},
+    {"local_window_size": (30, 20), "query_offset": -70},
+]
+
+
+@pytest.mark.parametrize("options", WINDOWS, ids=str)
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize(("T", "S"), [(3, 3), (799, 3), (113, 703), (1024, 512), (1157, 1091)])
+def test_windows(T, S, H, options):
+    """Also those that no query, or no key, is in; heads and dtype change from case to case."""
+    case = T + H // 64 + WINDOWS.index(options)
+    N, K = [(2, 2), (4, 2), (3, 1)][case % 3]
+    arrays = inputs(2, T, S, N, K, H, [jnp.bfloat16, jnp.float16][case % 2], seed=case)
+    check(arrays, **options, deterministic=case % 4 == 0)
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_windows_of_long_sequences(H):
+    arrays = inputs(1, 4224, 4224, 2, 1, H, jnp.bfloat16)
+    check(arrays, is_causal=True, local_window_size=(1024, 0))
+    check(arrays, local_window_size=(1000, 300), deterministic=True)
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_maxima_that_jump_towards_the_far_edge(H):
+    """A second round with masks at both edges."""
+    arrays = inputs(1, 500, 1157, 3, 3, H, jnp.bfloat16)
+    check(with_a_jump(arrays, 0, 300), local_window_size=(600, 50), query_offset=500)
+
+
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_other_batch_entries_do_not_leak(H):
     arrays = inputs(3, 613, 517, 4, 2, H, jnp.bfloat16)[:4]
@@ -116,15 +159,15 @@ def test_other_batch_entries_do_not_leak(H):
     np.testing.assert_allclose(dq.astype("float32"), clean_dq.astype("float32"), atol=1e-2)
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@all_masks
 @pytest.mark.parametrize("H", [64, 128, 256])
-def test_repeats_are_bit_equal(H, is_causal):
+def test_repeats_are_bit_equal(H, mask):
     """1000 forward runs, and 100 backward runs of which only dQ may round differently.
 
     Thread blocks take five tiles and more, and with them every buffer again.
     """
     query, key, value, dout, _ = inputs(4, 1157, 1157, 8, 4, H, jnp.bfloat16)
-    function = functools.partial(attention, is_causal=is_causal, config=few_thread_blocks(H, 32))
+    function = functools.partial(attention, **mask, config=few_thread_blocks(H, 32))
     forward = jax.jit(functools.partial(function, return_residual=True))
 
     @jax.jit
@@ -165,14 +208,12 @@ def test_deterministic_keys_beyond_the_end(H):
     check((abs(query) * 8, -abs(key) * 8, *rest), is_causal=False, deterministic=True)
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@all_masks
 @pytest.mark.parametrize("H", [64, 128, 256])
-def test_deterministic_repeats_are_bit_equal(H, is_causal):
+def test_deterministic_repeats_are_bit_equal(H, mask):
     query, key, value, dout, _ = inputs(4, 1157, 1157, 8, 4, H, jnp.bfloat16)
     settings = few_thread_blocks(H, 32)
-    function = functools.partial(
-        attention, is_causal=is_causal, deterministic=True, config=settings
-    )
+    function = functools.partial(attention, **mask, deterministic=True, config=settings)
 
     @jax.jit
     def gradients(query, key, value, dout):
