@@ -33,7 +33,7 @@ FAR = 10**9  # a side of a window that hides nothing
         # Whole tiles hidden, T < S, T > S, offsets.
         (67, 300, 2, 1, 128, jnp.bfloat16, dict(local_window_size=(20, 10), query_offset=140)),
         (330, 70, 1, 1, 64, jnp.float16, dict(local_window_size=(64, 30), query_offset=-170)),
-        (70, 200, 1, 1, 256, jnp.bfloat16, dict(local_window_size=(90, 40), query_offset=50)),
+        (70, 300, 1, 1, 256, jnp.bfloat16, dict(local_window_size=(150, 40), query_offset=110)),
         (64, 64, 1, 1, 64, jnp.bfloat16, dict(local_window_size=(3, 3), query_offset=FAR)),
     ],
 )
@@ -45,13 +45,13 @@ def test_windows_in_interpret_mode(T, S, N, K, H, dtype, options):
 @pytest.mark.parametrize(
     ("H", "thread_blocks", "options"),
     [
-        (64, 1, dict(is_causal=True, local_window_size=(150, 0))),
+        (64, 1, dict(is_causal=True, local_window_size=(90, 0))),
         (128, 2, dict(local_window_size=(50, 30), query_offset=-60)),
         (256, 1, dict(is_causal=True, local_window_size=(130, 0), query_offset=-30)),
     ],
 )
 def test_a_thread_block_walks_many_tiles(H, thread_blocks, options):
-    arrays = inputs(1, 200, 277, 2, 1, H, jnp.bfloat16)
+    arrays = inputs(1, 150, 210, 2, 1, H, jnp.bfloat16)
     with interpret_mode():
         check(arrays, **options, config=few_thread_blocks(H, thread_blocks))
 
