@@ -121,30 +121,28 @@ def attention_gradients(
             f"config: got a {type(config).__name__} at width {problem.width}, needs a"
             " BackwardKeyConfig at width 256, a BackwardConfig at others"
         )
-    query_blocks = -(-problem.query_length // config.block_q)
-    padded_rows = query_blocks * config.block_q
-    start, minus_delta, zeros = row_statistics.row_statistics(
-        out, lse, d_out, d_lse, problem=problem, padded_rows=padded_rows
+    deterministic = deterministic or isinstance(config, BackwardKeyConfig)
+    query_config = query_config or BACKWARD_QUERY[problem.width]
+    block_q = max(config.block_q, query_config.block_q) if deterministic else config.block_q
+    padded_rows = -(-problem.query_length // block_q) * block_q
+    start, minus_delta, *zeros = row_statistics.row_statistics(
+        out,
+        lse,
+        d_out,
+        d_lse,
+        problem=problem,
+        padded_rows=padded_rows,
+        with_dq=not deterministic,
     )
-
     operands = query, key, value, d_out, start, minus_delta
-    if deterministic or isinstance(config, BackwardKeyConfig):
-        dq = backward_query.query_gradient(
-            query,
-            key,
-            value,
-            lse,
-            -minus_delta[:, :, : problem.query_length],
-            d_out,
-            problem=problem,
-            config=query_config or BACKWARD_QUERY[problem.width],
-        )
+    if deterministic:
+        dq = backward_query.query_gradient(*operands, problem=problem, config=query_config)
         if isinstance(config, BackwardKeyConfig):
             gradients = backward_key.key_value_gradients(*operands, problem=problem, config=config)
         else:
             gradients = _build_main(problem, config, key.shape[1], interpreting(), False)(*operands)
         return dq, *gradients
-    d_query = jax.new_ref(zeros)
+    d_query = jax.new_ref(*zeros)
     main = _build_main(problem, config, key.shape[1], interpreting(), True)
     d_key, d_value = main(*operands, d_query)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())

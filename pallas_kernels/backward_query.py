@@ -14,8 +14,9 @@ computed once more for it: seven products a tile pair in all, where `backward.py
 A consumer has no product in flight from one step to the next; the other's fill the gap, as the two
 meet only where the producer waits for both. Key blocks run from the last to the first, as in
 `forward.py`: first those that this consumer cannot see at all, then those that need a mask, then
-the others; with a sliding window, then more that need a mask, and those it cannot see. Query rows
-beyond the end, and rows that see no key, have an LSE of infinity here, so that their weights are 0.
+the others; with a sliding window, then more that need a mask, and those it cannot see. As in
+`backward.py`, -LSE and -delta come from `row_statistics.py`, and rows that do not count have a
+start of -inf.
 
 Barriers. Full: an mbarrier for Q, for dO, and for each slot of K and of V, completed by TMA. Free:
 a named barrier a slot, the consumers arrive and the producer waits.
@@ -62,9 +63,9 @@ def query_gradient(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
     d_out: jax.Array,
+    start: jax.Array,
+    minus_delta: jax.Array,
     *,
     problem: Problem,
     config: BackwardQueryConfig,
@@ -75,24 +76,17 @@ def query_gradient(
       query, d_out: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero. d_out
         is finite in rows that see no key.
       key, value: `[B, S, K, H]`; S a multiple of 8, rows from problem.key_length on zero.
-      lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
-      delta: `[B, N, query_length]` float32, rowsum(d_out * out) - d_lse; not read in rows that
-        see no key.
+      start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / scale; -inf for rows
+        that see no key or are beyond the end.
+      minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
 
     Returns:
       `[B, T, N, H]` in the input dtype. Rows that see no key are 0.
     """
-    lse = lse[:, :, : problem.query_length]
-    unseen = jnp.isneginf(lse)
-    lse = jnp.where(unseen, jnp.inf, lse * LOG2E)
-    delta = jnp.where(unseen, 0.0, delta)
-    more_rows = ((0, 0), (0, 0), (0, -problem.query_length % config.block_q))
-    lse = jnp.pad(lse, more_rows, constant_values=jnp.inf)
-    delta = jnp.pad(delta, more_rows)
     kernel = _build(problem, config, query.shape[1], interpreting())
-    return kernel(query, key, value, d_out, lse, delta)
+    return kernel(query, key, value, d_out, start, minus_delta)
 
 
 class _KeyBlocks(NamedTuple):
@@ -175,7 +169,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_backward_query(
-        order_ref, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dq_ref,
+        order_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref,
         *, q_smem, o_smem, k_smem, v_smem, q_full, o_full, k_full, v_full, twins=None,
     ):  # fmt: skip
         k_free, v_free = (
@@ -221,7 +215,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 return keep_columns_to(weights, last - key_block * block_kv, 0.0)
 
             def compute(dq_acc, s_acc, dp_acc):
-                lse, delta = per_row(lse_ref), per_row(delta_ref)
+                start, minus_delta = per_row(start_ref) * factor, per_row(delta_ref)
 
                 def skip(j, _):
                     """A key block that no row of this consumer sees."""
@@ -242,12 +236,12 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     plgpu.wgmma(dp_acc, o_smem.at[own_rows], v_smem.at[vs].transpose((1, 0)))
 
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    weights = jnp.exp2(logits * factor - spread(lse, logits.shape))
+                    weights = jnp.exp2(logits * factor + spread(start, logits.shape))
                     if needs_mask:
                         weights = masked(weights, end_block - 1 - j)
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     v_free.arrive(vs)
-                    d_logits = weights * (d_weights - spread(delta, weights.shape))
+                    d_logits = weights * (d_weights + spread(minus_delta, weights.shape))
                     plgpu.wgmma(dq_acc, d_logits.astype(dtype), k_smem.at[ks])
                     plgpu.wgmma_wait(0)
                     k_free.arrive(ks)

@@ -53,7 +53,8 @@ def exact(out, lse, d_out, d_lse, problem, padded_rows):
 
 def check(B, T, N, H, dtype, padded_rows, unseen=0, more_lse_rows=0):
     arrays, shape = inputs(B, T, N, H, dtype, unseen, more_lse_rows), problem(B, T, N, H, dtype)
-    run = jax.jit(functools.partial(row_statistics, problem=shape, padded_rows=padded_rows))
+    settings = dict(problem=shape, padded_rows=padded_rows, with_dq=True)
+    run = jax.jit(functools.partial(row_statistics, **settings))
     start, minus_delta, zeros = (np.asarray(x) for x in run(*arrays))
     exact_start, exact_minus_delta = exact(*arrays, shape, padded_rows)
     np.testing.assert_allclose(start, exact_start, rtol=1e-6)
@@ -100,7 +101,10 @@ def test_more_than_two_to_the_31_elements():
     results = [
         jax.jit(
             functools.partial(
-                row_statistics, problem=problem(b, T, N, H, jnp.bfloat16), padded_rows=T
+                row_statistics,
+                problem=problem(b, T, N, H, jnp.bfloat16),
+                padded_rows=T,
+                with_dq=True,
             )
         )(*arrays)
         for b, arrays in ((B, many), (1, one))
