@@ -138,7 +138,8 @@ def test_attention_runs_what_explain_says(on, monkeypatch):
         ({"local_window_size": (5, 0), "is_causal": True, "query_offset": S - T}, None),
         ({"local_window_size": 9, "query_offset": jnp.int32(0)}, "query_offset as an array"),
         ({"is_causal": True, "query_offset": jnp.zeros(B, jnp.int32)}, "query_offset as an array"),
-        ({"local_window_size": 9, "sinks": jnp.ones(N)}, "sinks"),
+        ({"local_window_size": 9, "sinks": jnp.ones(N)}, None),
+        ({"local_window_size": 9, "logits_soft_cap": 30.0}, "logits_soft_cap"),
     ],
 )
 def test_what_the_kernels_take(monkeypatch, options, reason):
