@@ -22,13 +22,18 @@ def assert_as_accurate_as_plain(actual, plain, exact, name: str) -> None:
     assert error <= 2 * plain_error + rounding, f"{name}: {error} beside {plain_error} of plain"
 
 
-def plain_attention(query, key, value, seen, sinks: jax.Array | None = None) -> jax.Array:
+def plain_attention(
+    query, key, value, seen, sinks: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Textbook attention with every product and the weights in the dtype of the inputs.
 
     Args:
       query, key, value: `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, H]`.
       seen: bool, broadcastable to `[B, N, T, S]`.
       sinks: None or `[N]`.
+
+    Returns:
+      Output `[B, T, N, H]` and LSE `[B, T, N]` float32, finite where nothing is seen.
     """
     group = query.shape[2] // key.shape[2]
     key, value = jnp.repeat(key, group, axis=2), jnp.repeat(value, group, axis=2)
@@ -39,4 +44,5 @@ def plain_attention(query, key, value, seen, sinks: jax.Array | None = None) -> 
         logits = jnp.concatenate([logits, sinks], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)[..., : key.shape[1]]
     weights = jnp.where(seen, weights, 0.0).astype(query.dtype)
-    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+    lse = jax.nn.logsumexp(logits, axis=-1).transpose(0, 2, 1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, value), lse
