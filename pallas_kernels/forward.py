@@ -48,6 +48,7 @@ from pallas_kernels.primitives import (
 
 _STAGED_COLUMNS = 128  # of the output at a time, where shared memory is short
 _ROWS = 64  # query rows of a consumer: the M of a wgmma
+_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 _TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
 
 
@@ -213,7 +214,7 @@ def _build(
         warpgroup = lax.axis_index("warpgroup")
         block = lax.axis_index("block")
         zero = jnp.int32(0)
-        no_rows = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.int32), plgpu.Layout.WGMMA.reduce(1))
+        no_rows = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.int32), _PER_ROW)
         tile_count = schedule_ref[block, 0]
         slot = lambda step: lax.rem(step, jnp.int32(stages))
         query_buffer = lambda index: lax.rem(index, jnp.int32(query_buffers))
@@ -243,17 +244,16 @@ def _build(
             rows_of = lambda tile: pl.ds(tiles.first_row(tile, warpgroup), _ROWS)
 
             def in_each_row(scalar):
-                return plgpu.layout_cast(
-                    jnp.broadcast_to(scalar, (_ROWS,)), plgpu.Layout.WGMMA.reduce(1)
-                )
+                return plgpu.layout_cast(jnp.broadcast_to(scalar, (_ROWS,)), _PER_ROW)
+
+            def row_numbers():
+                return plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
 
             def masked_near(logits, tile, key_block):
                 """Logits with -inf where a key is behind the last of its row, or there is none."""
                 last = jnp.int32(problem.key_length - 1)
                 if problem.highest is not None:
-                    row = plgpu.broadcasted_iota(
-                        jnp.int32, (_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
-                    )
+                    row = row_numbers()
                     first_row = tiles.first_row(tile, warpgroup)
                     last = jnp.minimum(row + (first_row + problem.highest), last)
                 else:
@@ -262,10 +262,7 @@ def _build(
 
             def masked_far(logits, tile, key_block):
                 """Logits with -inf where a key is before the first of its row."""
-                row = plgpu.broadcasted_iota(
-                    jnp.int32, (_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
-                )
-                row = row + tiles.first_row(tile, warpgroup)
+                row = row_numbers() + tiles.first_row(tile, warpgroup)
                 first = row + problem.lowest
                 if tiles.rows > problem.query_length:
                     # Rows beyond the last query need a key in their first block like any other.

@@ -206,13 +206,7 @@ def fresh_rows() -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(_ROWS,), return_type=shape)
     def rows(_, like):
         row = _own_row()
-        out = like.registers.copy()
-        for half, index in enumerate(np.ndindex(out.shape)):
-            value = arith.addi(row, _i32(8 * half))
-            if isinstance(out[index].type, ir.VectorType):
-                value = vector.broadcast(out[index].type, value)
-            out[index] = value
-        return _like(like, out)
+        return _rows_like(like, [row, arith.addi(row, _i32(8))])
 
     return rows(zeros)
 
@@ -663,7 +657,7 @@ def _like(array, registers):
 
 
 def _rows_like(rows, values):
-    """Row statistics in the layout of `rows`; values are of this thread's two rows."""
+    """One value a row in the layout of `rows`; values are of this thread's two rows."""
     registers = rows.registers.copy()
     for (index, register), value in zip(np.ndenumerate(registers), values, strict=True):
         is_vector = isinstance(register.type, ir.VectorType)
