@@ -1,14 +1,21 @@
-"""Tables for intervals that are known only at run time, beside the definition of visibility."""
+"""Lengths and offsets by batch entry on the kernels in interpret mode, beside float64."""
 
+import functools
+
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_flash
 from jax_flash.masks import Visibility
 from pallas_kernels import config, intervals
 from pallas_kernels.backward_query import _key_blocks_of
 from pallas_kernels.forward import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
+from tests.support.interpret import interpret_mode
+from tests.test_kernels import check, few_thread_blocks, inputs
 
 BATCH = 3
 VISIBILITIES = {
@@ -170,6 +177,186 @@ def test_key_blocks_of_query_rows(T, S, seen, rows):
         assert own[own.any(1)][:, first_unmasked * 64 : end_unmasked * 64].all()
         assert end_unmasked * 64 <= S or first_unmasked == end_unmasked
         assert own.any() == (first < end)
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "dtype", "options"),
+    [
+        (200, 264, 2, 1, 64, jnp.bfloat16, dict(key_value_seq_lengths=[150, 0])),
+        (200, 130, 1, 1, 128, jnp.float16, dict(query_seq_lengths=[128, 77])),
+        (130, 67, 1, 1, 256, jnp.bfloat16, dict(query_seq_lengths=[0, 130])),
+        (67, 300, 2, 2, 64, jnp.float16, dict(is_causal=True, query_offset=[-20, 233])),
+        (
+            150,
+            200,
+            1,
+            1,
+            128,
+            jnp.bfloat16,
+            dict(local_window_size=(50, 20), query_offset=[-60, 90]),
+        ),
+        (
+            120,
+            150,
+            2,
+            1,
+            256,
+            jnp.bfloat16,
+            dict(is_causal=True, key_value_seq_lengths=[64, 1], query_offset=[0, -40]),
+        ),
+        (
+            230,
+            230,
+            1,
+            1,
+            64,
+            jnp.bfloat16,
+            dict(
+                is_causal=True,
+                local_window_size=(90, 0),
+                query_seq_lengths=[230, 140],
+                key_value_seq_lengths=[99, 230],
+            ),
+        ),
+    ],
+)
+def test_in_interpret_mode(T, S, N, K, H, dtype, options):
+    with interpret_mode():
+        check(inputs(2, T, S, N, K, H, dtype), **as_arrays(options))
+
+
+@pytest.mark.parametrize(
+    ("H", "options"),
+    [
+        (64, dict(query_seq_lengths=[128, 77], key_value_seq_lengths=[150, 0])),
+        (128, dict(is_causal=True, query_offset=[-20, 90])),
+        (128, dict(local_window_size=(70, 15), query_offset=[30, -100])),
+    ],
+)
+def test_deterministic_gradients(H, options):
+    """Also where a consumer's rows, or a whole tile, see nothing."""
+    arrays = inputs(2, 150, 200, 2, 1, H, jnp.bfloat16)
+    with interpret_mode():
+        check(arrays, **as_arrays(options), deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("H", "thread_blocks", "options"),
+    [
+        (64, 1, dict(is_causal=True, query_offset=[100, -30], query_seq_lengths=[150, 90])),
+        (128, 2, dict(local_window_size=(60, 30), key_value_seq_lengths=[0, 200])),
+        (256, 1, dict(is_causal=True, key_value_seq_lengths=[100, 210])),
+    ],
+)
+def test_a_thread_block_walks_many_tiles(H, thread_blocks, options):
+    arrays = inputs(2, 150, 210, 2, 1, H, jnp.bfloat16)
+    with interpret_mode():
+        check(arrays, **as_arrays(options), config=few_thread_blocks(H, thread_blocks))
+
+
+def test_sinks():
+    """Also in rows that see nothing, where they take no weight."""
+    arrays = inputs(2, 150, 200, 2, 1, 64, jnp.bfloat16)
+    options = as_arrays(dict(query_seq_lengths=[100, 150], key_value_seq_lengths=[140, 0]))
+    with interpret_mode():
+        check(arrays, **options, sinks=jnp.array([3.0, 40.0]))
+
+
+def test_maxima_that_jump_beside_rows_that_see_nothing():
+    """A second round, in which such rows take part."""
+    query, key, *rest = inputs(2, 64, 512, 1, 1, 64, jnp.bfloat16)
+    arrays = (query, key.at[:, :100].multiply(60), *rest)
+    options = as_arrays(dict(query_seq_lengths=[40, 64], key_value_seq_lengths=[500, 300]))
+    with interpret_mode():
+        check(arrays, **options, config=few_thread_blocks(64, 1))
+
+
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize(("H", "deterministic"), [(64, False), (128, True), (256, False)])
+def test_what_sees_nothing_and_is_not_seen_does_not_count(H, deterministic, poison):
+    """In rows that share a tile with others that count, and blocks without a mask."""
+    query, key, value, dout, dlse = inputs(2, 140, 330, 1, 1, H, jnp.bfloat16)
+    options = as_arrays(dict(query_seq_lengths=[75, 140], key_value_seq_lengths=[270, 0]))
+    no_query = jnp.arange(140) >= jnp.array([[75], [0]])
+    no_key = jnp.arange(330) >= jnp.array([[270], [0]])
+    attention = functools.partial(
+        jax_flash.attention,
+        **options,
+        return_residual=True,
+        implementation="mosaic_gpu",
+        deterministic=deterministic,
+    )
+
+    def results(query, key, value, dout, dlse):
+        results, vjp = jax.vjp(attention, query, key, value)
+        return *results, *vjp((dout, dlse))
+
+    def poisoned(x, where):
+        return jnp.where(where.reshape(where.shape + (1,) * (x.ndim - 2)), poison, x)
+
+    with interpret_mode():
+        clean = results(query, key, value, dout, dlse)
+        got = results(
+            poisoned(query, no_query),
+            poisoned(key, no_key),
+            poisoned(value, no_key),
+            poisoned(dout, no_query),
+            poisoned(dlse, no_query),
+        )
+    out, lse, d_query, d_key, d_value = clean
+    chex.assert_trees_all_equal(np.isneginf(lse[:, :, 0]), np.asarray(no_query))
+    for x, nothing in ((out, no_query), (d_query, no_query), (d_key, no_key), (d_value, no_key)):
+        assert not np.asarray(x)[nothing].any()
+        assert np.asarray(x)[~nothing].any()
+    chex.assert_tree_all_finite((out, d_query, d_key, d_value))
+    chex.assert_trees_all_equal(got, clean)
+
+
+def test_vmap_over_lengths_and_offsets():
+    query, key, value, _, _ = inputs(1, 40, 48, 1, 1, 64, jnp.bfloat16)
+    lengths, offsets = jnp.array([[48], [0], [17]]), jnp.array([[3], [0], [-9]])
+
+    def gradients(query, length, offset):
+        def loss(query, key, value):
+            out = jax_flash.attention(
+                query,
+                key,
+                value,
+                is_causal=True,
+                key_value_seq_lengths=length,
+                query_offset=offset,
+                implementation="mosaic_gpu",
+            )
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(query, key, value)
+
+    with interpret_mode():
+        together = jax.vmap(gradients, in_axes=(None, 0, 0))(query, lengths, offsets)
+        one_by_one = [gradients(query, *x) for x in zip(lengths, offsets, strict=True)]
+    # XLA on a CPU adds up in one order or another.
+    losses, gradients_of_all = jax.tree.map(lambda *x: jnp.stack(x), *one_by_one)
+    chex.assert_trees_all_close(together[0], losses, rtol=1e-5)
+    chex.assert_trees_all_close(together[1], gradients_of_all, rtol=2**-7, atol=1e-3)
+    assert losses[1] == 0 and abs(losses[0] - losses[2]) > 1
+
+
+def test_one_compilation_serves_all_lengths():
+    query, key, value, _, _ = inputs(1, 40, 300, 1, 1, 64, jnp.bfloat16)
+    attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
+    traces = []
+
+    @jax.jit
+    def with_length(length):
+        traces.append(length)
+        return attention(query, key, value, key_value_seq_lengths=length)
+
+    with interpret_mode():
+        for length in (300, 128, 5):
+            got = with_length(jnp.array([length]))
+            expected = attention(query, key[:, :length], value[:, :length])
+            chex.assert_trees_all_close(got, expected, atol=1e-2)
+    assert len(traces) == 1
 
 
 def test_bounds_beside_intervals_are_refused():
