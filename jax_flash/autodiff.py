@@ -23,6 +23,7 @@ from jax.interpreters import mlir
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
 from pallas_kernels import backward, forward
+from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels.config import WIDTHS, Config, Problem, default
 from pallas_kernels.primitives import interpreting
 
@@ -55,9 +56,6 @@ def unsupported(call: Call) -> str | None:
         and not (_SCALES[0] <= call.scale <= _SCALES[1]),
         "bias": call.bias is not None,
         "mask": see.mask is not None,
-        "query_offset as an array": not isinstance(see.query_offset, int),
-        "query_seq_lengths": see.query_seq_lengths is not None,
-        "key_value_seq_lengths": see.key_value_seq_lengths is not None,
         "segment ids": see.query_segment_ids is not None,
         "logits_soft_cap": call.logits_soft_cap is not None,
         "dropout": call.dropout_rate > 0,
@@ -68,11 +66,12 @@ def unsupported(call: Call) -> str | None:
 def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     """Attention on the kernels; call must be one that `unsupported` has no reason against."""
     assert isinstance(call.scale, (int, float))  # else unsupported
-    lowest, highest = _bounds(call.visibility, call.query.shape[1], call.key.shape[1])
+    lowest, highest, intervals = _intervals(call)
     settings = _Settings(
         scale=float(call.scale),
         lowest=lowest,
         highest=highest,
+        dynamic=bool(intervals),
         deterministic=call.deterministic,
         config=call.config or default(call.query.shape[-1]),
     )
@@ -84,23 +83,40 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     problem = settings.problem(call.query, call.key)
     out, lse = _attention(
         settings,
-        _zero_outside(call.query, problem.seeing_queries),
-        _zero_outside(call.key, problem.seen_keys),
-        _zero_outside(call.value, problem.seen_keys),
+        _zero_unseeing(call.query, problem, intervals),
+        _zero_unseen(call.key, problem, intervals),
+        _zero_unseen(call.value, problem, intervals),
         sinks,
+        intervals,
     )
     return out, lse.transpose(0, 2, 1)
 
 
-def _bounds(see: Visibility, query_length: int, key_length: int) -> tuple[int | None, int | None]:
+def _intervals(call: Call) -> tuple[int | None, int | None, tuple[jax.Array, ...]]:
+    """Lowest and highest of `Problem`; and `[B, 2, T]` keys of each query, if not static."""
+    see, (batch, query_length), key_length = (
+        call.visibility,
+        call.query.shape[:2],
+        call.key.shape[1],
+    )
+    lengths = see.query_seq_lengths, see.key_value_seq_lengths
+    if isinstance(see.query_offset, int) and lengths == (None, None):
+        return *_bounds(see, see.query_offset, query_length, key_length), ()
+    bounds = see.row_intervals(query_length, key_length)
+    whole = [jnp.broadcast_to(x, (batch, query_length)).astype(jnp.int32) for x in bounds]
+    return None, None, (jnp.stack(whole, axis=1),)
+
+
+def _bounds(
+    see: Visibility, query_offset: int, query_length: int, key_length: int
+) -> tuple[int | None, int | None]:
     """lowest and highest of `Problem`, None where they hide nothing, and int32 in any case."""
-    assert isinstance(see.query_offset, int)  # else unsupported
     lowest = highest = None
     if see.window is not None:
         left, right = see.window
-        lowest, highest = see.query_offset - left, see.query_offset + right
+        lowest, highest = query_offset - left, query_offset + right
     if see.is_causal:
-        highest = see.query_offset if highest is None else min(highest, see.query_offset)
+        highest = query_offset if highest is None else min(highest, query_offset)
     # What hides everything is as good as any other such.
     if lowest is not None:
         lowest = min(lowest, key_length) if lowest > 1 - query_length else None
@@ -109,8 +125,26 @@ def _bounds(see: Visibility, query_length: int, key_length: int) -> tuple[int | 
     return lowest, highest
 
 
+def _zero_unseeing(x: jax.Array, problem: Problem, intervals: tuple[jax.Array, ...]) -> jax.Array:
+    """x `[B, T, ...]` with zeros where a query sees no key: 0 * NaN would be NaN."""
+    for seen_keys in intervals:
+        x = _zero_where_empty(x, seen_keys)
+    return _zero_outside(x, problem.seeing_queries)
+
+
+def _zero_unseen(x: jax.Array, problem: Problem, intervals: tuple[jax.Array, ...]) -> jax.Array:
+    """x `[B, S, ...]` with zeros where no query sees the key."""
+    for seen_keys in intervals:
+        x = _zero_where_empty(x, run_time_intervals.of_keys(seen_keys, problem.key_length))
+    return _zero_outside(x, problem.seen_keys)
+
+
+def _zero_where_empty(x: jax.Array, intervals: jax.Array) -> jax.Array:
+    counts = intervals[:, 0] < intervals[:, 1]
+    return jnp.where(counts.reshape(counts.shape + (1,) * (x.ndim - 2)), x, 0)
+
+
 def _zero_outside(x: jax.Array, kept: slice) -> jax.Array:
-    """x `[B, T, ...]` with zeros in the rows that do not count: 0 * NaN would be NaN."""
     for outside in (slice(0, kept.start), slice(kept.stop, x.shape[1])):
         if outside.start < outside.stop:
             x = x.at[:, outside].set(0)
@@ -124,6 +158,7 @@ class _Settings:
     scale: float
     lowest: int | None
     highest: int | None
+    dynamic: bool
     deterministic: bool
     config: Config
 
@@ -140,29 +175,34 @@ class _Settings:
             scale=self.scale,
             lowest=self.lowest,
             highest=self.highest,
+            dynamic=self.dynamic,
         )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings, query, key, value, sinks):
-    """Output `[B, T, N, H]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none."""
-    return _attention_forward(settings, query, key, value, sinks)[0]
+def _attention(settings, query, key, value, sinks, intervals):
+    """Output `[B, T, N, H]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
+
+    Intervals are one `[B, 2, T]`, or none where they are static.
+    """
+    return _attention_forward(settings, query, key, value, sinks, intervals)[0]
 
 
-def _attention_forward(settings, query, key, value, sinks):
+def _attention_forward(settings, query, key, value, sinks, intervals):
     run = _folding_vmap(functools.partial(_run_forward, settings))
-    out, lse = run(query, key, value, *sinks)
+    out, lse = run(query, key, value, sinks, intervals)
     out = checkpoint_name(out, OUT_NAME)
     lse = checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (query, key, value, sinks, out, lse)
+    return (out, lse), (query, key, value, sinks, intervals, out, lse)
 
 
 def _attention_backward(settings, residuals, cotangents):
-    query, key, value, sinks, *results = residuals
+    query, key, value, sinks, intervals, *results = residuals
     run = _folding_vmap(functools.partial(_run_backward, settings))
     # A sink is in the LSE: to the gradients of the others it is no more than that.
-    gradients = run(query, key, value, *results, *cotangents)
-    return *gradients, tuple(_sink_gradient(sink, *results, *cotangents) for sink in sinks)
+    gradients = run(query, key, value, intervals, *results, *cotangents)
+    d_sinks = tuple(_sink_gradient(sink, *results, *cotangents) for sink in sinks)
+    return *gradients, d_sinks, None
 
 
 def _sink_gradient(sink, out, lse, d_out, d_lse):
@@ -177,15 +217,16 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
-def _run_forward(settings, query, key, value, *sinks):
+def _run_forward(settings, query, key, value, sinks, intervals):
     problem = settings.problem(query, key)
 
-    def kernel(query, key, value, *sinks):
+    def kernel(query, key, value, sinks, intervals):
         out, lse = forward.attention(
             _pad_rows(query),
             _pad_rows(key),
             _pad_rows(value),
-            *sinks,
+            next(iter(sinks), None),
+            next(iter(intervals), None),
             problem=problem,
             config=settings.config.forward,
         )
@@ -193,32 +234,33 @@ def _run_forward(settings, query, key, value, *sinks):
 
     lse_shape = (problem.batch, problem.heads, problem.query_length)
     out_types = (jax.typeof(query), jax.ShapeDtypeStruct(lse_shape, jnp.float32))
-    return _on_hopper(kernel, out_types, query, key, value, *sinks)
+    return _on_hopper(kernel, out_types, query, key, value, sinks, intervals)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_backward(settings, query, key, value, out, lse, d_out, d_lse):
+def _run_backward(settings, query, key, value, intervals, out, lse, d_out, d_lse):
     problem = settings.problem(query, key)
 
-    def kernel(query, key, value, out, lse, d_out, d_lse):
+    def kernel(query, key, value, intervals, out, lse, d_out, d_lse):
         d_query, d_key, d_value = backward.attention_gradients(
             _pad_rows(query),
             _pad_rows(key),
             _pad_rows(value),
             _pad_rows(out),
             lse,
-            _pad_rows(_zero_outside(d_out, problem.seeing_queries)),
+            _pad_rows(_zero_unseeing(d_out, problem, intervals)),
             d_lse,
             problem=problem,
             config=settings.config.backward,
             deterministic=settings.deterministic,
             query_config=settings.config.backward_query,
+            intervals=next(iter(intervals), None),
         )
         rows, keys = problem.query_length, problem.key_length
         return d_query[:, :rows], d_key[:, :keys], d_value[:, :keys]
 
     out_types = (jax.typeof(query), jax.typeof(key), jax.typeof(value))
-    return _on_hopper(kernel, out_types, query, key, value, out, lse, d_out, d_lse)
+    return _on_hopper(kernel, out_types, query, key, value, intervals, out, lse, d_out, d_lse)
 
 
 def _pad_rows(x):
@@ -230,16 +272,19 @@ def _pad_rows(x):
 
 
 def _folding_vmap(function):
-    """`function` of arrays `[B, ...]`, where vmap makes the batch longer instead of a new axis."""
+    """`function` of arrays `[B, ...]`, where vmap makes the batch longer instead of a new axis.
+
+    Its arguments may be tuples of such arrays.
+    """
     function = jax.custom_batching.custom_vmap(function)
 
     @function.def_vmap
     def _(axis_size, in_batched, *args):
-        whole = [
-            x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-            for x, batched in zip(args, in_batched, strict=True)
-        ]
-        out = function(*(x.reshape(-1, *x.shape[2:]) for x in whole))
+        def fold(x, batched):
+            x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        out = function(*jax.tree.map(fold, tuple(args), tuple(in_batched)))
         unfold = lambda x: x.reshape(axis_size, -1, *x.shape[1:])
         return jax.tree.map(unfold, out), jax.tree.map(lambda _: True, out)
 
@@ -250,7 +295,7 @@ def _on_hopper(kernel, out_types, *args):
     """Runs `kernel`; lowered for anything but CUDA (no interpret mode either) it says so."""
     if interpreting():
         return kernel(*args)
-    refuse = lambda *args: tuple(_refuse_p.bind(*args, out_types=out_types))
+    refuse = lambda *args: tuple(_refuse_p.bind(*jax.tree.leaves(args), out_types=out_types))
     return lax.platform_dependent(*args, cuda=kernel, default=refuse)
 
 

@@ -96,13 +96,14 @@ def attention_gradients(
     config: BackwardConfig | BackwardKeyConfig,
     deterministic: bool = False,
     query_config: BackwardQueryConfig | None = None,
+    intervals: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of attention.
 
     Args:
       query, out, d_out: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero.
         query and d_out are finite in rows that see no key.
-      key, value: `[B, S, K, H]`; S a multiple of 8.
+      key, value: `[B, S, K, H]`; S a multiple of 8, finite in rows that no query sees.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
       d_lse: `[B, N, query_length]` float32.
       problem: static description; its lengths may be up to 7 below T and S.
@@ -111,6 +112,8 @@ def attention_gradients(
         its own (`backward_query.py`), not summed in the order in which thread blocks end. At width
         256 they always are.
       query_config: that kernel's tile sizes; None for those of `BACKWARD_QUERY`.
+      intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
+        problem that is dynamic (`intervals.py`).
 
     Returns:
       Gradients of query, key and value, in their shapes and dtype. Rows from key_length on are
@@ -136,15 +139,20 @@ def attention_gradients(
     )
     operands = query, key, value, d_out, start, minus_delta
     if deterministic:
-        dq = backward_query.query_gradient(*operands, problem=problem, config=query_config)
+        dq = backward_query.query_gradient(
+            *operands, intervals, problem=problem, config=query_config
+        )
         if isinstance(config, BackwardKeyConfig):
-            gradients = backward_key.key_value_gradients(*operands, problem=problem, config=config)
+            gradients = backward_key.key_value_gradients(
+                *operands, intervals, problem=problem, config=config
+            )
         else:
-            gradients = _build_main(problem, config, key.shape[1], interpreting(), False)(*operands)
+            main = _build_main(problem, config, key.shape[1], interpreting(), False)
+            gradients = main(intervals, *operands)
         return dq, *gradients
     d_query = jax.new_ref(*zeros)
     main = _build_main(problem, config, key.shape[1], interpreting(), True)
-    d_key, d_value = main(*operands, d_query)
+    d_key, d_value = main(intervals, *operands, d_query)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())
     return cast(jax.freeze(d_query)), d_key, d_value
 
@@ -209,12 +217,12 @@ def _build_main(
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_backward(
-        schedule_ref, seeing_blocks_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref,
-        *gradient_refs,
+        schedule_ref, seeing_blocks_ref, *more_refs,
         k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem, delta_smem,
         k_full, v_full, q_full, o_full, dq_smem=None, twins=None,
     ):  # fmt: skip
-        *dq_refs, dk_ref, dv_ref = gradient_refs
+        seeing_ref, *refs = more_refs if problem.dynamic else (None, *more_refs)
+        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, *dq_refs, dk_ref, dv_ref = refs
         ds_stored, free, v_free, dq_staged, gradients_staged, sent = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -223,7 +231,7 @@ def _build_main(
         block = lax.axis_index("block")
         zero = jnp.int32(0)
 
-        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, block)
+        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, block, seeing_ref)
 
         def first_index():
             """A list is walked from its end, since comparing with 0 takes no register."""
@@ -384,9 +392,9 @@ def _build_main(
                 After the last step the index is -1, and what it locates is not loaded.
                 """
                 j, index, t = carry
-                tile, kv_head_of_all = walk.locate(index)
+                place = _, kv_head_of_all = walk.locate(index)
                 batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
-                query_block, member = walk.step_of(tile, t)
+                query_block, member = walk.step_of(place, t)
                 rows = pl.ds(query_block * block_q, block_q)
                 head = kv_head * group + member
                 slot = lax.rem(j, jnp.int32(stages))
@@ -433,8 +441,8 @@ def _build_main(
 
             def add_dq(index, t):
                 """Adds dQ of step t of a tile, staged in the next one; none for t = -1."""
-                tile, kv_head_of_all = walk.locate(index)
-                query_block, member = walk.step_of(tile, t)
+                place = _, kv_head_of_all = walk.locate(index)
+                query_block, member = walk.step_of(place, t)
                 head_of_all = kv_head_of_all * group + member
                 first = (head_of_all * query_blocks + query_block) * _CONSUMERS
                 (dq_ref,) = dq_refs

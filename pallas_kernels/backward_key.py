@@ -74,6 +74,7 @@ def key_value_gradients(
     d_out: jax.Array,
     start: jax.Array,
     minus_delta: jax.Array,
+    intervals: jax.Array | None = None,
     *,
     problem: Problem,
     config: BackwardKeyConfig,
@@ -83,10 +84,12 @@ def key_value_gradients(
     Args:
       query, d_out: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero. d_out
         is finite in rows that see no key.
-      key, value: `[B, S, K, H]`; S a multiple of 8.
+      key, value: `[B, S, K, H]`; S a multiple of 8, finite in rows that no query sees.
       start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / scale; -inf for rows
         that see no key or are beyond the end.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
+      intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
+        problem that is dynamic.
       problem: static description; its lengths may be up to 7 below T and S.
       config: registers and thread blocks.
 
@@ -94,7 +97,7 @@ def key_value_gradients(
       Gradients in the shape and dtype of key. Rows from key_length on are arbitrary.
     """
     kernel = _build(problem, config, key.shape[1], interpreting())
-    return kernel(query, key, value, d_out, start, minus_delta)
+    return kernel(intervals, query, key, value, d_out, start, minus_delta)
 
 
 @functools.lru_cache
@@ -143,11 +146,12 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_backward_key(
-        schedule_ref, seeing_blocks_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref,
-        dk_ref, dv_ref,
-        *, k_smem, v_smem, late_smem, q_smem, o_smem, start_smem, delta_smem, mail,
+        schedule_ref, seeing_blocks_ref, *more_refs,
+        k_smem, v_smem, late_smem, q_smem, o_smem, start_smem, delta_smem, mail,
         k_full, v_full, late_full, q_full, o_full, twins=None,
     ):  # fmt: skip
+        seeing_ref, *refs = more_refs if problem.dynamic else (None, *more_refs)
+        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dk_ref, dv_ref = refs
         weights_sent, ds_sent, late_free, q_free, o_free, k_free, v_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -155,7 +159,8 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         weights_mail = mail
         ds_mail = mail.at[pl.ds(0, mail_shape(block_q, dtype)[0])]
         warpgroup = lax.axis_index("warpgroup")
-        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, lax.axis_index("block"))
+        block = lax.axis_index("block")
+        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, block, seeing_ref)
         zero = jnp.int32(0)
 
         def slot_of(j):
@@ -338,8 +343,8 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
 
             def queries_of(index, t):
                 """Index of a tile; batch entry, rows and query head of its step t."""
-                tile, kv_head_of_all = walk.locate(index)
-                query_block, member = walk.step_of(tile, t)
+                place = _, kv_head_of_all = walk.locate(index)
+                query_block, member = walk.step_of(place, t)
                 batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
                 rows = pl.ds(query_block * block_q, block_q)
                 return index, batch, rows, kv_head * group + member

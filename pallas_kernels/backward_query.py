@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
@@ -51,6 +52,7 @@ from pallas_kernels.primitives import (
     interpreting,
     keep_columns_from,
     keep_columns_to,
+    load_rows,
     zero_tile,
 )
 
@@ -66,6 +68,7 @@ def query_gradient(
     d_out: jax.Array,
     start: jax.Array,
     minus_delta: jax.Array,
+    intervals: jax.Array | None = None,
     *,
     problem: Problem,
     config: BackwardQueryConfig,
@@ -75,10 +78,13 @@ def query_gradient(
     Args:
       query, d_out: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero. d_out
         is finite in rows that see no key.
-      key, value: `[B, S, K, H]`; S a multiple of 8, rows from problem.key_length on zero.
+      key, value: `[B, S, K, H]`; S a multiple of 8, rows from problem.key_length on zero, finite
+        where no query sees them.
       start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / scale; -inf for rows
         that see no key or are beyond the end.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
+      intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
+        problem that is dynamic.
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
 
@@ -86,7 +92,7 @@ def query_gradient(
       `[B, T, N, H]` in the input dtype. Rows that see no key are 0.
     """
     kernel = _build(problem, config, query.shape[1], interpreting())
-    return kernel(query, key, value, d_out, start, minus_delta)
+    return kernel(intervals, query, key, value, d_out, start, minus_delta)
 
 
 class _KeyBlocks(NamedTuple):
@@ -123,6 +129,19 @@ def _key_blocks(problem: Problem, block_kv: int, first_row, rows: int, xp) -> _K
     return _KeyBlocks(first, end, first_unmasked, xp.maximum(end_unmasked, first_unmasked))
 
 
+def _key_blocks_of(intervals: jax.Array, block_kv: int, rows: int) -> _KeyBlocks:
+    """The same of each tile of `rows` rows, `[B, tiles]`, from the keys `[B, 2, T]` of each query.
+
+    A row that sees nothing needs no mask, as it has no weight.
+    """
+    reach = run_time_intervals.reach(intervals, rows, empty_rows_count=False)
+    end = -(-reach.end // block_kv)
+    first = jnp.minimum(reach.first // block_kv, end)
+    first_unmasked = jnp.clip(-(-reach.common_first // block_kv), first, end)
+    end_unmasked = jnp.clip(reach.common_end // block_kv, first_unmasked, end)
+    return _KeyBlocks(first, end, first_unmasked, end_unmasked)
+
+
 @functools.lru_cache
 def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, interpret: bool):
     block_q, block_kv, (k_stages, v_stages) = config.block_q, config.block_kv, config.stages
@@ -131,10 +150,10 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
     tiles = -(-problem.query_length // block_q)
     first_rows = np.arange(tiles) * block_q
-    windowed = problem.lowest is not None
-    of_tiles = _key_blocks(problem, block_kv, first_rows, block_q, np)
+    dynamic, has_far_edge = problem.dynamic, problem.has_far_edge
+    of_tiles = _key_blocks(problem, block_kv, first_rows, block_q, np)  # if dynamic, of all keys
     key_blocks = of_tiles.end - of_tiles.first
-    any_mask = windowed or bool((of_tiles.end_unmasked < of_tiles.end).any())
+    any_mask = has_far_edge or bool((of_tiles.end_unmasked < of_tiles.end).any())
 
     section = scheduler.heads_per_section(
         FORWARD_SECTION_BYTES,
@@ -146,9 +165,27 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
     )
     tile, head = scheduler.tile_order(key_blocks, problem.batch * problem.heads, section)
     order = np.stack([tile, head, key_blocks[tile]], axis=1)
-    if windowed:
+    if has_far_edge:
         order = np.c_[order, of_tiles.end[tile]]
     order = order.astype(np.int32)
+
+    def order_of(intervals: jax.Array) -> jax.Array:
+        """The order, with key blocks by batch entry, and `_KeyBlocks` of each consumer."""
+        batch = head // problem.heads
+        of_tiles = _key_blocks_of(intervals, block_kv, block_q)
+        # A consumer that sees nothing has no blocks, at the tile's first.
+        of_consumers = [
+            jnp.maximum(x, jnp.repeat(of_tiles.first, _CONSUMERS, axis=1))
+            for x in map(with_all_consumers, _key_blocks_of(intervals, block_kv, _ROWS))
+        ]
+        by_consumer = jnp.stack(of_consumers, axis=-1).reshape(problem.batch, tiles, -1)
+        ends = jnp.stack([of_tiles.end - of_tiles.first, of_tiles.end], axis=-1)
+        numbers = jnp.concatenate([ends, by_consumer], axis=-1)[batch, tile]
+        return jnp.concatenate([jnp.asarray(order[:, :2]), numbers], axis=1)
+
+    def with_all_consumers(of_consumers: jax.Array) -> jax.Array:
+        """`[B, 2 * tiles]`, with 0 where the last consumer has no rows."""
+        return jnp.pad(of_consumers, ((0, 0), (0, _CONSUMERS * tiles - of_consumers.shape[1])))
 
     k_free = NamedBarriers(first=_CONSUMERS + 2, count=k_stages, arrivers=_CONSUMERS)
     v_free = NamedBarriers(k_free.first + k_stages, v_stages, arrivers=_CONSUMERS)
@@ -169,9 +206,11 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_backward_query(
-        order_ref, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref,
-        *, q_smem, o_smem, k_smem, v_smem, q_full, o_full, k_full, v_full, twins=None,
+        order_ref, *more_refs,
+        q_smem, o_smem, k_smem, v_smem, q_full, o_full, k_full, v_full, twins=None,
     ):  # fmt: skip
+        intervals_ref, *refs = more_refs if dynamic else (None, *more_refs)
+        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref = refs
         k_free, v_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -179,7 +218,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         warpgroup = lax.axis_index("warpgroup")
         block = lax.axis_index("block")
         blocks = order_ref[block, 2]
-        end_block = order_ref[block, 3] if windowed else blocks
+        end_block = order_ref[block, 3] if has_far_edge else blocks
         k_slot = lambda j: lax.rem(j, jnp.int32(k_stages))
         v_slot = lambda j: lax.rem(j, jnp.int32(v_stages))
 
@@ -201,6 +240,14 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
             def masked(weights, key_block):
                 """Weights with 0 where the row may not see the key, or there is no such key."""
+                if dynamic:
+                    batch, _ = batch_and_head()
+                    first_row, last_row = first_row_of(warpgroup), problem.query_length - 1
+                    first, end = (
+                        load_rows(intervals_ref.at[batch, n], first_row, last_row) for n in range(2)
+                    )
+                    weights = keep_columns_from(weights, first - key_block * block_kv, 0.0)
+                    return keep_columns_to(weights, end - (key_block * block_kv + 1), 0.0)
                 row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
                 if problem.lowest is not None:
                     first = row + (first_row_of(warpgroup) + problem.lowest)
@@ -246,9 +293,14 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     plgpu.wgmma_wait(0)
                     k_free.arrive(ks)
 
-                own = _key_blocks(problem, block_kv, first_row_of(warpgroup), _ROWS, jnp)
-                if windowed:  # a consumer that sees nothing has no blocks, at the tile's first
-                    own = _KeyBlocks(*(jnp.maximum(n, end_block - blocks) for n in own))
+                if dynamic:
+                    columns = range(len(_KeyBlocks._fields))
+                    own_first = 4 + len(columns) * warpgroup
+                    own = _KeyBlocks(*(order_ref[block, own_first + n] for n in columns))
+                else:
+                    own = _key_blocks(problem, block_kv, first_row_of(warpgroup), _ROWS, jnp)
+                    if has_far_edge:  # a consumer that sees nothing has none, at the tile's first
+                        own = _KeyBlocks(*(jnp.maximum(n, end_block - blocks) for n in own))
                 plgpu.barrier_wait(q_full)
                 plgpu.barrier_wait(o_full)
                 masking = functools.partial(step, needs_mask=True)
@@ -261,7 +313,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 if any_mask:
                     lax.fori_loop(begin, begin_rest, masking, None)
                 lax.fori_loop(begin_rest, end_rest, rest, None)
-                if windowed:
+                if has_far_edge:
                     lax.fori_loop(end_rest, end, masking, None)
                     lax.fori_loop(end, blocks, skip, None)
 
@@ -318,4 +370,10 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         scratch_types=scratch,
         compiler_params=HAND_ORDERED,
     )
-    return lambda *operands: kernel(jnp.asarray(order), *operands)
+
+    def run(intervals: jax.Array | None, *operands):
+        if intervals is None:
+            return kernel(jnp.asarray(order), *operands)
+        return kernel(order_of(intervals), intervals, *operands)
+
+    return run

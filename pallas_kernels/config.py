@@ -19,7 +19,8 @@ class Problem:
 
     Query is `[batch, query_length, heads, width]`, key and value are
     `[batch, key_length, kv_heads, width]`. Query i sees keys i + lowest <= j <= i + highest, where
-    None is no bound: causal attention has a highest alone, a sliding window has both.
+    None is no bound: causal attention has a highest alone, a sliding window has both. Or, if it is
+    `dynamic`, it sees an interval of keys that kernels get as an array (`intervals.py`).
     """
 
     batch: int
@@ -32,16 +33,25 @@ class Problem:
     scale: float
     lowest: int | None = None
     highest: int | None = None
+    dynamic: bool = False
 
     def __post_init__(self):
+        if self.dynamic:
+            bounds = (self.lowest, self.highest)
+            _need(bounds == (None, None), "lowest, highest", bounds, "None where dynamic")
         if self.lowest is not None and self.highest is not None:
             # Then the queries that see any key are an interval, and so are the keys that are seen.
             needs = f"at most highest, {self.highest}"
             _need(self.lowest <= self.highest, "lowest", self.lowest, needs)
 
     @property
+    def has_far_edge(self) -> bool:
+        """Whether a query may be without the first keys."""
+        return self.dynamic or self.lowest is not None
+
+    @property
     def seeing_queries(self) -> slice:
-        """The queries that see any key."""
+        """The queries that see any key, as far as is static."""
         first = 0 if self.highest is None else max(0, -self.highest)
         end = self.query_length
         if self.lowest is not None:
@@ -50,7 +60,7 @@ class Problem:
 
     @property
     def seen_keys(self) -> slice:
-        """The keys that any query sees."""
+        """The keys that any query sees, as far as is static."""
         first = 0 if self.lowest is None else max(0, self.lowest)
         end = self.key_length
         if self.highest is not None:

@@ -15,6 +15,10 @@ steps look for the maximum of each row; the others trust it (`online_softmax.py`
 wrong, the thread block walks its list a second time and looks in every step. With a sliding window,
 the blocks that its far edge cuts come last, in a loop of their own.
 
+Where intervals are known only at run time, the table of key blocks is made from them before the
+kernel, for each batch entry, and steps with a mask read the bounds of their rows. The tiles of a
+thread block do not depend on them.
+
 Barriers. Full: an mbarrier a slot of Q, K and V, completed by TMA. Free: a named barrier a slot,
 the consumers arrive and the producer waits. Turn: a named barrier a consumer; who has the turn
 issues its two products, so one warpgroup's softmax runs under another's products (ping-pong).
@@ -31,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import online_softmax, scheduler
 from pallas_kernels.config import ForwardConfig, Problem
 from pallas_kernels.online_softmax import LOG2E, RowState, spread
@@ -42,6 +47,7 @@ from pallas_kernels.primitives import (
     interpreting,
     keep_columns_from,
     keep_columns_to,
+    load_rows,
     store_rows,
     zero_tile,
 )
@@ -92,6 +98,8 @@ class Tiles:
         block, fully masked, so that every tile has a first one.
         """
         p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv
+        if p.dynamic:
+            raise ValueError("problem: got one that is dynamic, needs key_blocks_of its intervals")
         first_row = np.arange(self.per_head) * block_q - self.shift
         last_row = np.minimum(first_row + block_q, p.query_length) - 1
         first_row = np.maximum(first_row, 0)
@@ -111,10 +119,29 @@ class Tiles:
         near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), blocks)
         return np.stack([blocks, exact, near, end], axis=1).astype(np.int32)
 
+    def key_blocks_of(self, intervals: jax.Array) -> jax.Array:
+        """The same for each batch entry, `[B, tiles, 4]`, from the keys `[B, 2, T]` of each query.
+
+        A row that sees nothing lets its tile go without masks.
+        """
+        block_kv = self.config.block_kv
+        reach = run_time_intervals.reach(intervals, self.config.block_q, empty_rows_count=False)
+        end = jnp.maximum(1, -(-reach.end // block_kv))
+        first = jnp.clip(reach.first // block_kv, 0, end - 1)
+        # One more block where none of the masked ones holds a key of some row.
+        unmasked = jnp.clip((reach.common_end - 1) // block_kv, 0, end)
+        first_unmasked = -(-reach.common_first // block_kv)
+        blocks, any_unmasked = end - first, first_unmasked < unmasked
+        exact = jnp.where(any_unmasked, end - unmasked, blocks)
+        near = jnp.where(any_unmasked, end - jnp.maximum(first_unmasked, first), blocks)
+        return jnp.stack([blocks, exact, near, end], axis=-1)
+
     def schedule(self, thread_blocks: int) -> np.ndarray:
         """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`."""
         p = self.problem
-        cost = self.key_blocks()[:, 0] + _TILE_OVERHEAD
+        # What tiles cost at run time is not known here.
+        blocks = np.ones(self.per_head) if p.dynamic else self.key_blocks()[:, 0]
+        cost = blocks + _TILE_OVERHEAD
         bytes_per_kv_head = 2 * p.key_length * p.width * p.dtype.itemsize
         section = scheduler.heads_per_section(
             self.config.section_bytes,
@@ -139,6 +166,7 @@ def attention(
     key: jax.Array,
     value: jax.Array,
     sinks: jax.Array | None = None,
+    intervals: jax.Array | None = None,
     *,
     problem: Problem,
     config: ForwardConfig,
@@ -146,10 +174,12 @@ def attention(
     """Exact attention.
 
     Args:
-      query: `[B, T, N, H]`; T a multiple of 8.
+      query: `[B, T, N, H]`; T a multiple of 8. Rows are finite that see no key by intervals.
       key: `[B, S, K, H]`; S a multiple of 8, of which problem.key_length are attended.
       value: `[B, S, K, H]`.
       sinks: None, or `[B, N]` float32: one more logit of each row, without a value.
+      intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
+        problem that is dynamic (`intervals.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
 
@@ -158,7 +188,11 @@ def attention(
       from problem.query_length on are arbitrary in both. A row that sees no key: 0 and -inf.
     """
     kernel = _build(problem, config, query.shape[1], sinks is not None, interpreting())
-    return kernel(query, key, value, *(() if sinks is None else (sinks * LOG2E,)))
+    optional = () if sinks is None else (sinks * LOG2E,)
+    if intervals is None:
+        return kernel(query, key, value, *optional)
+    key_blocks = Tiles(problem, config).key_blocks_of(intervals)
+    return kernel(key_blocks, query, key, value, intervals, *optional)
 
 
 @functools.lru_cache
@@ -170,8 +204,9 @@ def _build(
     interpret: bool,
 ):
     tiles = Tiles(problem, config)
-    key_blocks = tiles.key_blocks()
-    any_mask = problem.lowest is not None or bool(key_blocks[:, 1].any())
+    dynamic, has_far_edge = problem.dynamic, problem.has_far_edge
+    key_blocks = None if dynamic else tiles.key_blocks()
+    any_mask = has_far_edge or (key_blocks is not None and bool(key_blocks[:, 1].any()))
     thread_blocks = min(config.thread_blocks, problem.batch * problem.heads * tiles.per_head)
     schedule = tiles.schedule(thread_blocks)
 
@@ -206,7 +241,7 @@ def _build(
         schedule_ref, key_blocks_ref, q_ref, k_ref, v_ref, *more_refs,
         q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, twins=None,
     ):  # fmt: skip
-        *sinks_refs, o_ref, lse_ref = more_refs
+        *optional_refs, o_ref, lse_ref = more_refs
         turn, k_free, v_free, q_free, block_vote = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -219,9 +254,13 @@ def _build(
         slot = lambda step: lax.rem(step, jnp.int32(stages))
         query_buffer = lambda index: lax.rem(index, jnp.int32(query_buffers))
 
-        def end_of(tile):
+        def needs(tile, batch, column):
+            """An entry of `Tiles.key_blocks`."""
+            return key_blocks_ref[batch, tile, column] if dynamic else key_blocks_ref[tile, column]
+
+        def end_of(tile, batch):
             """The end of the first key block of a tile, in blocks."""
-            return key_blocks_ref[tile, 0 if problem.lowest is None else 3]
+            return needs(tile, batch, 3 if has_far_edge else 0)
 
         def rounds(one_round):
             """Runs `one_round(begin, steps)` once, and again if a reference was too low."""
@@ -249,10 +288,20 @@ def _build(
             def row_numbers():
                 return plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
 
-            def masked_near(logits, tile, key_block):
+            def load_bounds(tile, batch):
+                """The interval of each row, `(64,)` first and end; None where it is static."""
+                if not dynamic:
+                    return None
+                first_row, last_row = tiles.first_row(tile, warpgroup), problem.query_length - 1
+                ref = optional_refs[0]
+                return [load_rows(ref.at[batch, n], first_row, last_row) for n in range(2)]
+
+            def masked_near(logits, tile, key_block, bounds):
                 """Logits with -inf where a key is behind the last of its row, or there is none."""
                 last = jnp.int32(problem.key_length - 1)
-                if problem.highest is not None:
+                if bounds is not None:
+                    last = bounds[1] - 1
+                elif problem.highest is not None:
                     row = row_numbers()
                     first_row = tiles.first_row(tile, warpgroup)
                     last = jnp.minimum(row + (first_row + problem.highest), last)
@@ -260,8 +309,10 @@ def _build(
                     last = in_each_row(last)
                 return keep_columns_to(logits, last - key_block * block_kv, -jnp.inf)
 
-            def masked_far(logits, tile, key_block):
+            def masked_far(logits, tile, key_block, bounds):
                 """Logits with -inf where a key is before the first of its row."""
+                if bounds is not None:
+                    return keep_columns_from(logits, bounds[0] - key_block * block_kv, -jnp.inf)
                 row = row_numbers() + tiles.first_row(tile, warpgroup)
                 first = row + problem.lowest
                 if tiles.rows > problem.query_length:
@@ -269,18 +320,21 @@ def _build(
                     first = jnp.where(row < problem.query_length, first, 0)
                 return keep_columns_from(logits, first - key_block * block_kv, -jnp.inf)
 
-            def masked(logits, tile, key_block):
+            def masked(logits, tile, key_block, bounds):
                 """Logits with -inf where a row may not see the key, or there is none."""
-                if problem.highest is not None or problem.key_length % block_kv:
-                    logits = masked_near(logits, tile, key_block)
-                if problem.lowest is not None:
-                    logits = masked_far(logits, tile, key_block)
+                if dynamic or problem.highest is not None or problem.key_length % block_kv:
+                    logits = masked_near(logits, tile, key_block, bounds)
+                if has_far_edge:
+                    logits = masked_far(logits, tile, key_block, bounds)
                 return logits
 
-            def first_softmax(logits, tile, key_block):
+            def first_softmax(logits, tile, key_block, bounds):
                 if any_mask:
-                    logits = masked(logits, tile, key_block)
-                return online_softmax.start(logits, factor, headroom)
+                    logits = masked(logits, tile, key_block, bounds)
+                weights, state = online_softmax.start(logits, factor, headroom)
+                if bounds is not None:
+                    state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
+                return weights, state
 
             def compute(o_acc, s_acc, begin, first_step):
                 end = begin + tile_count
@@ -295,8 +349,9 @@ def _build(
                     plgpu.barrier_wait(v_full.at[v_slot])
                     plgpu.wgmma(o_acc, weights, v_smem.at[v_slot])
 
-                def start_tile(index, steps, tile, end_block):
+                def start_tile(index, steps, tile, batch):
                     """The first key block of a tile, with no other product open."""
+                    end_block, bounds = end_of(tile, batch), load_bounds(tile, batch)
 
                     @pl.when(index < end)
                     def _():
@@ -306,13 +361,14 @@ def _build(
                     issue_logits(query_buffer(index), slot(steps))
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     pl.when(index < end)(lambda: k_free.arrive(slot(steps)))
-                    weights, state = first_softmax(logits, tile, end_block - 1)
+                    weights, state = first_softmax(logits, tile, end_block - 1, bounds)
                     # LLVM would carry float32 into the loop and cast there.
                     return lax.optimization_barrier(weights.astype(dtype)), state
 
-                def key_step(j, carry, *, steps, index, tile, end_block, exact, far=False):
+                def key_step(j, carry, *, steps, index, tile, batch, end_block, exact, far=False):
                     """Logits of step j's key block together with the output of the step before."""
                     weights, state = carry
+                    bounds = load_bounds(tile, batch) if exact or far else None
                     k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
                     plgpu.barrier_wait(k_full.at[k_slot])
                     take_turn()
@@ -324,13 +380,13 @@ def _build(
                     correction = None
                     if exact:
                         if any_mask:
-                            logits = masked(logits, tile, end_block - 1 - j)
+                            logits = masked(logits, tile, end_block - 1 - j, bounds)
                         weights, correction, state = online_softmax.advance(
                             logits, factor, headroom, limit, state
                         )
                     else:
                         if far:
-                            logits = masked_far(logits, tile, end_block - 1 - j)
+                            logits = masked_far(logits, tile, end_block - 1 - j, bounds)
                         weights, state = online_softmax.go_on(logits, factor, state)
                     # A cast of the weights before the wait makes ptxas serialise every wgmma.
                     weights, correction, state = lax.optimization_barrier(
@@ -345,7 +401,7 @@ def _build(
 
                 def end_rows(state, any_too_low, tile, batch, head):
                     """Stores the LSE; returns 1 / sum, and if a reference was too low so far."""
-                    sink = in_each_row(sinks_refs[0][batch, head]) if with_sinks else None
+                    sink = in_each_row(optional_refs[-1][batch, head]) if with_sinks else None
                     inverse, lse, too_low = online_softmax.finish(state, limit, sink)
                     store_rows(lse_ref.at[batch, head, rows_of(tile)], lse)
                     return inverse, any_too_low | too_low.astype(jnp.int32)
@@ -368,11 +424,12 @@ def _build(
                     """The next tile's first logits run with this tile's last output product."""
                     weights, state, too_low = carry
                     tile, batch, head = tiles.locate(number)
-                    next_tile, _, _ = tiles.locate(following)
+                    next_tile, next_batch, _ = tiles.locate(following)
                     buffer, k_slot, v_slot = query_buffer(index + 1), slot(steps), slot(steps - 1)
                     q_free.arrive(query_buffer(index))
                     inverse, too_low = end_rows(state, too_low, tile, batch, head)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    bounds = load_bounds(next_tile, next_batch)
 
                     # After the last tile the logits are of no tile, and go nowhere.
                     @pl.when(index + 1 < end)
@@ -386,7 +443,8 @@ def _build(
                     pass_turn()
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     pl.when(index + 1 < end)(lambda: k_free.arrive(k_slot))
-                    weights, next_state = first_softmax(logits, next_tile, end_of(next_tile) - 1)
+                    end_block = end_of(next_tile, next_batch)
+                    weights, next_state = first_softmax(logits, next_tile, end_block - 1, bounds)
                     weights, next_state = lax.optimization_barrier((weights, next_state))
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(v_slot)
@@ -398,7 +456,7 @@ def _build(
                     """The next queries arrive where this tile's were while it ends."""
                     weights, state, too_low = carry
                     tile, batch, head = tiles.locate(number)
-                    next_tile, _, _ = tiles.locate(following)
+                    next_tile, next_batch, _ = tiles.locate(following)
                     q_free.arrive(0)
                     inverse, too_low = end_rows(state, too_low, tile, batch, head)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -408,29 +466,33 @@ def _build(
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(slot(steps - 1))
                     store_output(output, inverse, tile, batch, head)
-                    end_block = end_of(next_tile)
-                    return *start_tile(index + 1, steps, next_tile, end_block), too_low
+                    return *start_tile(index + 1, steps, next_tile, next_batch), too_low
 
                 end_tile = end_tile_under_next if query_buffers > 1 else end_tile_before_next
 
                 def whole_tile(index, carry):
                     steps, weights, state, too_low = carry
                     number, following = number_of(index), number_of(index + 1)
-                    tile, _, _ = tiles.locate(number)
-                    blocks, needing_mask = key_blocks_ref[tile, 0], key_blocks_ref[tile, 1]
+                    tile, batch, _ = tiles.locate(number)
+                    blocks, needing_mask = needs(tile, batch, 0), needs(tile, batch, 1)
                     exact = jnp.where(begin > 0, blocks, jnp.maximum(needing_mask, 1))
-                    end_block = blocks if problem.lowest is None else end_of(tile)
+                    end_block = end_of(tile, batch) if has_far_edge else blocks
                     step = functools.partial(
-                        key_step, steps=steps, index=index, tile=tile, end_block=end_block
+                        key_step,
+                        steps=steps,
+                        index=index,
+                        tile=tile,
+                        batch=batch,
+                        end_block=end_block,
                     )
                     carry = lax.fori_loop(
                         jnp.int32(1), exact, functools.partial(step, exact=True), (weights, state)
                     )
                     near = blocks
-                    if problem.lowest is not None:
-                        near = jnp.maximum(exact, key_blocks_ref[tile, 2])
+                    if has_far_edge:
+                        near = jnp.maximum(exact, needs(tile, batch, 2))
                     carry = lax.fori_loop(exact, near, functools.partial(step, exact=False), carry)
-                    if problem.lowest is not None:
+                    if has_far_edge:
                         step_far = functools.partial(step, exact=False, far=True)
                         carry = lax.fori_loop(near, blocks, step_far, carry)
                     weights, state, too_low = end_tile(
@@ -438,8 +500,8 @@ def _build(
                     )
                     return steps + blocks, weights, RowState(*state), too_low
 
-                first_tile, _, _ = tiles.locate(number_of(begin))
-                first = start_tile(begin, first_step, first_tile, end_of(first_tile))
+                first_tile, first_batch, _ = tiles.locate(number_of(begin))
+                first = start_tile(begin, first_step, first_tile, first_batch)
                 steps, _, _, too_low = lax.fori_loop(
                     begin, end, whole_tile, (first_step, *first, no_rows)
                 )
@@ -472,8 +534,8 @@ def _build(
                 def whole_tile(index, steps):
                     tile, batch, head = locate(index)
                     kv_head = lax.div(head, jnp.int32(problem.group))
-                    blocks = key_blocks_ref[tile, 0]
-                    end_block = blocks if problem.lowest is None else end_of(tile)
+                    blocks = needs(tile, batch, 0)
+                    end_block = end_of(tile, batch) if has_far_edge else blocks
 
                     def load(ref, buffers, full, free, j):
                         step = steps + j
@@ -519,4 +581,5 @@ def _build(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )
-    return lambda *operands: kernel(jnp.asarray(schedule), jnp.asarray(key_blocks), *operands)
+    tables = (schedule,) if key_blocks is None else (schedule, key_blocks)
+    return lambda *operands: kernel(*map(jnp.asarray, tables), *operands)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler
 from pallas_kernels.config import BACKWARD_CONSUMERS, BACKWARD_SECTION_BYTES, SM_COUNT, Problem
 from pallas_kernels.primitives import (
@@ -20,6 +21,7 @@ from pallas_kernels.primitives import (
     fresh_rows,
     keep_columns_from,
     keep_columns_to,
+    load_rows,
 )
 
 QUERIES = plgpu.Layout.WGMMA.reduce(0)  # one value a column of a transposed tile
@@ -62,12 +64,13 @@ class KeyTiles:
     @property
     def any_mask(self) -> bool:
         p = self.problem
-        return p.highest is not None or p.lowest is not None or self.ragged
+        return p.highest is not None or p.has_far_edge or self.ragged
 
     def seeing_blocks(self) -> np.ndarray:
         """`[2, per_head]` int32: first and end of the query blocks that see a key of the tile.
 
-        A tile that no row sees takes one, fully masked, so that every tile has a step.
+        A tile that no row sees takes one, fully masked, so that every tile has a step. Where the
+        problem is dynamic, as if every query saw every key.
         """
         p = self.problem
         first_key = np.arange(self.per_head) * self.block_kv
@@ -80,6 +83,37 @@ class KeyTiles:
             end = (last_key - p.lowest) // self.block_q + 1
         first = np.clip(first, 0, self.query_blocks - 1)
         return np.stack([first, np.clip(end, first + 1, self.query_blocks)]).astype(np.int32)
+
+    def seeing_blocks_of(self, seeing: jax.Array) -> jax.Array:
+        """The same for each batch entry, from the queries that see each key.
+
+        Args:
+          seeing: `[B, 2, per_head * block_kv]` int32 intervals (`intervals.py`); nothing sees the
+            keys beyond the end.
+
+        Returns:
+          `[B + 1, per_head, 2 + 2 * block_kv / 64]` int32: first and end for the tile, then for
+          each 64 keys of it first and end of those that need no mask. What the last batch entry
+          says has no meaning: `Walk.locate` may ask for it.
+        """
+        of_tiles, of_consumers = (
+            run_time_intervals.reach(seeing, keys, empty_rows_count=True)
+            for keys in (self.block_kv, _CONSUMER_KEYS)
+        )
+        first = jnp.clip(of_tiles.first // self.block_q, 0, self.query_blocks - 1)
+        end = jnp.clip(-(-of_tiles.end // self.block_q), first + 1, self.query_blocks)
+        first, end = first[:, :, None], end[:, :, None]
+        by_tile = lambda x: x.reshape(*first.shape[:2], -1)
+        # Rows beyond the last query have no weight, masked or not.
+        to_end = of_consumers.common_end >= self.problem.query_length
+        end_unmasked = of_consumers.common_end // self.block_q
+        end_unmasked = by_tile(jnp.where(to_end, self.query_blocks, end_unmasked))
+        first_unmasked = by_tile(-(-of_consumers.common_first // self.block_q))
+        first_unmasked = jnp.clip(first_unmasked, first, end)
+        end_unmasked = jnp.clip(end_unmasked, first_unmasked, end)
+        unmasked = jnp.stack([first_unmasked, end_unmasked], axis=-1)
+        table = jnp.concatenate([first, end, unmasked.reshape(*first.shape[:2], -1)], axis=-1)
+        return jnp.pad(table, ((0, 1), (0, 0), (0, 0)), mode="edge")
 
     def schedule(self, thread_blocks: int, reverse: bool = False) -> np.ndarray:
         """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`."""
@@ -115,9 +149,14 @@ class KeyTiles:
         """The kernel that makes dK and dV, `[batch, key_rows, kv_heads, width]` each.
 
         Args:
-          body: takes the first two refs of `Walk`, those of the operands, and of dK and dV.
+          body: takes the refs of `Walk`, two or where the problem is dynamic three, those of the
+            operands, and of dK and dV.
           thread_blocks: how many to launch at most.
           from_end: thread blocks walk their lists from the end.
+
+        Returns:
+          A function of the intervals of keys `[B, 2, T]` that queries see, or None, and of the
+          operands.
         """
         p = self.problem
         thread_blocks = min(thread_blocks, self.count)
@@ -134,9 +173,17 @@ class KeyTiles:
             scratch_types=scratch,
             compiler_params=HAND_ORDERED,
         )
-        return lambda *operands: kernel(
-            jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands
-        )
+
+        def run(intervals: jax.Array | None, *operands):
+            if intervals is None:
+                return kernel(jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands)
+            seeing = run_time_intervals.of_keys(intervals, p.key_length)
+            beyond = self.per_head * self.block_kv - p.key_length
+            seeing = jnp.pad(seeing, ((0, 0), (0, 0), (0, beyond)))
+            tables = jnp.asarray(schedule), self.seeing_blocks_of(seeing), seeing
+            return kernel(*tables, *operands)
+
+        return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,14 +194,16 @@ class Walk:
 
     Attributes:
       schedule_ref: `KeyTiles.schedule`, in global memory.
-      seeing_blocks_ref: `KeyTiles.seeing_blocks`, in global memory.
+      seeing_blocks_ref: `KeyTiles.seeing_blocks` or `seeing_blocks_of`, in global memory.
       block: number of the thread block.
+      seeing_ref: where the problem is dynamic, the queries that see each key, in global memory.
     """
 
     tiles: KeyTiles
     schedule_ref: Any
     seeing_blocks_ref: Any
     block: Any
+    seeing_ref: Any = None
 
     def count(self):
         """How many tiles, at least 1; the list goes on with at least one more, of no meaning."""
@@ -164,29 +213,40 @@ class Walk:
         """Tile and key head, of every batch entry, of the tile of that index in the list."""
         return self.tiles.locate(self.schedule_ref[self.block, 1 + index])
 
-    def first_block(self, tile):
-        """The first query block that sees a key of a tile."""
-        return self.seeing_blocks_ref[0, tile]
+    def batch_of(self, place):
+        """Batch entry of what `locate` gives."""
+        _, kv_head_of_all = place
+        return lax.div(kv_head_of_all, jnp.int32(self.tiles.problem.kv_heads))
 
-    def end_block(self, tile):
+    def seeing(self, place, column: int):
+        """An entry of the table of query blocks."""
+        if self.tiles.problem.dynamic:
+            return self.seeing_blocks_ref[self.batch_of(place), place[0], column]
+        return self.seeing_blocks_ref[column, place[0]]
+
+    def first_block(self, place):
+        """The first query block that sees a key of a tile; place is what `locate` gives."""
+        return self.seeing(place, 0)
+
+    def end_block(self, place):
         """The end of the query blocks that see a key of a tile."""
-        if self.tiles.problem.lowest is None:
+        if not self.tiles.problem.has_far_edge:
             return self.tiles.query_blocks
-        return self.seeing_blocks_ref[1, tile]
+        return self.seeing(place, 1)
 
-    def blocks_of(self, tile):
+    def blocks_of(self, place):
         """First query block of a tile, and how many there are of each head of the group."""
-        first_block = self.first_block(tile)
-        return first_block, self.end_block(tile) - first_block
+        first_block = self.first_block(place)
+        return first_block, self.end_block(place) - first_block
 
     def steps(self, index):
         """How many query blocks, of all heads of the group."""
-        _, per_head = self.blocks_of(self.locate(index)[0])
+        _, per_head = self.blocks_of(self.locate(index))
         return per_head * self.tiles.problem.group
 
-    def step_of(self, tile, t):
+    def step_of(self, place, t):
         """Query block of step t of a tile, and the query head's number in its group."""
-        first_block, per_head = self.blocks_of(tile)
+        first_block, per_head = self.blocks_of(place)
         member = lax.div(t, per_head) if self.tiles.problem.group > 1 else 0
         return first_block + t - member * per_head, member
 
@@ -206,8 +266,16 @@ class Walk:
           own_first_key: of the consumer, in the tile.
         """
         problem, block_q = self.tiles.problem, self.tiles.block_q
-        first_key = self.locate(index)[0] * self.tiles.block_kv + own_first_key
+        place = self.locate(index)
+        first_key = place[0] * self.tiles.block_kv + own_first_key
         query_block = j + to_block
+        if problem.dynamic:
+            batch, last_key = self.batch_of(place), self.tiles.per_head * self.tiles.block_kv - 1
+            first, end = (
+                load_rows(self.seeing_ref.at[batch, n], first_key, last_key) for n in range(2)
+            )
+            weights = keep_columns_from(weights, first - query_block * block_q, 0.0)
+            return keep_columns_to(weights, end - (query_block * block_q + 1), 0.0)
         if problem.lowest is None:
             key = plgpu.broadcasted_iota(jnp.int32, weights.shape[:1], 0, layout=_KEYS)
         else:  # an iota would stay in registers across all three loops
@@ -228,9 +296,11 @@ class Walk:
     def first_unmasked_block(self, index, own_first_key: int):
         """The query blocks of a head from there on need no mask, up to `end_unmasked_block`."""
         tiles, problem = self.tiles, self.tiles.problem
-        tile, _ = self.locate(index)
-        unmasked = first_block = self.first_block(tile)
-        end_block = self.end_block(tile)
+        place = tile, _ = self.locate(index)
+        if problem.dynamic:
+            return self.seeing(place, 2 + 2 * (own_first_key // _CONSUMER_KEYS))
+        unmasked = first_block = self.first_block(place)
+        end_block = self.end_block(place)
         if problem.highest is not None:
             last_key = tile * tiles.block_kv + (own_first_key + _CONSUMER_KEYS - 1)
             last_key = jnp.maximum(last_key - problem.highest, 0)
@@ -242,13 +312,16 @@ class Walk:
     def end_unmasked_block(self, index, own_first_key: int, first_unmasked):
         """The query blocks of a head from there on need a mask for the lower bound."""
         tiles, problem = self.tiles, self.tiles.problem
-        tile, _ = self.locate(index)
+        place = tile, _ = self.locate(index)
+        if problem.dynamic:
+            end = self.seeing(place, 3 + 2 * (own_first_key // _CONSUMER_KEYS))
+            return jnp.maximum(end, first_unmasked)
         if problem.lowest is None:
-            return self.end_block(tile)
+            return self.end_block(place)
         first_key = tile * tiles.block_kv + own_first_key
         queries = jnp.maximum(first_key + (1 - problem.lowest), 0)
         end = lax.div(queries, jnp.int32(tiles.block_q))
-        return jnp.clip(end, first_unmasked, self.end_block(tile))
+        return jnp.clip(end, first_unmasked, self.end_block(place))
 
     def loop_over_steps(
         self,
@@ -276,10 +349,10 @@ class Walk:
         done = 0 if first_step is None else 1
 
         def first_block():
-            return self.first_block(self.locate(index)[0])
+            return self.first_block(self.locate(index))
 
         def end_block():
-            return self.end_block(self.locate(index)[0])
+            return self.end_block(self.locate(index))
 
         def first_unmasked_block():
             # Where the first step is done, the second block is what a head may begin with.
@@ -308,7 +381,7 @@ class Walk:
                 j, begin = unmasked, first_unmasked_block()
             end_of_unmasked = j + end_unmasked_block(begin) - begin
             pl.loop(j, end_of_unmasked)(functools.partial(step, mask=None))
-            if tiles.problem.lowest is None:
+            if not tiles.problem.has_far_edge:
                 return end_of_unmasked
             j, begin = end_of_unmasked, end_unmasked_block(first_unmasked_block())
             end_of_head = j + end_block() - begin

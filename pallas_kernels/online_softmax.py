@@ -27,6 +27,8 @@ LOG2E = math.log2(math.e)
 
 # Stands for the maximum of a row that has seen nothing: finite, so that -inf minus it is -inf.
 _NOTHING_SEEN = -1e30
+# The reference of a row that will see nothing: weights are 0 whatever its logits, also unmasked.
+_NOTHING_TO_SEE = 1e30
 
 # Added and subtracted, it rounds a float32 to a whole number, for which Mosaic GPU has nothing. XLA
 # folds both away where a CPU runs it under jit, as interpret mode does: any reference is right.
@@ -67,6 +69,14 @@ def start(logits: jax.Array, factor: float, headroom: float) -> tuple[jax.Array,
     reference = jnp.maximum(logits.max(axis=1) * factor, _NOTHING_SEEN) + headroom
     weights = _weights(logits, factor, reference)
     return weights, RowState(reference, _partial_sums(weights))
+
+
+def close(state: RowState, seeing: jax.Array) -> RowState:
+    """Keeps rows from ever seeing a key, where `(64,)` seeing is not true, and none was seen yet.
+
+    Their logits must be finite.
+    """
+    return RowState(jnp.where(seeing, state.reference, _NOTHING_TO_SEE), state.sums)
 
 
 def advance(

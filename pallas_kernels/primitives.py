@@ -282,27 +282,29 @@ def store_rows(ref, rows: jax.Array) -> None:
 
 
 def load_rows(ref, first, last) -> jax.Array:
-    """`(64,)` float32 row statistics, from row `first` of a view of global memory on.
+    """`(64,)` float32 or int32, one value a row, from row `first` of a view of global memory on.
 
     Rows after `last` read as `last`: nothing is read out of bounds, at any alignment.
     """
     if interpreting():
         return ref[...][jnp.minimum(first + jnp.arange(64), last)]
 
-    zeros = plgpu.layout_cast(jnp.zeros((64,), jnp.float32), _ROWS)
-    shape = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=_ROWS)
+    is_float = ref.dtype == jnp.float32
+    zeros = plgpu.layout_cast(jnp.zeros((64,), ref.dtype), _ROWS)
+    shape = plgpu.ShapeDtypeStruct((64,), ref.dtype, layout=_ROWS)
     splat = plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, _ROWS), return_type=shape)
     def load(_, ref, first, last, like):
         first, last = first.registers[()], last.registers[()]
         row = arith.addi(first, _own_row())
+        value_type = ir.F32Type.get() if is_float else ir.IntegerType.get_signless(32)
         values = [
             _asm(
-                "ld.global.nc.f32 $0, [$1];",
-                "=f,l",
+                f"ld.global.nc.{'f' if is_float else 'b'}32 $0, [$1];",
+                "=f,l" if is_float else "=r,l",
                 [_global_address(ref, arith.muli(_clamped(row, half, last), _i32(4)))],
-                ir.F32Type.get(),
+                value_type,
             )
             for half in range(2)
         ]

@@ -136,8 +136,17 @@ def test_attention_runs_what_explain_says(on, monkeypatch):
     [
         ({"local_window_size": (5, 3)}, None),
         ({"local_window_size": (5, 0), "is_causal": True, "query_offset": S - T}, None),
-        ({"local_window_size": 9, "query_offset": jnp.int32(0)}, "query_offset as an array"),
-        ({"is_causal": True, "query_offset": jnp.zeros(B, jnp.int32)}, "query_offset as an array"),
+        ({"local_window_size": 9, "query_offset": jnp.int32(0)}, None),
+        ({"is_causal": True, "query_offset": jnp.zeros(B, jnp.int32)}, None),
+        ({"query_seq_lengths": jnp.ones(B, jnp.int32)}, None),
+        ({"is_causal": True, "key_value_seq_lengths": jnp.ones(B, jnp.int32)}, None),
+        (
+            {
+                "query_segment_ids": jnp.ones((B, T), jnp.int32),
+                "key_value_segment_ids": jnp.ones((B, S), jnp.int32),
+            },
+            "segment ids",
+        ),
         ({"local_window_size": 9, "sinks": jnp.ones(N)}, None),
         ({"local_window_size": 9, "logits_soft_cap": 30.0}, "logits_soft_cap"),
     ],

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_flash
+from tests.test_kernel_intervals import as_arrays
 from tests.test_kernels import check, few_thread_blocks, inputs, with_a_jump
 
 pytestmark = pytest.mark.gpu
@@ -133,6 +134,80 @@ def test_windows_of_long_sequences(H):
     arrays = inputs(1, 4224, 4224, 2, 1, H, jnp.bfloat16)
     check(arrays, is_causal=True, local_window_size=(1024, 0))
     check(arrays, local_window_size=(1000, 300), deterministic=True)
+
+
+INTERVALS = {
+    "key lengths": dict(key_value_seq_lengths=[0, 10**6, 77, 512]),
+    "query lengths": dict(query_seq_lengths=[10**6, 64, 0, 300]),
+    "causal": dict(is_causal=True, key_value_seq_lengths=[500, 1, 128, 1000]),
+    "offsets": dict(is_causal=True, query_offset=[-90, 0, 64, 500]),
+    "window": dict(local_window_size=(200, 70), query_offset=[-300, 30, 1000, 5]),
+    "all": dict(
+        is_causal=True,
+        local_window_size=(300, 0),
+        query_offset=[100, -50, 3, 0],
+        query_seq_lengths=[10**6, 250, 300, 129],
+        key_value_seq_lengths=[300, 40, 256, 10**6],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", INTERVALS)
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize(("T", "S"), [(3, 3), (799, 3), (113, 703), (1024, 512), (1157, 1091)])
+def test_lengths_and_offsets_by_batch_entry(T, S, H, kind):
+    case = T + H // 64 + list(INTERVALS).index(kind)
+    N, K = [(2, 2), (4, 2), (3, 1)][case % 3]
+    arrays = inputs(4, T, S, N, K, H, [jnp.bfloat16, jnp.float16][case % 2], seed=case)
+    check(arrays, **as_arrays(INTERVALS[kind]), deterministic=case % 4 == 0)
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_lengths_where_a_thread_block_walks_many_tiles(H):
+    arrays = inputs(4, 1157, 1091, 16, 4, H, jnp.bfloat16)
+    options = as_arrays(INTERVALS["causal"])
+    check(arrays, **options, config=few_thread_blocks(H, 40))
+    check(arrays, **options, config=few_thread_blocks(H, 40), deterministic=True)
+    sinks = jnp.linspace(-3.0, 12.0, 16)
+    check(with_a_jump(arrays, 0, 300), **options, sinks=sinks)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_lengths_leave_nan_out(H, deterministic):
+    arrays = inputs(4, 1157, 1091, 4, 2, H, jnp.bfloat16)
+    query_lengths, key_lengths = [1000, 1157, 64, 0], [700, 0, 1091, 5]
+    no_query, no_key = (
+        jnp.arange(length)
+        >= jnp.minimum(jnp.array(ends), jnp.where(jnp.array(other), length, 0))[:, None]
+        for length, ends, other in (
+            (1157, query_lengths, key_lengths),
+            (1091, key_lengths, query_lengths),
+        )
+    )
+
+    @jax.jit
+    def results(query, key, value, dout, dlse):
+        function = functools.partial(
+            attention,
+            query_seq_lengths=jnp.array(query_lengths),
+            key_value_seq_lengths=jnp.array(key_lengths),
+            return_residual=True,
+            deterministic=deterministic,
+        )
+        out, vjp = jax.vjp(function, query, key, value)
+        return *out, *vjp((dout, dlse))
+
+    def poisoned(x, where):
+        return jnp.where(where.reshape(where.shape + (1,) * (x.ndim - 2)), jnp.nan, x)
+
+    wheres = (no_query, no_key, no_key, no_query, no_query)
+    clean = results(*arrays)
+    got = results(*(poisoned(x, where) for x, where in zip(arrays, wheres, strict=True)))
+    out, lse, dq, dk, dv = got
+    chex.assert_tree_all_finite((out, dq, dk, dv))
+    chex.assert_trees_all_equal((out, lse, dk, dv), (*clean[:2], *clean[3:]))
+    np.testing.assert_allclose(dq.astype("float32"), clean[2].astype("float32"), atol=1e-2)
 
 
 @pytest.mark.parametrize("H", [64, 128, 256])

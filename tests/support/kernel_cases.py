@@ -35,38 +35,54 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
         lse = jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32)
         name = f"H{width}-{mask}-{shape}"
         args = (query, key, key, query, lse)
+        # All masks that are known at run time alone have one code.
+        lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if mask == "full" else None
         for deterministic in (False, True):
             fn = _forward_and_backward(MASKS[mask], deterministic)
             cases.append((f"{name}-deterministic" if deterministic else name, fn, args))
+            if lengths is not None:
+                case_name = f"H{width}-lengths-{shape}{'-deterministic' * deterministic}"
+                cases.append((case_name, fn, (*args, lengths)))
         if shape == "ragged":
             sinks = jax.ShapeDtypeStruct((N,), jnp.float32)
-            cases.append((f"{name}-sinks", _forward_with_sinks(MASKS[mask]), (*args[:3], sinks)))
+            fn = _forward_with_sinks(MASKS[mask])
+            cases.append((f"{name}-sinks", fn, (*args[:3], sinks)))
+            if lengths is not None:
+                case_name = f"H{width}-lengths-{shape}-sinks"
+                cases.append((case_name, fn, (*args[:3], sinks, lengths)))
     return cases
 
 
 def _forward_with_sinks(mask: dict[str, Any]) -> Callable:
-    def run(query, key, value, sinks):
+    def run(query, key, value, sinks, lengths=None):
         return jax_flash.attention(
-            query, key, value, sinks=sinks, **mask, implementation="mosaic_gpu"
+            query,
+            key,
+            value,
+            sinks=sinks,
+            **mask,
+            key_value_seq_lengths=lengths,
+            implementation="mosaic_gpu",
         )
 
     return run
 
 
 def _forward_and_backward(mask: dict[str, Any], deterministic: bool) -> Callable:
-    def attention(query, key, value):
+    def attention(query, key, value, lengths):
         return jax_flash.attention(
             query,
             key,
             value,
             **mask,
+            key_value_seq_lengths=lengths,
             return_residual=True,
             implementation="mosaic_gpu",
             deterministic=deterministic,
         )
 
-    def run(query, key, value, dout, dlse):
-        results, backward = jax.vjp(attention, query, key, value)
+    def run(query, key, value, dout, dlse, lengths=None):
+        results, backward = jax.vjp(lambda *x: attention(*x, lengths), query, key, value)
         return results, backward((dout, dlse))
 
     return run

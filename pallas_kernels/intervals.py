@@ -1,0 +1,67 @@
+"""Intervals known only at run time: of the keys a query sees, of the queries that see a key.
+
+An array of intervals is int32 `[B, 2, rows]`: where each row's interval begins and where it ends,
+both never decreasing from row to row. A row whose end is not above its beginning sees nothing.
+
+From them come, in plain JAX, the tables that say which blocks a tile needs and which of these need
+no mask; their sizes, and so the kernels, depend on no value. Masked steps read the array itself.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_FAR = np.iinfo(np.int32).max
+
+
+class Reach(NamedTuple):
+    """What tiles of rows see, `[B, tiles]` int32 each, in single keys (or queries).
+
+    Attributes:
+      first, end: what any row sees lies between them; `first` is above `end` if there is nothing.
+      common_first, common_end: what lies between them is seen by all rows; it may be nothing.
+    """
+
+    first: jax.Array
+    end: jax.Array
+    common_first: jax.Array
+    common_end: jax.Array
+
+
+def reach(intervals: jax.Array, rows: int, *, empty_rows_count: bool) -> Reach:
+    """What each tile of `rows` rows sees; the last one may have fewer.
+
+    Args:
+      intervals: `[B, 2, R]`.
+      rows: of a tile.
+      empty_rows_count: whether a row that sees nothing leaves its tile without anything in common,
+        as rows beyond the last one then do; else it does not matter.
+    """
+    batch, _, length = intervals.shape
+    beyond = -length % rows
+    first, end = jnp.pad(intervals, ((0, 0), (0, 0), (0, beyond))).swapaxes(0, 1)
+    first, end = (x.reshape(batch, -1, rows) for x in (first, end))
+    seeing = first < end
+    counts = seeing | empty_rows_count
+    return Reach(
+        first=jnp.where(seeing, first, _FAR).min(-1),
+        end=jnp.where(seeing, end, 0).max(-1),
+        common_first=jnp.where(counts, first, 0).max(-1),
+        common_end=jnp.where(counts, end, _FAR).min(-1),
+    )
+
+
+def of_keys(intervals: jax.Array, key_length: int) -> jax.Array:
+    """The queries that see each key, `[B, 2, key_length]`, from the keys that each query sees.
+
+    They are an interval, as the bounds never decrease: those whose end is above the key, and which
+    do not begin behind it.
+    """
+    keys = jnp.arange(key_length, dtype=jnp.int32)
+    count_up_to = lambda bounds: jnp.searchsorted(
+        bounds, keys, side="right", method="scan_unrolled"
+    )
+    counts = jax.vmap(jax.vmap(count_up_to))(intervals).astype(jnp.int32)
+    return counts[:, ::-1]

@@ -1,0 +1,364 @@
+"""Lengths and offsets by batch entry on the kernels in interpret mode, beside float64."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash.masks import Visibility
+from pallas_kernels import config, intervals
+from pallas_kernels.backward_query import _key_blocks_of
+from pallas_kernels.forward import Tiles
+from pallas_kernels.key_tiles import KeyTiles, Walk
+from tests.support.interpret import interpret_mode
+from tests.test_kernels import check, few_thread_blocks, inputs
+
+BATCH = 3
+VISIBILITIES = {
+    "key lengths": dict(key_value_seq_lengths=[0, 128, 77]),
+    "query lengths": dict(query_seq_lengths=[64, 10**6, 0]),
+    "both": dict(query_seq_lengths=[190, 1, 128], key_value_seq_lengths=[1, 64, 10**6]),
+    "offsets": dict(is_causal=True, query_offset=[-90, 0, 64]),
+    "causal": dict(is_causal=True, key_value_seq_lengths=[200, 5, 128]),
+    "window": dict(window=(64, 20), query_offset=[-300, 30, 500]),
+    "all": dict(
+        is_causal=True,
+        window=(150, 0),
+        query_offset=[100, -50, 3],
+        query_seq_lengths=[250, 300, 129],
+        key_value_seq_lengths=[300, 40, 256],
+    ),
+}
+SHAPES = [(300, 300), (1, 77), (513, 100), (130, 520)]
+
+
+def every_case(test):
+    """Parametrises a test of `T`, `S` and `seen`."""
+    test = pytest.mark.parametrize("kind", [*VISIBILITIES, "any"])(test)
+    return pytest.mark.parametrize(("T", "S"), SHAPES)(test)
+
+
+@pytest.fixture
+def seen(T, S, kind) -> np.ndarray:
+    """`[B, 2, T]`, by the definition of visibility; or at random, also nothing here and there."""
+    if kind == "any":
+        bounds = np.random.default_rng(T + S).integers(0, S + 1, (BATCH, 2, T))
+        return np.sort(bounds, axis=-1).astype(np.int32)
+    bounds = Visibility(**as_arrays(VISIBILITIES[kind])).row_intervals(T, S)
+    return np.stack([np.broadcast_to(x, (BATCH, T)) for x in bounds], axis=1)
+
+
+def as_arrays(options):
+    return {k: jnp.array(v) if isinstance(v, list) else v for k, v in options.items()}
+
+
+def visible(seen: np.ndarray, S) -> np.ndarray:
+    """`[B, T, S]`."""
+    first, end = seen[:, :, :, None].swapaxes(0, 1)
+    return (first <= np.arange(S)) & (np.arange(S) < end)
+
+
+def dynamic(T, S, N=4, K=2):
+    return config.Problem(
+        BATCH, T, S, N, K, 128, np.dtype(jnp.bfloat16), 1.0, None, None, dynamic=True
+    )
+
+
+@every_case
+def test_queries_of_each_key(T, S, seen):
+    seeing = intervals.of_keys(jnp.asarray(seen), S)
+    assert seeing.shape == (BATCH, 2, S) and seeing.dtype == jnp.int32
+    np.testing.assert_array_equal(visible(np.asarray(seeing), T).swapaxes(1, 2), visible(seen, S))
+    assert (np.diff(seeing, axis=-1) >= 0).all()
+
+
+@every_case
+def test_what_tiles_of_rows_reach(T, S, seen):
+    every = visible(seen, S)
+    for count_empty in (False, True):
+        reach = intervals.reach(jnp.asarray(seen), 64, empty_rows_count=count_empty)
+        for (b, tile), end in np.ndenumerate(np.asarray(reach.end)):
+            own = every[b, tile * 64 : (tile + 1) * 64]
+            keys = own.any(0).nonzero()[0]
+            first = int(reach.first[b, tile])
+            assert (first, end) == (keys[0], keys[-1] + 1) if keys.size else first >= end
+            common = own if count_empty else own[own.any(1)]
+            common = common.all(0) if count_empty is False or len(own) == 64 else np.zeros(S, bool)
+            between = np.zeros(S, bool)
+            between[int(reach.common_first[b, tile]) : int(reach.common_end[b, tile])] = True
+            np.testing.assert_array_equal(between, common)
+
+
+@every_case
+@pytest.mark.parametrize("width", [64, 128])
+def test_key_blocks_of_query_tiles(T, S, seen, width):
+    """Blocks left out are invisible to all rows, those without a mask visible to all that see any.
+
+    And where one is without a mask, each of these has seen a key in an exact step before.
+    """
+    tiles = Tiles(dynamic(T, S), config.FORWARD[width])
+    block_q, block_kv = tiles.config.block_q, tiles.config.block_kv
+    every = visible(seen, S)
+    table = np.asarray(tiles.key_blocks_of(jnp.asarray(seen)))
+    assert table.shape == (BATCH, tiles.per_head, 4)
+    for b, tile in np.ndindex(table.shape[:2]):
+        blocks, exact, near, end = table[b, tile]
+        rows = every[b, tile * block_q : (tile + 1) * block_q]
+        seeing = rows[rows.any(1)]
+        assert 0 <= exact <= near <= blocks
+        assert 1 <= blocks <= end
+        assert not rows[:, end * block_kv :].any()
+        assert not rows[:, : (end - blocks) * block_kv].any()
+        if exact < near:
+            unmasked = slice((end - near) * block_kv, (end - exact) * block_kv)
+            assert seeing[:, unmasked].all()
+            assert unmasked.stop <= S or not seeing.size
+            assert seeing[:, (end - max(exact, 1)) * block_kv :].any(axis=1).all()
+            ends = seen[b, 1, tile * block_q : (tile + 1) * block_q][rows.any(1)]
+            assert (ends >= (end - near) * block_kv).all()  # masked at their far edge alone
+        else:
+            assert exact == blocks
+        if seeing.size:
+            assert seeing[:, (end - 1) * block_kv :].any()
+            assert seeing[:, (end - blocks) * block_kv :][:, :block_kv].any()
+        else:
+            assert blocks == 1
+
+
+@every_case
+@pytest.mark.parametrize(("block_kv", "block_q"), [(128, 128), (128, 64), (64, 64)])
+def test_query_blocks_of_key_tiles(T, S, seen, block_kv, block_q):
+    """Blocks left out see no key of a tile, those without a mask all keys of a consumer."""
+    tiles = KeyTiles(dynamic(T, S), block_kv, block_q, row_bytes=1)
+    seeing = intervals.of_keys(jnp.asarray(seen), S)
+    seeing = jnp.pad(seeing, ((0, 0), (0, 0), (0, tiles.per_head * block_kv - S)))
+    table = tiles.seeing_blocks_of(seeing)
+    schedule = jnp.asarray([[tiles.count, *range(tiles.count)]])
+    walk = Walk(tiles, schedule, table, 0, seeing)
+    every = visible(seen, S)
+    for index in range(tiles.count):
+        place = tile, kv_head_of_all = walk.locate(jnp.int32(index))
+        keys = every[kv_head_of_all // 2][:, int(tile) * block_kv : (int(tile) + 1) * block_kv]
+        first, end = int(walk.first_block(place)), int(walk.end_block(place))
+        assert 0 <= first < end <= tiles.query_blocks
+        assert walk.steps(index) == (end - first) * tiles.problem.group
+        assert not keys[: first * block_q].any()
+        assert not keys[end * block_q :].any()
+        if keys.any():
+            assert keys[first * block_q :][:block_q].any()
+            assert keys[(end - 1) * block_q :].any()
+        else:
+            assert end - first == 1
+        for own in range(0, block_kv, 64):
+            unmasked = int(walk.first_unmasked_block(index, own))
+            until = int(walk.end_unmasked_block(index, own, unmasked))
+            assert first <= unmasked <= until <= end
+            if unmasked < until:
+                assert keys[unmasked * block_q : until * block_q, own : own + 64].all()
+                assert int(tile) * block_kv + own + 64 <= S
+
+
+@every_case
+@pytest.mark.parametrize("rows", [64, 128])
+def test_key_blocks_of_query_rows(T, S, seen, rows):
+    """Blocks left out are invisible to all, those without a mask visible to all that see any."""
+    blocks = _key_blocks_of(jnp.asarray(seen), 64, rows)
+    every = visible(seen, S)
+    for (b, tile), end in np.ndenumerate(np.asarray(blocks.end)):
+        first, _, first_unmasked, end_unmasked = (int(x[b, tile]) for x in blocks)
+        own = every[b, tile * rows : (tile + 1) * rows]
+        assert 0 <= first <= first_unmasked <= end_unmasked <= end
+        assert not own[:, end * 64 :].any()
+        assert not own[:, : first * 64].any()
+        assert own[own.any(1)][:, first_unmasked * 64 : end_unmasked * 64].all()
+        assert end_unmasked * 64 <= S or first_unmasked == end_unmasked
+        assert own.any() == (first < end)
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "dtype", "options"),
+    [
+        (200, 264, 2, 1, 64, jnp.bfloat16, dict(key_value_seq_lengths=[150, 0])),
+        (200, 130, 1, 1, 128, jnp.float16, dict(query_seq_lengths=[128, 77])),
+        (130, 67, 1, 1, 256, jnp.bfloat16, dict(query_seq_lengths=[0, 130])),
+        (67, 300, 2, 2, 64, jnp.float16, dict(is_causal=True, query_offset=[-20, 233])),
+        (
+            150,
+            200,
+            1,
+            1,
+            128,
+            jnp.bfloat16,
+            dict(local_window_size=(50, 20), query_offset=[-60, 90]),
+        ),
+        (
+            120,
+            150,
+            2,
+            1,
+            256,
+            jnp.bfloat16,
+            dict(is_causal=True, key_value_seq_lengths=[64, 1], query_offset=[0, -40]),
+        ),
+        (
+            230,
+            230,
+            1,
+            1,
+            64,
+            jnp.bfloat16,
+            dict(
+                is_causal=True,
+                local_window_size=(90, 0),
+                query_seq_lengths=[230, 140],
+                key_value_seq_lengths=[99, 230],
+            ),
+        ),
+    ],
+)
+def test_in_interpret_mode(T, S, N, K, H, dtype, options):
+    with interpret_mode():
+        check(inputs(2, T, S, N, K, H, dtype), **as_arrays(options))
+
+
+@pytest.mark.parametrize(
+    ("H", "options"),
+    [
+        (64, dict(query_seq_lengths=[128, 77], key_value_seq_lengths=[150, 0])),
+        (128, dict(is_causal=True, query_offset=[-20, 90])),
+        (128, dict(local_window_size=(70, 15), query_offset=[30, -100])),
+    ],
+)
+def test_deterministic_gradients(H, options):
+    """Also where a consumer's rows, or a whole tile, see nothing."""
+    arrays = inputs(2, 150, 200, 2, 1, H, jnp.bfloat16)
+    with interpret_mode():
+        check(arrays, **as_arrays(options), deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("H", "thread_blocks", "options"),
+    [
+        (64, 1, dict(is_causal=True, query_offset=[100, -30], query_seq_lengths=[150, 90])),
+        (128, 2, dict(local_window_size=(60, 30), key_value_seq_lengths=[0, 200])),
+        (256, 1, dict(is_causal=True, key_value_seq_lengths=[100, 210])),
+    ],
+)
+def test_a_thread_block_walks_many_tiles(H, thread_blocks, options):
+    arrays = inputs(2, 150, 210, 2, 1, H, jnp.bfloat16)
+    with interpret_mode():
+        check(arrays, **as_arrays(options), config=few_thread_blocks(H, thread_blocks))
+
+
+def test_sinks():
+    """Also in rows that see nothing, where they take no weight."""
+    arrays = inputs(2, 150, 200, 2, 1, 64, jnp.bfloat16)
+    options = as_arrays(dict(query_seq_lengths=[100, 150], key_value_seq_lengths=[140, 0]))
+    with interpret_mode():
+        check(arrays, **options, sinks=jnp.array([3.0, 40.0]))
+
+
+def test_maxima_that_jump_beside_rows_that_see_nothing():
+    """A second round, in which such rows take part."""
+    query, key, *rest = inputs(2, 64, 512, 1, 1, 64, jnp.bfloat16)
+    arrays = (query, key.at[:, :100].multiply(60), *rest)
+    options = as_arrays(dict(query_seq_lengths=[40, 64], key_value_seq_lengths=[500, 300]))
+    with interpret_mode():
+        check(arrays, **options, config=few_thread_blocks(64, 1))
+
+
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize(("H", "deterministic"), [(64, False), (128, True), (256, False)])
+def test_what_sees_nothing_and_is_not_seen_does_not_count(H, deterministic, poison):
+    """In rows that share a tile with others that count, and blocks without a mask."""
+    query, key, value, dout, dlse = inputs(2, 140, 330, 1, 1, H, jnp.bfloat16)
+    options = as_arrays(dict(query_seq_lengths=[75, 140], key_value_seq_lengths=[270, 0]))
+    no_query = jnp.arange(140) >= jnp.array([[75], [0]])
+    no_key = jnp.arange(330) >= jnp.array([[270], [0]])
+    attention = functools.partial(
+        jax_flash.attention,
+        **options,
+        return_residual=True,
+        implementation="mosaic_gpu",
+        deterministic=deterministic,
+    )
+
+    def results(query, key, value, dout, dlse):
+        results, vjp = jax.vjp(attention, query, key, value)
+        return *results, *vjp((dout, dlse))
+
+    def poisoned(x, where):
+        return jnp.where(where.reshape(where.shape + (1,) * (x.ndim - 2)), poison, x)
+
+    with interpret_mode():
+        clean = results(query, key, value, dout, dlse)
+        got = results(
+            poisoned(query, no_query),
+            poisoned(key, no_key),
+            poisoned(value, no_key),
+            poisoned(dout, no_query),
+            poisoned(dlse, no_query),
+        )
+    out, lse, d_query, d_key, d_value = clean
+    chex.assert_trees_all_equal(np.isneginf(lse[:, :, 0]), np.asarray(no_query))
+    for x, nothing in ((out, no_query), (d_query, no_query), (d_key, no_key), (d_value, no_key)):
+        assert not np.asarray(x)[nothing].any()
+        assert np.asarray(x)[~nothing].any()
+    chex.assert_tree_all_finite((out, d_query, d_key, d_value))
+    chex.assert_trees_all_equal(got, clean)
+
+
+def test_vmap_over_lengths_and_offsets():
+    query, key, value, _, _ = inputs(1, 40, 48, 1, 1, 64, jnp.bfloat16)
+    lengths, offsets = jnp.array([[48], [0], [17]]), jnp.array([[3], [0], [-9]])
+
+    def gradients(query, length, offset):
+        def loss(query, key, value):
+            out = jax_flash.attention(
+                query,
+                key,
+                value,
+                is_causal=True,
+                key_value_seq_lengths=length,
+                query_offset=offset,
+                implementation="mosaic_gpu",
+            )
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(query, key, value)
+
+    with interpret_mode():
+        together = jax.vmap(gradients, in_axes=(None, 0, 0))(query, lengths, offsets)
+        one_by_one = [gradients(query, *x) for x in zip(lengths, offsets, strict=True)]
+    # XLA on a CPU adds up in one order or another.
+    losses, gradients_of_all = jax.tree.map(lambda *x: jnp.stack(x), *one_by_one)
+    chex.assert_trees_all_close(together[0], losses, rtol=1e-5)
+    chex.assert_trees_all_close(together[1], gradients_of_all, rtol=2**-7, atol=1e-3)
+    assert losses[1] == 0 and abs(losses[0] - losses[2]) > 1
+
+
+def test_one_compilation_serves_all_lengths():
+    query, key, value, _, _ = inputs(1, 40, 300, 1, 1, 64, jnp.bfloat16)
+    attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
+    traces = []
+
+    @jax.jit
+    def with_length(length):
+        traces.append(length)
+        return attention(query, key, value, key_value_seq_lengths=length)
+
+    with interpret_mode():
+        for length in (300, 128, 5):
+            got = with_length(jnp.array([length]))
+            expected = attention(query, key[:, :length], value[:, :length])
+            chex.assert_trees_all_close(got, expected, atol=1e-2)
+    assert len(traces) == 1
+
+
+def test_bounds_beside_intervals_are_refused():
+    with pytest.raises(ValueError, match="None where dynamic"):
+        config.Problem(1, 10, 10, 1, 1, 64, np.dtype(jnp.bfloat16), 1.0, highest=0, dynamic=True)
