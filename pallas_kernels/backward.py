@@ -148,17 +148,17 @@ def attention_gradients(
     # The kernel zeroes it. On a CPU, in interpret mode, `lax.empty` is of zeros.
     dq_tiles = problem.batch * problem.heads * padded_rows // _DQ_TILE * problem.width // _DQ_TILE
     d_query = jax.new_ref(lax.empty((dq_tiles, *fragment_shape(_DQ_TILE)), jnp.float32))
-    progress = jax.new_ref(_zero_ahead(_key_tiles(problem, config, True)).progress())
+    progress = jax.new_ref(_zero_ahead(_key_tiles(problem, config.block_q, True)).progress())
     main = _build_main(problem, config, key.shape[1], interpreting(), True)
     d_key, d_value = main(intervals, *operands, d_query, progress)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())
     return cast(jax.freeze(d_query)), d_key, d_value
 
 
-def _key_tiles(problem: Problem, config: BackwardConfig, with_query_gradient: bool) -> KeyTiles:
+def _key_tiles(problem: Problem, block_q: int, with_query_gradient: bool) -> KeyTiles:
     # Tiles read Q and dO, and add to dQ in float32.
     element_bytes = 2 * problem.dtype.itemsize + (4 if with_query_gradient else 0)
-    return KeyTiles(problem, _BLOCK_KV, config.block_q, row_bytes=problem.width * element_bytes)
+    return KeyTiles(problem, _BLOCK_KV, block_q, row_bytes=problem.width * element_bytes)
 
 
 def _zero_ahead(tiles: KeyTiles) -> ZeroAhead:
@@ -186,7 +186,7 @@ def _build_main(
             f" a {_DQ_TILE} x {_DQ_TILE} tile of dQ for each consumer"
         )
 
-    tiles = _key_tiles(problem, config, with_query_gradient)
+    tiles = _key_tiles(problem, block_q, with_query_gradient)
     query_blocks = tiles.query_blocks
     zero_ahead = _zero_ahead(tiles)
     # At width 128 there are registers for weights and dQ at a time only where all else is simple.
@@ -480,7 +480,9 @@ def _build_main(
             def whole_tile(index, following):
                 if with_query_gradient:
                     _, kv_head_of_all = walk.locate(index)
-                    zero_ahead.advance(*dq_refs, div_rem(kv_head_of_all, tiles.section)[0])
+                    section, _ = div_rem(kv_head_of_all, tiles.section)
+                    dq_ref, progress_ref = dq_refs
+                    zero_ahead.advance(dq_ref, progress_ref, section)
 
                 def one_step(t, following):
                     if with_query_gradient:
