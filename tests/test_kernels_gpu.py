@@ -351,3 +351,22 @@ def test_second_call_compiles_nothing():
         assert not compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_scan_over_layers_runs_each_kernel_once():
+    """XLA may run a kernel twice, if a scan stacks its result and something else uses it."""
+    arrays = inputs(2, 256, 256, 4, 2, 128, jnp.bfloat16)
+    query, key, value, *_ = arrays
+    weights = jnp.ones((3, 512, 512), jnp.bfloat16)
+
+    def loss(query, weights):
+        def layer(x, weight):
+            out = attention(x, key, value, is_causal=True)
+            return (out.reshape(2, 256, 512) @ weight).reshape(x.shape), None
+
+        return jax.lax.scan(layer, query, weights)[0].astype("float32").sum()
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(query, weights).compile()
+    calls = [line for line in compiled.as_text().splitlines() if "mosaic_gpu" in line]
+    for kernel in ("attention_forward", "row_statistics", "attention_backward", "cast_dq"):
+        assert sum(f"/{kernel}/" in line for line in calls) == 1, kernel
