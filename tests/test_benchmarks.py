@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import json
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, options, timing, train_lm
+from benchmarks import attention, memory, options, timing, train_lm
 
 TINY = train_lm.Model(layers=1, heads=2, key_heads=1, head_width=64)
 
@@ -384,3 +385,29 @@ def test_a_wrong_gradient_of_an_option_fails(wrong, tmp_path, monkeypatch, capsy
     printed = capsys.readouterr().out
     assert f"{name}, both: xla is off by 5.0e-01" in printed
     assert f"{name}, forward: " not in printed
+
+
+def test_memory_is_of_the_arrays_that_live_at_the_peak(tmp_path, monkeypatch, capsys):
+    """The allocator's own counter is a GPU's; here it stands at what a call must hold."""
+    row = small_row(causal=True)
+    inputs = row.inputs()
+    stats = {"peak_bytes_in_use": sum(x.nbytes for x in inputs) + 4096}
+    device = types.SimpleNamespace(memory_stats=lambda: stats, device_kind="some", platform="cpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    _, peak = memory.peak_bytes("jax_flash xla", row)
+    assert peak == 4096
+    stats.clear()
+    with pytest.raises(RuntimeError, match="some does not count its memory"):
+        memory.peak_bytes("jax_flash xla", row)
+
+
+@pytest.mark.gpu
+def test_memory_at_the_peak_of_a_gpu(tmp_path, monkeypatch, capsys):
+    row = attention.Row(1, 1024, 8, 8, 64, True)
+    monkeypatch.setattr(memory, "ROWS", [row])
+    assert memory.main(["--candidates", "jax_flash", "--results", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.json")
+    (result,) = json.loads(path.read_text())["results"]
+    results = 4 * row.length * row.heads * row.width * 2
+    # Output, gradients, dQ in float32; not a matrix of all weights.
+    assert results <= result["peak_bytes"] < 4 * results
