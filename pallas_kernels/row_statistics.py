@@ -49,7 +49,7 @@ def row_statistics(
     same array in memory.
 
     Args:
-      out, d_out: `[B, >= query_length, N, H]`.
+      out, d_out: `[B, >= query_length, N, h]`.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
       d_lse: `[B, N, >= query_length]` float32.
       problem: static description.
