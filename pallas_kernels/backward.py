@@ -199,7 +199,8 @@ def _build_main(
     query_blocks = tiles.query_blocks
     zero_ahead = _zero_ahead(tiles)
     # At width 128 there are registers for weights and dQ at a time only where all else is simple.
-    early_weights = width <= 64 or not (tiles.any_mask or group > 1)
+    simple = not (tiles.any_mask or group > 1) and key_columns.tiles == value_columns.tiles == 1
+    early_weights = width <= 64 or simple
 
     ds_stored = NamedBarriers(first=_CONSUMERS + 2, count=2 * _CONSUMERS, arrivers=1)
     free = NamedBarriers(ds_stored.first + ds_stored.count, stages, arrivers=_CONSUMERS)

@@ -283,6 +283,10 @@ BACKWARD: dict[int, BackwardConfig | BackwardKeyConfig] = {
     256: BackwardKeyConfig(),
 }
 
+# Up to 128 columns in boxes of 64 (`columns.py`): a producer that issues more copies spills 8 bytes
+# with 24 registers.
+BACKWARD_BOXES = BackwardConfig(block_q=64, stages=2, registers=(232, 40))
+
 # Registers: width / 2 for dQ, block_kv for S and dP, block_kv / 4 for dS. Width 256: Q and dO take
 # 128 KB of shared memory, each stage of K or V 32 KB of the 99 KB left.
 BACKWARD_QUERY = {
@@ -300,4 +304,6 @@ def default(width: int, value_width: int = 0) -> Config:
     widest = whole_tiles(max(width, value_width))
     is_latent = whole_tiles(width) == 192 and 0 < value_width <= 128
     forward = FORWARD_LATENT if is_latent else FORWARD[widest]
-    return Config(forward, BACKWARD[widest], BACKWARD_QUERY[widest])
+    in_boxes = width % 64 > 0 or value_width % 64 > 0 or width < value_width
+    backward = BACKWARD_BOXES if widest == 128 and in_boxes else BACKWARD[widest]
+    return Config(forward, backward, BACKWARD_QUERY[widest])

@@ -45,6 +45,7 @@ from pallas_kernels.primitives import (
     BlockVote,
     NamedBarriers,
     div_rem,
+    fresh_zero,
     interpreting,
     keep_columns_from,
     keep_columns_to,
@@ -211,6 +212,7 @@ def _build(
     schedule = tiles.schedule(thread_blocks)
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
+    registers_are_short = query_buffers == 1 and config.block_kv > 64
     block_kv, dtype = config.block_kv, problem.dtype
     key_columns = Columns.whole(problem.width)
     value_columns = Columns.whole(problem.value_width)
@@ -347,7 +349,11 @@ def _build(
 
             def compute(o_acc, s_acc, begin, first_step):
                 end = begin + tile_count
-                number_of = lambda index: schedule_ref[block, 1 + index - begin]
+
+                def number_of(index):
+                    # Where registers are short, the address is made anew.
+                    own = block + fresh_zero() if registers_are_short else block
+                    return schedule_ref[own, 1 + index - begin]
 
                 def issue_logits(buffer, k_slot):
                     s_acc[...] = zero_tile(_ROWS, block_kv)

@@ -83,11 +83,20 @@ def small_row(causal: bool) -> attention.Row:
     return attention.Row(1, 64, 4, 2, 64, causal)
 
 
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 5), (True, 99)])
-def test_reference_has_the_gradients_of_attention(causal, window):
-    row = dataclasses.replace(small_row(causal), window=window)
+@pytest.mark.parametrize(
+    ("causal", "window", "value_width", "candidate"),
+    [
+        (False, None, 0, "jax.nn xla"),
+        (True, None, 0, "jax.nn xla"),
+        (True, 5, 0, "jax.nn xla"),
+        (True, 99, 0, "jax.nn xla"),
+        (True, None, 40, "jax_flash xla"),
+    ],
+)
+def test_reference_has_the_gradients_of_attention(causal, window, value_width, candidate):
+    row = dataclasses.replace(small_row(causal), window=window, value_width=value_width)
     inputs = [x.astype(jnp.float32) for x in row.inputs()]
-    attend = functools.partial(attention.CANDIDATES["jax.nn xla"], **row.mask)
+    attend = functools.partial(attention.CANDIDATES[candidate], **row.mask)
 
     with jax.default_matmul_precision("highest"):
         out, backward = jax.vjp(attend, *inputs[:3])
@@ -102,6 +111,14 @@ def test_flops_count_the_pairs_that_a_window_leaves(window):
     query, key = np.arange(row.length)[:, None], np.arange(row.length)
     pairs = ((key <= query) & (key >= query - window)).sum()
     assert row.flops("forward") == 4 * row.batch * row.heads * row.width * pairs
+
+
+def test_flops_count_the_columns_of_each_product():
+    row = dataclasses.replace(small_row(False), width=192, value_width=128)
+    of_a_column = 2 * row.batch * row.heads * row.length**2
+    assert row.flops("forward") == of_a_column * (192 + 128)
+    assert row.flops("backward") == of_a_column * (3 * 192 + 2 * 128)
+    assert row.flops("both") == row.flops("forward") + row.flops("backward")
 
 
 def test_suite_is_checked_timed_and_written(tmp_path, capsys):

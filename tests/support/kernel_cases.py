@@ -57,7 +57,7 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
 
 
 def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
-    """Every mask with tails, which takes most registers, and one case without."""
+    """Every mask with tails, which takes most registers, one case without, and one with sinks."""
     cases = []
     for width, value_width in OTHER_WIDTHS:
         for mask, shape in [("full", "even"), *((m, "ragged") for m in (*MASKS, "lengths"))]:
@@ -71,6 +71,11 @@ def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
             fn = _forward_and_backward(MASKS.get(mask, {}), deterministic)
             name = f"H{width}-h{value_width}-{mask}-{shape}{'-deterministic' * deterministic}"
             cases.append((name, fn, tuple(args)))
+        # The arguments of the last one: lengths by batch entry.
+        query, key, value, _, _, lengths = args
+        sinks = jax.ShapeDtypeStruct((N,), jnp.float32)
+        name = f"H{width}-h{value_width}-lengths-ragged-sinks"
+        cases.append((name, _forward_with_sinks({}), (query, key, value, sinks, lengths)))
     return cases
 
 
