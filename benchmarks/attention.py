@@ -38,8 +38,8 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 # Relative error of a right result: bf16 output and weights give 2e-3 to 3e-3.
 TOLERANCE = 1e-2
 
-# FLOPs over those of the forward, which has two matrix products; the backward has five.
-PASSES = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+# How many products of a pass have the query's width, and how many the value's.
+PASSES = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Row:
       window: None, or how many keys before its own a query sees; needs causal.
       documents: None, or how many the batch entry is packed of; needs causal, a batch of 1 and no
         window. Their lengths are random.
+      value_width: of values and output; as width if it is 0.
     """
 
     batch: int
@@ -60,6 +61,7 @@ class Row:
     causal: bool
     window: int | None = None
     documents: int | None = None
+    value_width: int = 0
 
     @property
     def name(self) -> str:
@@ -69,7 +71,8 @@ class Row:
             mask += f" window {self.window}"
         if self.documents is not None:
             mask += f" {self.documents} documents"
-        return f"b{self.batch} s{self.length}{grouped} H{self.width} {mask}"
+        widths = f"H{self.width}" + (f"/{self.value_width}" if self.value_width else "")
+        return f"b{self.batch} s{self.length}{grouped} {widths} {mask}"
 
     @property
     def document_lengths(self) -> tuple[int, ...] | None:
@@ -92,14 +95,22 @@ class Row:
             pairs = seen * (self.length - seen) + seen * (seen + 1) / 2
         if self.document_lengths is not None:
             pairs = sum(length * (length + 1) for length in self.document_lengths) / 2
-        return 4 * self.batch * self.heads * self.width * pairs * PASSES[passes]
+        of_width, of_value_width = PASSES[passes]
+        columns = of_width * self.width + of_value_width * (self.value_width or self.width)
+        return 2 * self.batch * self.heads * columns * pairs
 
     def inputs(self) -> tuple[jax.Array, ...]:
         """Query, key, value and the cotangent of the output, random in bf16."""
-        queries = (self.batch, self.length, self.heads, self.width)
-        keys = (self.batch, self.length, self.key_heads, self.width)
+        value_width = self.value_width or self.width
+        queries = (self.batch, self.length, self.heads)
+        keys = (self.batch, self.length, self.key_heads)
         names = jax.random.split(jax.random.key(0), 4)
-        shapes = (queries, keys, keys, queries)
+        shapes = (
+            (*queries, self.width),
+            (*keys, self.width),
+            (*keys, value_width),
+            (*queries, value_width),
+        )
         return tuple(
             jax.random.normal(name, shape, jnp.bfloat16)
             for name, shape in zip(names, shapes, strict=True)
@@ -128,6 +139,11 @@ SUITES = {
         Row(1, 16384, 16, 16, 128, True, documents=16),
         Row(1, 32768, 32, 8, 128, True, documents=8),
         Row(1, 16384, 32, 32, 64, True, documents=32),
+    ],
+    # 192 and 128 are those of multi-head latent attention.
+    "widths": [
+        *(Row(4, 4096, 16, 16, 192, causal, value_width=128) for causal in (False, True)),
+        *(Row(4, 4096, 16, 16, width, True) for width in (80, 96, 160, 192)),
     ],
     # Small enough for a CPU.
     "small": [
@@ -315,17 +331,17 @@ def reference(
 
     def heads_first(x):
         x = jnp.repeat(x, heads // x.shape[2], axis=2)
-        return x.transpose(0, 2, 1, 3).reshape(batch * heads, length, width)
+        return x.transpose(0, 2, 1, 3).reshape(batch * heads, length, -1)
 
     def heads_third(x):
-        return x.reshape(batch, heads, length, width).transpose(0, 2, 1, 3)
+        return x.reshape(batch, heads, length, -1).transpose(0, 2, 1, 3)
 
     out, dq, dk, dv = map(
         heads_third, jax.lax.map(one_head, tuple(map(heads_first, (query, key, value, dout))))
     )
 
     def sum_groups(x):
-        return x.reshape(batch, length, key_heads, heads // key_heads, width).sum(axis=3)
+        return x.reshape(batch, length, key_heads, heads // key_heads, -1).sum(axis=3)
 
     return out, dq, sum_groups(dk), sum_groups(dv)
 

@@ -43,7 +43,7 @@ def registers_needed(width: int, config: ForwardConfig) -> int:
 def shared_memory_bytes(width: int, config: ForwardConfig) -> int:
     """Bytes that a thread block takes: queries, K and V, staged output and mbarriers."""
     rows = config.query_buffers * config.block_q + 2 * config.stages * config.block_kv
-    staged = config.block_q * min(width, 128)
+    staged = config.block_q * min(width, config.staged_columns)
     mbarriers = config.query_buffers + 2 * config.stages
     return 2 * (rows * width + staged) + 8 * mbarriers + _REDUCTION_BYTES
 

@@ -24,7 +24,7 @@ from jax_flash.call import Call
 from jax_flash.masks import Visibility
 from pallas_kernels import backward, forward
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels.config import WIDTHS, Config, Problem, default
+from pallas_kernels.config import SUPPORTED_WIDTHS, Config, Problem, default
 from pallas_kernels.primitives import interpreting
 
 OUT_NAME = "jax_flash_out"
@@ -45,10 +45,12 @@ def unsupported(call: Call) -> str | None:
         f"dtype {call.query.dtype}: the kernels take bfloat16 and float16": (
             call.query.dtype not in _DTYPES
         ),
-        f"head width {width}: the kernels take {', '.join(map(str, WIDTHS))}": (
-            width not in WIDTHS
+        f"head width {width}: the kernels take multiples of 8 up to 256": (
+            width not in SUPPORTED_WIDTHS
         ),
-        f"value width {value_width} differs from query width {width}": value_width != width,
+        f"value width {value_width}: the kernels take multiples of 8 up to 256": (
+            value_width not in SUPPORTED_WIDTHS
+        ),
         "an empty batch, head or sequence axis": 0 in (batch, heads, query_length, key_length),
         "scale as an array": not isinstance(call.scale, (int, float)),
         # The exponent's multiplier is a float32, and -LSE / scale is added up in one.
@@ -73,14 +75,14 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
         highest=highest,
         dynamic=bool(intervals),
         deterministic=call.deterministic,
-        config=call.config or default(call.query.shape[-1]),
+        config=call.config or default(call.query.shape[-1], call.value.shape[-1]),
     )
     sinks: tuple[jax.Array, ...] = ()
     if call.sinks is not None:
         # For each batch entry, as vmap makes the batch longer.
         batch_and_heads = call.query.shape[0], call.query.shape[2]
         sinks = (jnp.broadcast_to(call.sinks.astype(jnp.float32), batch_and_heads),)
-    problem = settings.problem(call.query, call.key)
+    problem = settings.problem(call.query, call.key, call.value)
     out, lse = _attention(
         settings,
         _zero_unseeing(call.query, problem, intervals),
@@ -162,7 +164,7 @@ class _Settings:
     deterministic: bool
     config: Config
 
-    def problem(self, query: jax.Array, key: jax.Array) -> Problem:
+    def problem(self, query: jax.Array, key: jax.Array, value: jax.Array) -> Problem:
         batch, query_length, heads, width = query.shape
         return Problem(
             batch=batch,
@@ -176,12 +178,13 @@ class _Settings:
             lowest=self.lowest,
             highest=self.highest,
             dynamic=self.dynamic,
+            value_width=value.shape[-1],
         )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(settings, query, key, value, sinks, intervals):
-    """Output `[B, T, N, H]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
+    """Output `[B, T, N, h]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
 
     Intervals are one `[B, 2, T]`, or none where they are static.
     """
@@ -218,7 +221,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 @functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
 def _run_forward(settings, query, key, value, sinks, intervals):
-    problem = settings.problem(query, key)
+    problem = settings.problem(query, key, value)
 
     def kernel(query, key, value, sinks, intervals):
         out, lse = forward.attention(
@@ -233,14 +236,18 @@ def _run_forward(settings, query, key, value, sinks, intervals):
         rows = problem.query_length
         return _keep_apart((out[:, :rows], lse[:, :, :rows]))
 
+    out_shape = (*query.shape[:-1], value.shape[-1])
     lse_shape = (problem.batch, problem.heads, problem.query_length)
-    out_types = (jax.typeof(query), jax.ShapeDtypeStruct(lse_shape, jnp.float32))
+    out_types = (
+        jax.ShapeDtypeStruct(out_shape, query.dtype),
+        jax.ShapeDtypeStruct(lse_shape, jnp.float32),
+    )
     return _on_hopper(kernel, out_types, query, key, value, sinks, intervals)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run_backward(settings, query, key, value, intervals, out, lse, d_out, d_lse):
-    problem = settings.problem(query, key)
+    problem = settings.problem(query, key, value)
 
     def kernel(query, key, value, intervals, out, lse, d_out, d_lse):
         d_query, d_key, d_value = backward.attention_gradients(

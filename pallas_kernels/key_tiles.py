@@ -146,7 +146,7 @@ class KeyTiles:
         scratch: dict[str, Any],
         from_end: bool = False,
     ) -> Callable:
-        """The kernel that makes dK and dV, `[batch, key_rows, kv_heads, width]` each.
+        """The kernel that makes dK and dV, `[batch, key_rows, kv_heads, width or value_width]`.
 
         Args:
           body: takes the refs of `Walk`, two or where the problem is dynamic three, those of the
@@ -162,10 +162,13 @@ class KeyTiles:
         thread_blocks = min(thread_blocks, self.count)
         schedule = self.schedule(thread_blocks, reverse=from_end)
         seeing_blocks = self.seeing_blocks()
-        gradient = jax.ShapeDtypeStruct((p.batch, key_rows, p.kv_heads, p.width), p.dtype)
+        d_key, d_value = (
+            jax.ShapeDtypeStruct((p.batch, key_rows, p.kv_heads, width), p.dtype)
+            for width in (p.width, p.value_width)
+        )
         kernel = plgpu.kernel(
             body,
-            out_type=(gradient, gradient),
+            out_type=(d_key, d_value),
             grid=(thread_blocks,),
             grid_names=("block",),
             num_threads=BACKWARD_CONSUMERS + 1,

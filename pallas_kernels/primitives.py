@@ -317,7 +317,8 @@ def row_products(a_ref, b_ref, first, last) -> jax.Array:
     """`(64,)` float32 rowsum(a * b) of rows of two 16-bit views `(rows, n)` of global memory.
 
     From row `first` on; rows after `last` read as `last`. n / 8 lanes read a row together, 16 bytes
-    each, so that a warp reads whole rows. Each quad of them then gets the sum of one row.
+    each, so that a warp reads whole rows. Each quad of them then gets the sum of one row. Where
+    n / 8 is no power of two, or below 4, lanes that read the last bytes again fill up.
     """
     if interpreting():
         rows = jnp.minimum(first + jnp.arange(64), last)
@@ -334,12 +335,17 @@ def row_products(a_ref, b_ref, first, last) -> jax.Array:
         first, last = first.registers[()], last.registers[()]
         row_type = ir.MemRefType(a_ref.type)
         strides, _ = row_type.get_strides_and_offset()
-        lanes = row_type.shape[1] // 8  # that read a row together
+        pieces = row_type.shape[1] // 8  # of a row, of 16 bytes
+        lanes = max(4, 1 << (pieces - 1).bit_length())  # that read a row together
         rows = lanes // 4  # that they read one after the other
         lane = arith.andi(_thread(), _i32(31))
         quad = arith.andi(arith.shrui(lane, _i32(2)), _i32(rows - 1))  # among those lanes
         first_row = arith.subi(arith.addi(first, _own_row()), quad)
-        column = arith.extui(i64, arith.muli(arith.andi(lane, _i32(lanes - 1)), _i32(16)))
+        piece = arith.andi(lane, _i32(lanes - 1))
+        if pieces < lanes:
+            has_piece = arith.cmpi(arith.CmpIPredicate.slt, piece, _i32(pieces))
+            piece = arith.minsi(piece, _i32(pieces - 1))
+        column = arith.extui(i64, arith.muli(piece, _i32(16)))
         bases = [
             arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)), column)
             for ref in (a_ref, b_ref)
@@ -367,6 +373,9 @@ def row_products(a_ref, b_ref, first, last) -> jax.Array:
                 for e in range(2):
                     x, y = (arith.extf(f32, _extract(pair, e)) for pair in pairs)
                     total = arith.mulf(x, y) if total is None else llvm.intr_fma(x, y, total)
+            if pieces < lanes:
+                zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+                total = arith.select(has_piece, total, zero)
             return total
 
         def one_row_a_quad(sums):

@@ -55,7 +55,7 @@ def row_statistics(
     same array in memory.
 
     Args:
-      out, d_out: `[B, >= query_length, N, H]`.
+      out, d_out: `[B, >= query_length, N, h]`.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
       d_lse: `[B, N, >= query_length]` float32.
       problem: static description.
@@ -64,7 +64,8 @@ def row_statistics(
 
     Returns:
       Start and minus_delta, `[B, N, padded_rows]` float32 each, and with `with_dq` zeros for
-      B * N * padded_rows rows of dQ, in tiles of 64 rows by 64 columns in fragment order.
+      B * N * padded_rows rows of dQ of problem.widest columns, in tiles of 64 rows by 64 columns
+      in fragment order.
 
     Raises:
       ValueError: padded_rows is no multiple of 64, or less than problem.query_length.
@@ -79,7 +80,7 @@ def row_statistics(
 
 @functools.lru_cache
 def _build(problem: Problem, padded_rows: int, with_dq: bool, interpret: bool):
-    tiles, column_tiles = padded_rows // _ROWS, problem.width // _COLUMNS
+    tiles, column_tiles = padded_rows // _ROWS, problem.widest // _COLUMNS
     last = problem.query_length - 1
 
     def row_statistics(out_ref, lse_ref, do_ref, d_lse_ref, start_ref, minus_delta_ref, *dq_refs):

@@ -85,19 +85,20 @@ def small_row(causal: bool) -> attention.Row:
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "candidate"),
     [
-        small_row(False),
-        small_row(True),
-        dataclasses.replace(small_row(True), window=5),
-        dataclasses.replace(small_row(True), window=99),
-        dataclasses.replace(small_row(True), documents=5),
+        (small_row(False), "jax.nn xla"),
+        (small_row(True), "jax.nn xla"),
+        (dataclasses.replace(small_row(True), window=5), "jax.nn xla"),
+        (dataclasses.replace(small_row(True), window=99), "jax.nn xla"),
+        (dataclasses.replace(small_row(True), documents=5), "jax.nn xla"),
+        (dataclasses.replace(small_row(True), value_width=40), "jax_flash xla"),
     ],
-    ids=lambda row: row.name,
+    ids=lambda x: getattr(x, "name", x),
 )
-def test_reference_has_the_gradients_of_attention(row):
+def test_reference_has_the_gradients_of_attention(row, candidate):
     inputs = [x.astype(jnp.float32) for x in row.inputs()]
-    attend = functools.partial(attention.CANDIDATES["jax.nn xla"], **row.mask)
+    attend = functools.partial(attention.CANDIDATES[candidate], **row.mask)
 
     with jax.default_matmul_precision("highest"):
         out, backward = jax.vjp(attend, *inputs[:3])
@@ -122,6 +123,14 @@ def test_flops_count_the_pairs_within_documents(documents):
     ids = np.repeat(np.arange(documents), lengths)
     pairs = np.tril(ids[:, None] == ids).sum()
     assert row.flops("forward") == 4 * row.batch * row.heads * row.width * pairs
+
+
+def test_flops_count_the_columns_of_each_product():
+    row = dataclasses.replace(small_row(False), width=192, value_width=128)
+    of_a_column = 2 * row.batch * row.heads * row.length**2
+    assert row.flops("forward") == of_a_column * (192 + 128)
+    assert row.flops("backward") == of_a_column * (3 * 192 + 2 * 128)
+    assert row.flops("both") == row.flops("forward") + row.flops("backward")
 
 
 def test_suite_is_checked_timed_and_written(tmp_path, capsys):

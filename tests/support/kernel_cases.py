@@ -16,6 +16,9 @@ MASKS: dict[str, dict[str, Any]] = {
     "window": {"is_causal": True, "local_window_size": (700, 0)},
 }
 
+# Query and value widths beside those of `config.WIDTHS`.
+OTHER_WIDTHS = [(192, 128), (192, 192), (96, 96), (160, 160), (40, 72)]
+
 BATCH = 2  # a batch of one takes fewer registers
 
 # (T, S, N, K, dtype): tiles that fit, and tails at both ends with grouped heads.
@@ -50,6 +53,29 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
             if lengths is not None:
                 case_name = f"H{width}-lengths-{shape}-sinks"
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
+    return cases + _cases_of_other_widths()
+
+
+def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
+    """Every mask with tails, which takes most registers, one case without, and one with sinks."""
+    cases = []
+    for width, value_width in OTHER_WIDTHS:
+        for mask, shape in [("full", "even"), *((m, "ragged") for m in (*MASKS, "lengths"))]:
+            T, S, N, K, dtype = SHAPES[shape]
+            shapes = (T, N, width), (S, K, width), (S, K, value_width), (T, N, value_width)
+            args = [jax.ShapeDtypeStruct((BATCH, *s), dtype) for s in shapes]
+            args.append(jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32))
+            if mask == "lengths":
+                args.append(jax.ShapeDtypeStruct((BATCH,), jnp.int32))
+            deterministic = shape == "even"
+            fn = _forward_and_backward(MASKS.get(mask, {}), deterministic)
+            name = f"H{width}-h{value_width}-{mask}-{shape}{'-deterministic' * deterministic}"
+            cases.append((name, fn, tuple(args)))
+        # The arguments of the last one: lengths by batch entry.
+        query, key, value, _, _, lengths = args
+        sinks = jax.ShapeDtypeStruct((N,), jnp.float32)
+        name = f"H{width}-h{value_width}-lengths-ragged-sinks"
+        cases.append((name, _forward_with_sinks({}), (query, key, value, sinks, lengths)))
     return cases
 
 
