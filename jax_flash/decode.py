@@ -5,24 +5,31 @@ of the keys are combined by their LSE (flash decoding, `reference.py`).
 """
 
 import dataclasses
+import functools
+import logging
 import math
 import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_flash import xla
+from jax_flash import device, dispatch, xla
 from jax_flash.api import _array, _int32, _is_number, _need, _window
+from jax_flash.autodiff import _on_hopper
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
+from pallas_kernels import combine
+from pallas_kernels import decode as kernel
 
 QUERY_DTYPES = ("bfloat16", "float16", "float32")
 FLOAT8 = "float8_e4m3fn"
-IMPLEMENTATIONS = ("xla",)
+IMPLEMENTATIONS = ("mosaic_gpu", "xla")  # fastest first
 
+_SCALES = (1e-30, 1e4)
 _CHUNK = 4096  # keys that plain JAX reads at a time
 
 
@@ -117,8 +124,9 @@ def decode_attention(
       key_scale: floating `[K]`: keys are key_cache * key_scale; None for 1.
       value_scale: floating `[K]`, likewise.
       return_residual: also return the LSE.
-      implementation: None for the fastest that can do the call on this device, or "xla", plain JAX,
-        on any device.
+      implementation: None for the fastest that can do the call on this device, or
+          "mosaic_gpu", a Pallas kernel for Hopper GPUs (H100, H200), or
+          "xla", plain JAX, on any device.
 
     Returns:
       The output `[B, T, N, h]` in the query's dtype; with `return_residual`, (output, LSE): LSE
@@ -204,7 +212,8 @@ def decode_attention(
         value_scale=_per_head("value_scale", value_scale, K),
         num_splits=None if num_splits is None else int(num_splits),
     )
-    out, lse = _plain(call)
+    chosen = _choose(call, implementation).implementation
+    out, lse = _on_kernel(call) if chosen == "mosaic_gpu" else _plain(call)
     return (out, lse) if return_residual else out
 
 
@@ -323,6 +332,98 @@ def _per_head(name: str, x, heads: int) -> jax.Array | None:
     _need(jnp.issubdtype(x.dtype, jnp.floating), name, x.dtype, "floating", TypeError)
     _need(x.shape == (heads,), name, f"shape {x.shape}", f"{(heads,)}")
     return x.astype(jnp.float32)
+
+
+def _choose(call: DecodeCall, implementation: str | None) -> dispatch.Explanation:
+    """The implementation that runs the call, as in `dispatch.choose`."""
+    here = device.device_of(call.query)
+    reason = dispatch._device_reason("mosaic_gpu", here)
+    if implementation == "mosaic_gpu" and here.platform != "gpu":
+        reason = None  # a machine without a GPU may lower for one elsewhere
+    reason = reason or _unsupported(call)
+    if implementation == "mosaic_gpu" and reason is not None:
+        raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
+    if implementation is not None or reason is None:
+        return dispatch.Explanation(implementation or "mosaic_gpu", {})
+    if here.is_hopper:
+        dispatch._log_once(logging.WARNING, "xla", ("mosaic_gpu", reason))
+    return dispatch.Explanation("xla", {"mosaic_gpu": reason})
+
+
+# --- the kernel ----------------------------------------------------------------------------------
+
+
+def _unsupported(call: DecodeCall) -> str | None:
+    """Why the kernel cannot do this call, or None if it can; devices are dispatch's business."""
+    width, value_width = call.query.shape[-1], call.value_cache.shape[-1]
+    reasons = {
+        f"dtype {call.query.dtype}: the kernel takes bfloat16 and float16": (
+            call.query.dtype.name not in ("bfloat16", "float16")
+        ),
+        "float8 caches": call.key_cache.dtype != call.query.dtype,
+        "key_scale and value_scale": (call.key_scale, call.value_scale) != (None, None),
+        f"head width {width}: the kernel takes {', '.join(map(str, kernel.CONFIG))}": (
+            width not in kernel.CONFIG
+        ),
+        f"value width {value_width} differs from query width {width}": value_width != width,
+        "an empty batch, token or cache axis": 0 in (*call.query.shape, call.capacity),
+        f"a cache length of {call.capacity}, no multiple of 8": call.capacity % 8 != 0,
+        # The exponent's multiplier is a float32, and tells which logit is the greatest.
+        f"scale {call.scale} is not in {_SCALES}": not _SCALES[0] <= call.scale <= _SCALES[1],
+        f"num_splits {call.num_splits}: the kernel takes up to {combine.MOST_SPLITS}": (
+            (call.num_splits or 1) > combine.MOST_SPLITS
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _on_kernel(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
+    """Runs a call that `_unsupported` has no reason against."""
+    B, T, N, H = call.query.shape
+    K = call.key_cache.shape[2]
+    problem = kernel.DecodeProblem(
+        batch=B,
+        tokens=T,
+        heads=N,
+        kv_heads=K,
+        width=H,
+        dtype=np.dtype(call.query.dtype),
+        capacity=call.capacity,
+        page_size=None if call.page_table is None else call.key_cache.shape[1],
+        scale=call.scale,
+        window=None if call.window is None else min(call.window, call.capacity),
+        soft_cap=call.logits_soft_cap,
+    )
+    splits = call.num_splits or kernel.splits_for(problem)
+    caches = call.key_cache, call.value_cache, call.lengths
+    return _run(problem, splits, call.query, caches, call.page_table, call.sinks)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
+def _run(problem: kernel.DecodeProblem, splits: int, query, caches, page_table, sinks):
+    B, T, N, H = query.shape
+    K, group = problem.kv_heads, problem.group
+
+    def run(query, caches, page_table, sinks):
+        rows = query.reshape(B, T, K, group, H).swapaxes(1, 2).reshape(B, K, T * group, H)
+        if sinks is not None:
+            sinks = jnp.tile(sinks.reshape(K, group), (1, T))
+        key_cache, value_cache, lengths = caches
+        out, lse = kernel.attention(
+            rows,
+            key_cache,
+            value_cache,
+            lengths,
+            page_table,
+            sinks,
+            problem=problem,
+            splits=splits,
+        )
+        out = out.reshape(B, K, T, group, H).swapaxes(1, 2).reshape(B, T, N, H)
+        return out, lse.reshape(B, K, T, group).swapaxes(1, 2).reshape(B, T, N)
+
+    out_types = (jax.typeof(query), jax.ShapeDtypeStruct((B, T, N), jnp.float32))
+    return _on_hopper(run, out_types, query, caches, page_table, sinks)
 
 
 # --- plain JAX -----------------------------------------------------------------------------------

@@ -280,6 +280,78 @@ def store_rows(ref, rows: jax.Array) -> None:
     store(ref, rows)
 
 
+def store_tile(ref, tile: jax.Array) -> None:
+    """Stores the first `rows` of a `(64, n)` tile to a `(rows, n)` view of global memory."""
+    rows = ref.shape[0]
+    if interpreting():
+        ref[...] = tile[:rows]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
+    def store(_, ref, tile):
+        view = ir.MemRefType(ref.type)
+        strides, _ = view.get_strides_and_offset()
+        bytes_each = mgpu_utils.bytewidth(view.element_type)
+        row = _own_row()
+        # A thread has two neighbouring columns of each group of 8.
+        column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
+        offset = arith.addi(arith.muli(row, _i32(strides[0])), column)
+        address = _global_address(ref, arith.muli(offset, _i32(bytes_each)))
+        i32 = ir.IntegerType.get_signless(32)
+        for _, group, half, pair in _fragments(tile.registers):
+            place = (8 * half * strides[0] + 8 * group) * bytes_each
+            if bytes_each == 4:
+                values, kind, constraint = [_extract(pair, e) for e in range(2)], "v2.f32", "f,f"
+            else:
+                values, kind, constraint = [llvm.bitcast(i32, pair)], "b32", "r"
+            names = ", ".join(f"${2 + n}" for n in range(len(values)))
+            _asm(
+                f"{{ .reg .pred p; setp.lt.s32 p, $1, {rows - 8 * half};"
+                f" @p st.global.{kind} [$0+{place}], {{{names}}}; }}",
+                f"l,r,{constraint},~{{memory}}",
+                [address, row, *values],
+            )
+
+    store(ref, tile)
+
+
+def keep_operand_rows(ref, first, end) -> None:
+    """Zeroes the rows outside of [first, end) of a 16-bit `(rows, n)` tile that TMA has brought.
+
+    In shared memory in the form of `OPERAND`, up to 128 rows. `commit_smem` must follow.
+    """
+    if interpreting():
+        row = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
+        ref[...] = jnp.where((row >= first) & (row < end), ref[...], 0)
+        return
+
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), splat, splat))
+    def zero(_, ref, first, end):
+        # 8 rows of 128 bytes are a tile. The swizzle moves nothing from one row to another.
+        _, column_tiles, _, _ = ir.MemRefType(ref.type).shape
+        row = _thread()
+        i32 = ir.IntegerType.get_signless(32)
+        address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(ref))
+        tile = arith.muli(arith.shrui(row, _i32(3)), _i32(1024 * column_tiles))
+        in_tile = arith.muli(arith.andi(row, _i32(7)), _i32(128))
+        address = arith.addi(address, arith.addi(tile, in_tile))
+        places = [1024 * tile + 16 * chunk for tile in range(column_tiles) for chunk in range(8)]
+        stores = " ".join(
+            f"@p st.shared.v4.b32 [$0+{place}], {{zero, zero, zero, zero}};" for place in places
+        )
+        rows = ir.MemRefType(ref.type).shape[0] * 8
+        _asm(
+            "{ .reg .pred p; .reg .b32 zero; mov.b32 zero, 0; setp.lt.s32 p, $1, $2;"
+            f" setp.ge.or.s32 p, $1, $3, p; setp.lt.and.s32 p, $1, {rows}, p; {stores} }}",
+            "r,r,r,r,~{memory}",
+            [address, row, first.registers[()], end.registers[()]],
+        )
+
+    zero(ref, jnp.int32(first), jnp.int32(end))
+
+
 def load_rows(ref, first, last) -> jax.Array:
     """`(64,)` float32 or int32, one value a row, from row `first` of a view of global memory on.
 

@@ -53,6 +53,47 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
     return cases
 
 
+# Tokens, page size, splits and options of decode_attention, from nothing to everything at once.
+DECODE: dict[str, tuple[int, int | None, int, dict[str, Any]]] = {
+    "one": (1, None, 1, {}),
+    "splits": (1, None, 16, {}),
+    "paged": (8, 64, 2, {}),
+    "all": (30, 16, 1, {"local_window_size": 1000, "logits_soft_cap": 30.0}),
+}
+
+
+def decode_cases() -> list[tuple[str, Callable, Any]]:
+    """The same for decode_attention."""
+    cases = []
+    for width, kind in itertools.product(config.WIDTHS, DECODE):
+        tokens, page_size, splits, options = DECODE[kind]
+        dtype = jnp.float16 if kind == "all" else jnp.bfloat16
+        shape = jax.ShapeDtypeStruct
+        args = {
+            "query": shape((BATCH, tokens, 12, width), dtype),
+            "key_cache": shape((BATCH, 8192, 4, width), dtype),
+            "value_cache": shape((BATCH, 8192, 4, width), dtype),
+            "lengths": shape((BATCH,), jnp.int32),
+        }
+        if page_size is not None:
+            pages = shape((300, page_size, 4, width), dtype)
+            args |= {"key_cache": pages, "value_cache": pages}
+            args["page_table"] = shape((BATCH, 8192 // page_size), jnp.int32)
+        if kind == "all":
+            args["sinks"] = shape((12,), jnp.float32)
+        cases.append((f"decode-H{width}-{kind}", _decode(splits, options), (args,)))
+    return cases
+
+
+def _decode(splits: int, options: dict[str, Any]) -> Callable:
+    def run(args):
+        return jax_flash.decode_attention(
+            **args, num_splits=splits, **options, implementation="mosaic_gpu"
+        )
+
+    return run
+
+
 def _forward_with_sinks(mask: dict[str, Any]) -> Callable:
     def run(query, key, value, sinks, lengths=None):
         return jax_flash.attention(

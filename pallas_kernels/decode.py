@@ -1,0 +1,355 @@
+"""Attention of a few new tokens of each sequence to a long cache of keys, for Hopper GPUs.
+
+All there is to do is to read the cache once, at the speed of memory. The query heads that share a
+key head, times the new tokens, are the rows of a tile of 64, so that a key is read once for all of
+them, and the keys of a sequence are split over thread blocks until these fill the GPU:
+
+    thread block = (sequence, split of its keys, key head, tile of rows), one warpgroup
+
+    Q, K0 V0, K1 V1, K2 V2                TMA into circular buffers, what shared memory holds
+    S = Q K0    softmax    O += P V0      K3 into K0's place after S, V3 into V0's after O
+    S = Q K1    softmax    O += P V1      ...
+
+The one warpgroup loads and computes: what it refills is a step or more ahead of what it needs, and
+while it waits or computes, the loads of another thread block of the SM are in flight. Thread blocks
+that the GPU has no room for yet start as others end, which evens out sequences of unlike lengths.
+
+A split covers its share of the key blocks that its own sequence needs, so that the result of a
+sequence does not depend on the others in the batch. The parts are put together in `combine.py`.
+Every step has a mask and looks for new maxima: there is time for both.
+
+Barriers. Full: an mbarrier a slot of K and of V, and one for Q, completed by TMA.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import combine, online_softmax
+from pallas_kernels.config import SM_COUNT
+from pallas_kernels.online_softmax import LOG2E, spread
+from pallas_kernels.primitives import (
+    OPERAND,
+    div_rem,
+    interpreting,
+    keep_columns_from,
+    keep_columns_to,
+    keep_operand_rows,
+    load_rows,
+    store_rows,
+    store_tile,
+    zero_tile,
+)
+
+ROWS = 64  # of a tile: the M of a wgmma
+_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+_SPLIT_STEPS = 2  # at least, of a split where the heuristic decides
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Settings of one width.
+
+    Attributes:
+      block_kv: keys a step; a multiple of 64, as the second product needs.
+      stages: slots of the circular buffers of K and of V.
+      blocks_per_sm: how many thread blocks an SM has room for.
+    """
+
+    block_kv: int
+    stages: int
+    blocks_per_sm: int
+
+
+# Two thread blocks of 112 KB each where they fit. Width 64: 64 keys a step would be half of the
+# bytes for nearly the time of 128.
+CONFIG = {
+    64: DecodeConfig(block_kv=128, stages=3, blocks_per_sm=2),
+    128: DecodeConfig(block_kv=64, stages=3, blocks_per_sm=2),
+    256: DecodeConfig(block_kv=64, stages=3, blocks_per_sm=1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeProblem:
+    """The static part of one call: what a kernel is built for.
+
+    Attributes:
+      batch: sequences.
+      tokens: new tokens of each sequence, its last ones.
+      heads, kv_heads: of queries and of keys.
+      width: of a head.
+      dtype: of queries, keys and values.
+      capacity: tokens of a sequence that the cache has room for.
+      page_size: tokens of a page, a power of two from 16 on; None where the cache is contiguous.
+      scale: multiplies query.key.
+      window: None, or how many keys before its own position a token sees.
+      soft_cap: None, or logits become soft_cap * tanh(logits / soft_cap).
+    """
+
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    width: int
+    dtype: np.dtype
+    capacity: int
+    page_size: int | None
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Of a key head of a sequence: token by token, each with the heads of the group."""
+        return self.tokens * self.group
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.rows // ROWS)
+
+    @property
+    def key_heads_of_all(self) -> int:
+        return self.batch * self.kv_heads
+
+
+def splits_for(problem: DecodeProblem) -> int:
+    """Into how many parts to split the keys of each sequence, so that the GPU is full."""
+    config = CONFIG[problem.width]
+    tiles = problem.key_heads_of_all * problem.row_tiles
+    if tiles >= 0.8 * SM_COUNT:
+        return 1
+    blocks = -(-problem.capacity // config.block_kv)
+    most = min(combine.MOST_SPLITS, SM_COUNT * config.blocks_per_sm // tiles)
+    share = max(_SPLIT_STEPS, -(-blocks // most))
+    return -(-blocks // share)
+
+
+def attention(
+    query: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    lengths: jax.Array,
+    page_table: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    *,
+    problem: DecodeProblem,
+    splits: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Exact attention of the last `problem.tokens` tokens of each sequence to its cache.
+
+    Args:
+      query: `[B, K, rows, H]`, rows as `problem.rows` says.
+      key_cache: `[B, S, K, H]`, S a multiple of 8; or `[pages, page_size, K, H]`.
+      value_cache: as key_cache.
+      lengths: `[B]` int32, with the new tokens. Row r is at position length - tokens + r // group.
+      page_table: None, or `[B, max_pages]` int32. Pages that hold no token within the lengths, or
+        none that is seen, may have any number.
+      sinks: None, or `[K, rows]` float32: one more logit of each row, without a value.
+      problem: static description.
+      splits: into how many parts to split the keys, at most `combine.MOST_SPLITS`.
+
+    Returns:
+      Output `[B, K, rows, H]` and natural-log LSE `[B, K, rows]` float32. A row that sees no key: 0
+      and -inf.
+    """
+    p = problem
+    kernel = _build(p, splits, sinks is not None, interpreting())
+    whole = query.reshape(p.key_heads_of_all * p.rows, p.width)
+    beyond = -whole.shape[0] % 8  # TMA tiles are 8 rows high
+    if beyond:
+        whole = jnp.pad(whole, ((0, beyond), (0, 0)))
+    tables = () if page_table is None else (page_table,)
+    # In one launch the sinks take part at once, in several when the parts are put together.
+    at_once = () if sinks is None or splits > 1 else (sinks * LOG2E,)
+    out, lse = kernel(lengths, *tables, whole, key_cache, value_cache, *at_once)
+    lse = lse.reshape(splits, p.key_heads_of_all, p.row_tiles * ROWS)
+    if splits > 1:
+        out, lse = combine.combine(out, lse, sinks, rows=p.rows, dtype=p.dtype)
+    else:
+        lse = lse[0]
+    shape = (p.batch, p.kv_heads, p.rows, p.width)
+    return out.reshape(shape), lse[:, : p.rows].reshape(shape[:3])
+
+
+@functools.lru_cache
+def _build(problem: DecodeProblem, splits: int, with_sinks: bool, interpret: bool):
+    p, config = problem, CONFIG[problem.width]
+    block_kv, stages, width, dtype = config.block_kv, config.stages, p.width, p.dtype
+    # Capped logits are in log2 units already.
+    factor = p.scale * LOG2E if p.soft_cap is None else 1.0
+    headroom, limit = online_softmax.weight_range(dtype)
+    page_size = p.page_size
+    copies = 1 if page_size is None else max(1, block_kv // page_size)
+    rows_of_copy = block_kv // copies
+    last_tile_rows = p.rows - (p.row_tiles - 1) * ROWS
+    all_rows = p.key_heads_of_all * p.rows
+
+    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
+    scratch: dict[str, Any] = dict(
+        q_smem=smem((ROWS, width)),
+        k_smem=smem((stages, block_kv, width)),
+        v_smem=smem((stages, block_kv, width)),
+        q_full=plgpu.Barrier(),
+        k_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+    )
+
+    def decode_attention(lengths_ref, *refs, q_smem, k_smem, v_smem, q_full, k_full, v_full):
+        page_table_refs, refs = refs[: page_size is not None], refs[page_size is not None :]
+        q_ref, k_ref, v_ref, *sinks_refs, out_ref, lse_ref = refs
+        rest, tile = div_rem(lax.axis_index("block"), p.row_tiles)
+        rest, head = div_rem(rest, p.kv_heads)
+        batch, split = div_rem(rest, splits)
+        head_of_all = batch * p.kv_heads + head
+        first_row = head_of_all * p.rows + tile * ROWS
+        zero = jnp.int32(0)
+        slot = lambda step: lax.rem(step, jnp.int32(stages))
+
+        length = lengths_ref[batch]
+        end_key = jnp.clip(length, 0, p.capacity)
+        first_position = length - p.tokens
+        first_key = zero
+        if p.window is not None:
+            first_key = jnp.clip(first_position - p.window, 0, end_key)
+        first_block = lax.div(first_key, jnp.int32(block_kv))
+        end_block = lax.div(end_key + (block_kv - 1), jnp.int32(block_kv))
+        share = lax.div(end_block - first_block + (splits - 1), jnp.int32(splits))
+        begin = first_block + split * share
+        steps = jnp.clip(end_block - begin, 0, share)
+
+        def load(step, ref, buffers, full):
+            """Loads the key block of a step, if there is one."""
+
+            @pl.when(step < steps)
+            def _():
+                first, buffer = (begin + step) * block_kv, buffers.at[slot(step)]
+                for n in range(copies):
+                    key = first + n * rows_of_copy
+                    if page_size is None:
+                        source = ref.at[batch, pl.ds(key, rows_of_copy), head]
+                    else:
+                        # A page that holds nothing that counts may have any number.
+                        key = jnp.clip(key, first_key, end_key - 1)
+                        column, row = div_rem(key, page_size)
+                        page = jnp.clip(page_table_refs[0][batch, column], 0, ref.shape[0] - 1)
+                        row = row - lax.rem(row, jnp.int32(rows_of_copy))
+                        source = ref.at[page, pl.ds(row, rows_of_copy), head]
+                    target = buffer.at[pl.ds(n * rows_of_copy, rows_of_copy)]
+                    plgpu.copy_gmem_to_smem(source, target, full.at[slot(step)])
+
+        load_key = lambda step: load(step, k_ref, k_smem, k_full)
+        load_value = lambda step: load(step, v_ref, v_smem, v_full)
+
+        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(first_row, ROWS)], q_smem, q_full)
+        for step in range(stages):
+            load_key(jnp.int32(step))
+            load_value(jnp.int32(step))
+
+        def in_each_row(scalar):
+            return plgpu.layout_cast(jnp.broadcast_to(scalar, (ROWS,)), _PER_ROW)
+
+        def positions():
+            if p.tokens == 1:
+                return in_each_row(first_position)
+            row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_PER_ROW)
+            return lax.div(row + tile * ROWS, in_each_row(jnp.int32(p.group))) + first_position
+
+        def capped(logits):
+            """What `factor` brings to log2 units."""
+            if p.soft_cap is None:
+                return logits
+            # tanh(x) = 1 - 2 / (1 + exp(2x)), as the tanh of the hardware is right to 2^-11.
+            powers = jnp.exp2(logits * (2 * LOG2E * p.scale / p.soft_cap))
+            return p.soft_cap * LOG2E * (1.0 - 2.0 / (1.0 + powers))
+
+        def compute(o_acc, s_acc):
+            position = positions()
+            last = jnp.minimum(position, p.capacity - 1)
+
+            def key_step(step, state):
+                first = (begin + step) * block_kv
+                this = slot(step)
+                plgpu.barrier_wait(k_full.at[this])
+                s_acc[...] = zero_tile(ROWS, block_kv)
+                plgpu.wgmma(s_acc, q_smem, k_smem.at[this].transpose((1, 0)))
+                logits = capped(plgpu.wgmma_accumulator_load(s_acc, wait_n=0))
+                load_key(step + stages)
+                logits = keep_columns_to(logits, last - first, -jnp.inf)
+                if p.window is not None:
+                    logits = keep_columns_from(logits, position - p.window - first, -jnp.inf)
+                weights, correction, state = online_softmax.advance(
+                    logits, factor, headroom, limit, state
+                )
+                plgpu.barrier_wait(v_full.at[this])
+
+                @pl.when((first < first_key) | (first + block_kv > end_key))
+                def _():
+                    # 0 times what stands there may be NaN.
+                    keep_operand_rows(v_smem.at[this], first_key - first, end_key - first)
+                    plgpu.commit_smem()
+
+                output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+                o_acc[...] = output * spread(correction, output.shape)
+                plgpu.wgmma(o_acc, weights.astype(dtype), v_smem.at[this])
+                plgpu.wgmma_wait(0)
+                load_value(step + stages)
+                return state
+
+            plgpu.barrier_wait(q_full)
+            state = lax.fori_loop(zero, steps, key_step, online_softmax.nothing_seen(ROWS))
+            sink = None
+            if sinks_refs:
+                sink = load_rows(sinks_refs[0].at[head], tile * ROWS, p.rows - 1)
+            inverse, lse, _ = online_softmax.finish(state, limit, sink)
+            store_rows(lse_ref.at[split, head_of_all, pl.ds(tile * ROWS, ROWS)], lse)
+            output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+            output = (output * spread(inverse, output.shape)).astype(out_ref.dtype)
+
+            def store(rows: int):
+                store_tile(out_ref.at[split, pl.ds(first_row, rows)], output)
+
+            if last_tile_rows < ROWS:
+                is_last = tile == p.row_tiles - 1
+                pl.when(is_last)(lambda: store(last_tile_rows))
+                if p.row_tiles > 1:
+                    pl.when(jnp.logical_not(is_last))(lambda: store(ROWS))
+            else:
+                store(ROWS)
+
+        pl.run_scoped(
+            compute,
+            plgpu.ACC((ROWS, width), jnp.float32),
+            plgpu.ACC((ROWS, block_kv), jnp.float32),
+        )
+
+    lse_shape = (splits, p.key_heads_of_all, p.row_tiles * ROWS)
+    return plgpu.kernel(
+        decode_attention,
+        out_type=(
+            jax.ShapeDtypeStruct((splits, all_rows, width), dtype if splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct(lse_shape, jnp.float32),
+        ),
+        grid=(p.key_heads_of_all * p.row_tiles * splits,),
+        grid_names=("block",),
+        num_threads=1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=0,  # rows are reduced by shuffles
+        ),
+    )
