@@ -360,10 +360,8 @@ def _unsupported(call: DecodeCall) -> str | None:
         f"dtype {call.query.dtype}: the kernel takes bfloat16 and float16": (
             call.query.dtype.name not in ("bfloat16", "float16")
         ),
-        "float8 caches": call.key_cache.dtype != call.query.dtype,
-        "key_scale and value_scale": (call.key_scale, call.value_scale) != (None, None),
-        f"head width {width}: the kernel takes {', '.join(map(str, kernel.CONFIG))}": (
-            width not in kernel.CONFIG
+        f"head width {width}: the kernel takes {', '.join(map(str, kernel.WIDTHS))}": (
+            width not in kernel.WIDTHS
         ),
         f"value width {value_width} differs from query width {width}": value_width != width,
         "an empty batch, token or cache axis": 0 in (*call.query.shape, call.capacity),
@@ -388,6 +386,7 @@ def _on_kernel(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
         kv_heads=K,
         width=H,
         dtype=np.dtype(call.query.dtype),
+        cache_dtype=np.dtype(call.key_cache.dtype),
         capacity=call.capacity,
         page_size=None if call.page_table is None else call.key_cache.shape[1],
         scale=call.scale,
@@ -395,35 +394,26 @@ def _on_kernel(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
         soft_cap=call.logits_soft_cap,
     )
     splits = call.num_splits or kernel.splits_for(problem)
-    caches = call.key_cache, call.value_cache, call.lengths
-    return _run(problem, splits, call.query, caches, call.page_table, call.sinks)
+    names = "key_cache", "value_cache", "lengths", "page_table", "key_scale", "value_scale"
+    arrays = {name: getattr(call, name) for name in names}
+    return _run(problem, splits, call.query, call.sinks, arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
-def _run(problem: kernel.DecodeProblem, splits: int, query, caches, page_table, sinks):
+def _run(problem: kernel.DecodeProblem, splits: int, query, sinks, arrays):
     B, T, N, H = query.shape
     K, group = problem.kv_heads, problem.group
 
-    def run(query, caches, page_table, sinks):
+    def run(query, sinks, arrays):
         rows = query.reshape(B, T, K, group, H).swapaxes(1, 2).reshape(B, K, T * group, H)
         if sinks is not None:
             sinks = jnp.tile(sinks.reshape(K, group), (1, T))
-        key_cache, value_cache, lengths = caches
-        out, lse = kernel.attention(
-            rows,
-            key_cache,
-            value_cache,
-            lengths,
-            page_table,
-            sinks,
-            problem=problem,
-            splits=splits,
-        )
+        out, lse = kernel.attention(rows, **arrays, sinks=sinks, problem=problem, splits=splits)
         out = out.reshape(B, K, T, group, H).swapaxes(1, 2).reshape(B, T, N, H)
         return out, lse.reshape(B, K, T, group).swapaxes(1, 2).reshape(B, T, N)
 
     out_types = (jax.typeof(query), jax.ShapeDtypeStruct((B, T, N), jnp.float32))
-    return _on_hopper(run, out_types, query, caches, page_table, sinks)
+    return _on_hopper(run, out_types, query, sinks, arrays)
 
 
 # --- plain JAX -----------------------------------------------------------------------------------

@@ -18,6 +18,9 @@ A split covers its share of the key blocks that its own sequence needs, so that 
 sequence does not depend on the others in the batch. The parts are put together in `combine.py`.
 Every step has a mask and looks for new maxima: there is time for both.
 
+A float8 cache comes as it is. The warpgroup widens each block of K, and then of V, into one buffer
+that wgmma reads. Scales of keys go into the logits, those of values into the output.
+
 Barriers. Full: an mbarrier a slot of K and of V, and one for Q, completed by TMA.
 """
 
@@ -45,6 +48,7 @@ from pallas_kernels.primitives import (
     load_rows,
     store_rows,
     store_tile,
+    widen_operand,
     zero_tile,
 )
 
@@ -55,7 +59,7 @@ _SPLIT_STEPS = 2  # at least, of a split where the heuristic decides
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Settings of one width.
+    """Settings of one width and size of the cache's elements.
 
     Attributes:
       block_kv: keys a step; a multiple of 64, as the second product needs.
@@ -68,13 +72,18 @@ class DecodeConfig:
     blocks_per_sm: int
 
 
-# Two thread blocks of 112 KB each where they fit. Width 64: 64 keys a step would be half of the
-# bytes for nearly the time of 128.
+# (Width, bytes of an element of the cache) -> settings. Two thread blocks of 112 KB each where they
+# fit. Width 64: 64 keys a step would be half of the bytes for nearly the time of 128. A float8
+# cache brings half of the bytes for more work: three thread blocks of 64 and 72 KB.
 CONFIG = {
-    64: DecodeConfig(block_kv=128, stages=3, blocks_per_sm=2),
-    128: DecodeConfig(block_kv=64, stages=3, blocks_per_sm=2),
-    256: DecodeConfig(block_kv=64, stages=3, blocks_per_sm=1),
+    (64, 2): DecodeConfig(block_kv=128, stages=3, blocks_per_sm=2),
+    (128, 2): DecodeConfig(block_kv=64, stages=3, blocks_per_sm=2),
+    (256, 2): DecodeConfig(block_kv=64, stages=3, blocks_per_sm=1),
+    (64, 1): DecodeConfig(block_kv=128, stages=3, blocks_per_sm=3),
+    (128, 1): DecodeConfig(block_kv=64, stages=2, blocks_per_sm=3),
+    (256, 1): DecodeConfig(block_kv=64, stages=4, blocks_per_sm=1),
 }
+WIDTHS = tuple(width for width, itemsize in CONFIG if itemsize == 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +95,8 @@ class DecodeProblem:
       tokens: new tokens of each sequence, its last ones.
       heads, kv_heads: of queries and of keys.
       width: of a head.
-      dtype: of queries, keys and values.
+      dtype: of queries.
+      cache_dtype: of keys and values: dtype, or float8_e4m3fn.
       capacity: tokens of a sequence that the cache has room for.
       page_size: tokens of a page, a power of two from 16 on; None where the cache is contiguous.
       scale: multiplies query.key.
@@ -100,11 +110,16 @@ class DecodeProblem:
     kv_heads: int
     width: int
     dtype: np.dtype
+    cache_dtype: np.dtype
     capacity: int
     page_size: int | None
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+
+    @property
+    def config(self) -> DecodeConfig:
+        return CONFIG[self.width, self.cache_dtype.itemsize]
 
     @property
     def group(self) -> int:
@@ -127,7 +142,7 @@ class DecodeProblem:
 
 def splits_for(problem: DecodeProblem) -> int:
     """Into how many parts to split the keys of each sequence, so that the GPU is full."""
-    config = CONFIG[problem.width]
+    config = problem.config
     tiles = problem.key_heads_of_all * problem.row_tiles
     if tiles >= 0.8 * SM_COUNT:
         return 1
@@ -144,6 +159,8 @@ def attention(
     lengths: jax.Array,
     page_table: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
     *,
     problem: DecodeProblem,
     splits: int,
@@ -158,6 +175,7 @@ def attention(
       page_table: None, or `[B, max_pages]` int32. Pages that hold no token within the lengths, or
         none that is seen, may have any number.
       sinks: None, or `[K, rows]` float32: one more logit of each row, without a value.
+      key_scale, value_scale: None, or `[K]` float32, which keys and values are multiplied with.
       problem: static description.
       splits: into how many parts to split the keys, at most `combine.MOST_SPLITS`.
 
@@ -166,15 +184,20 @@ def attention(
       and -inf.
     """
     p = problem
-    kernel = _build(p, splits, sinks is not None, interpreting())
     whole = query.reshape(p.key_heads_of_all * p.rows, p.width)
     beyond = -whole.shape[0] % 8  # TMA tiles are 8 rows high
     if beyond:
         whole = jnp.pad(whole, ((0, beyond), (0, 0)))
-    tables = () if page_table is None else (page_table,)
-    # In one launch the sinks take part at once, in several when the parts are put together.
-    at_once = () if sinks is None or splits > 1 else (sinks * LOG2E,)
-    out, lse = kernel(lengths, *tables, whole, key_cache, value_cache, *at_once)
+    optional = {
+        "page_table": page_table,
+        # With several splits they take part when these are put together.
+        "sinks": None if sinks is None or splits > 1 else sinks * LOG2E,
+        "key_scale": key_scale,
+        "value_scale": value_scale,
+    }
+    given = {name: x for name, x in optional.items() if x is not None}
+    kernel = _build(p, splits, tuple(given), interpreting())
+    out, lse = kernel(lengths, whole, key_cache, value_cache, *given.values())
     lse = lse.reshape(splits, p.key_heads_of_all, p.row_tiles * ROWS)
     if splits > 1:
         out, lse = combine.combine(out, lse, sinks, rows=p.rows, dtype=p.dtype)
@@ -185,8 +208,8 @@ def attention(
 
 
 @functools.lru_cache
-def _build(problem: DecodeProblem, splits: int, with_sinks: bool, interpret: bool):
-    p, config = problem, CONFIG[problem.width]
+def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], interpret: bool):
+    p, config = problem, problem.config
     block_kv, stages, width, dtype = config.block_kv, config.stages, p.width, p.dtype
     # Capped logits are in log2 units already.
     factor = p.scale * LOG2E if p.soft_cap is None else 1.0
@@ -198,18 +221,26 @@ def _build(problem: DecodeProblem, splits: int, with_sinks: bool, interpret: boo
     all_rows = p.key_heads_of_all * p.rows
 
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
+    is_float8 = p.cache_dtype != dtype
+    slots = (stages, block_kv, width)
+    cache_smem = plgpu.SMEM(slots, p.cache_dtype) if is_float8 else smem(slots)
     scratch: dict[str, Any] = dict(
         q_smem=smem((ROWS, width)),
-        k_smem=smem((stages, block_kv, width)),
-        v_smem=smem((stages, block_kv, width)),
+        k_smem=cache_smem,
+        v_smem=cache_smem,
         q_full=plgpu.Barrier(),
         k_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         v_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
     )
+    if is_float8:
+        scratch["wide_smem"] = smem((block_kv, width))
 
-    def decode_attention(lengths_ref, *refs, q_smem, k_smem, v_smem, q_full, k_full, v_full):
-        page_table_refs, refs = refs[: page_size is not None], refs[page_size is not None :]
-        q_ref, k_ref, v_ref, *sinks_refs, out_ref, lse_ref = refs
+    def decode_attention(
+        lengths_ref, q_ref, k_ref, v_ref, *more_refs,
+        q_smem, k_smem, v_smem, q_full, k_full, v_full, wide_smem=None,
+    ):  # fmt: skip
+        *optional_refs, out_ref, lse_ref = more_refs
+        given = dict(zip(optional, optional_refs, strict=True))
         rest, tile = div_rem(lax.axis_index("block"), p.row_tiles)
         rest, head = div_rem(rest, p.kv_heads)
         batch, split = div_rem(rest, splits)
@@ -244,7 +275,7 @@ def _build(problem: DecodeProblem, splits: int, with_sinks: bool, interpret: boo
                         # A page that holds nothing that counts may have any number.
                         key = jnp.clip(key, first_key, end_key - 1)
                         column, row = div_rem(key, page_size)
-                        page = jnp.clip(page_table_refs[0][batch, column], 0, ref.shape[0] - 1)
+                        page = jnp.clip(given["page_table"][batch, column], 0, ref.shape[0] - 1)
                         row = row - lax.rem(row, jnp.int32(rows_of_copy))
                         source = ref.at[page, pl.ds(row, rows_of_copy), head]
                     target = buffer.at[pl.ds(n * rows_of_copy, rows_of_copy)]
@@ -275,6 +306,13 @@ def _build(problem: DecodeProblem, splits: int, with_sinks: bool, interpret: boo
             powers = jnp.exp2(logits * (2 * LOG2E * p.scale / p.soft_cap))
             return p.soft_cap * LOG2E * (1.0 - 2.0 / (1.0 + powers))
 
+        def widened(narrow, *rows):
+            """The buffer with a float8 block in the dtype of queries."""
+            plgpu.commit_smem()  # all warps have done with what stands there
+            widen_operand(wide_smem, narrow, *rows)
+            plgpu.commit_smem()
+            return wide_smem
+
         def compute(o_acc, s_acc):
             position = positions()
             last = jnp.minimum(position, p.capacity - 1)
@@ -283,10 +321,18 @@ def _build(problem: DecodeProblem, splits: int, with_sinks: bool, interpret: boo
                 first = (begin + step) * block_kv
                 this = slot(step)
                 plgpu.barrier_wait(k_full.at[this])
+                keys = k_smem.at[this]
+                if is_float8:
+                    keys = widened(keys)
+                    load_key(step + stages)
                 s_acc[...] = zero_tile(ROWS, block_kv)
-                plgpu.wgmma(s_acc, q_smem, k_smem.at[this].transpose((1, 0)))
-                logits = capped(plgpu.wgmma_accumulator_load(s_acc, wait_n=0))
-                load_key(step + stages)
+                plgpu.wgmma(s_acc, q_smem, keys.transpose((1, 0)))
+                logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+                if not is_float8:
+                    load_key(step + stages)
+                if "key_scale" in given:
+                    logits *= given["key_scale"][head]
+                logits = capped(logits)
                 logits = keep_columns_to(logits, last - first, -jnp.inf)
                 if p.window is not None:
                     logits = keep_columns_from(logits, position - p.window - first, -jnp.inf)
@@ -295,25 +341,35 @@ def _build(problem: DecodeProblem, splits: int, with_sinks: bool, interpret: boo
                 )
                 plgpu.barrier_wait(v_full.at[this])
 
-                @pl.when((first < first_key) | (first + block_kv > end_key))
-                def _():
-                    # 0 times what stands there may be NaN.
-                    keep_operand_rows(v_smem.at[this], first_key - first, end_key - first)
-                    plgpu.commit_smem()
+                values = v_smem.at[this]
+                seen = first_key - first, end_key - first
+                if is_float8:
+                    values = widened(values, *seen)
+                    load_value(step + stages)
+                else:
+
+                    @pl.when((first < first_key) | (first + block_kv > end_key))
+                    def _():
+                        # 0 times what stands there may be NaN.
+                        keep_operand_rows(values, *seen)
+                        plgpu.commit_smem()
 
                 output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                 o_acc[...] = output * spread(correction, output.shape)
-                plgpu.wgmma(o_acc, weights.astype(dtype), v_smem.at[this])
+                plgpu.wgmma(o_acc, weights.astype(dtype), values)
                 plgpu.wgmma_wait(0)
-                load_value(step + stages)
+                if not is_float8:
+                    load_value(step + stages)
                 return state
 
             plgpu.barrier_wait(q_full)
             state = lax.fori_loop(zero, steps, key_step, online_softmax.nothing_seen(ROWS))
             sink = None
-            if sinks_refs:
-                sink = load_rows(sinks_refs[0].at[head], tile * ROWS, p.rows - 1)
+            if "sinks" in given:
+                sink = load_rows(given["sinks"].at[head], tile * ROWS, p.rows - 1)
             inverse, lse, _ = online_softmax.finish(state, limit, sink)
+            if "value_scale" in given:
+                inverse *= given["value_scale"][head]
             store_rows(lse_ref.at[split, head_of_all, pl.ds(tile * ROWS, ROWS)], lse)
             output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
             output = (output * spread(inverse, output.shape)).astype(out_ref.dtype)

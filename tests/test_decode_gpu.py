@@ -10,7 +10,7 @@ import pytest
 
 import jax_flash
 from tests.test_decode import inputs, paged, written
-from tests.test_decode_kernel import attention, check
+from tests.test_decode_kernel import SCALES, attention, check
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +35,13 @@ def test_tokens_and_groups(T, N, K):
 @pytest.mark.parametrize("H", [64, 128])
 def test_pages(H, page_size):
     check(inputs(6, 3, 1024, 8, 2, H, "bfloat16"), LENGTHS, page_size=page_size)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_float8_caches(H, dtype):
+    options = dict(page_size=16, local_window_size=600) if dtype == "float16" else {}
+    check(inputs(6, 2, 1024, 8, 2, H, dtype), LENGTHS, scales=SCALES, **options)
 
 
 @pytest.mark.parametrize("num_splits", [1, 5])

@@ -15,7 +15,7 @@ from pallas_kernels import combine
 from pallas_kernels import decode as kernel
 from pallas_kernels.config import SM_COUNT
 from tests.support.interpret import interpret_mode
-from tests.test_decode import exact, inputs, paged
+from tests.test_decode import exact, float8, inputs, paged
 
 attention = functools.partial(jax_flash.decode_attention, implementation="mosaic_gpu")
 
@@ -23,13 +23,27 @@ attention = functools.partial(jax_flash.decode_attention, implementation="mosaic
 ROUNDING = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
-def check(arrays, lengths, *, page_size=None, num_splits=None, **options):
-    """Compares with float64; what the caches hold out of sight is NaN."""
+def check(arrays, lengths, *, page_size=None, num_splits=None, scales=None, **options):
+    """Compares with float64; what the caches hold out of sight is NaN.
+
+    Args:
+      arrays: query and caches, contiguous.
+      lengths: of the sequences.
+      page_size: None, or of the pages that the caches are cut into.
+      num_splits: as for `jax_flash.decode_attention`.
+      scales: None, or `[2, K]` of keys and values, for float8 caches.
+      **options: likewise.
+    """
     query, *caches = arrays
     (B, T), S = query.shape[:2], caches[0].shape[1]
     lengths = np.asarray(lengths, np.int32)
-    exact_out, exact_lse = exact(*arrays, lengths, **options)
-    bound, _ = exact(query, caches[0], abs(caches[1]), lengths, **options)
+    key, value = caches
+    if scales is not None:
+        (_, *caches), (_, key, value) = float8(arrays, scales)
+    exact_out, exact_lse = exact(query, key, value, lengths, **options)
+    bound, _ = exact(query, key, abs(value), lengths, **options)
+    if scales is not None:
+        options |= {"key_scale": scales[0], "value_scale": scales[1]}
 
     first = np.maximum(lengths - T - options.get("local_window_size", S), 0)
     key = np.arange(S)
@@ -89,6 +103,22 @@ def test_pages(page_size):
         check(arrays, [77, 250], page_size=page_size, num_splits=2, local_window_size=150)
 
 
+SCALES = np.array([[0.02, 0.015], [0.1, 3.0]], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("H", "dtype", "options"),
+    [
+        (64, "bfloat16", dict(num_splits=1, local_window_size=40)),
+        (128, "float16", dict(num_splits=2, page_size=16)),
+        (256, "bfloat16", dict(num_splits=1, page_size=64, logits_soft_cap=3.0)),
+    ],
+)
+def test_float8_caches(H, dtype, options):
+    with interpret_mode():
+        check(inputs(2, 2, 256, 4, 2, H, dtype), [70, 231], scales=SCALES, **options)
+
+
 def test_logits_that_grow():
     """From block to block, beyond what a weight may be."""
     query, key, value = inputs(1, 1, 256, 2, 1, 64, "float16")
@@ -121,15 +151,17 @@ def test_pages_give_the_same_bits():
 
 def problem(batch, kv_heads, capacity, width=128, tokens=1, group=4):
     heads, dtype = kv_heads * group, np.dtype(jnp.bfloat16)
-    return kernel.DecodeProblem(batch, tokens, heads, kv_heads, width, dtype, capacity, None, 1.0)
+    return kernel.DecodeProblem(
+        batch, tokens, heads, kv_heads, width, dtype, dtype, capacity, None, 1.0
+    )
 
 
-@pytest.mark.parametrize("width", kernel.CONFIG)
+@pytest.mark.parametrize("width", kernel.WIDTHS)
 @pytest.mark.parametrize("capacity", [8, 64, 1000, 8192, 131072])
 @pytest.mark.parametrize("batch", [1, 2, 9, 16, 200])
 def test_splits_fill_the_gpu_and_no_more(batch, capacity, width):
     p = problem(batch, 8, capacity, width)
-    config = kernel.CONFIG[width]
+    config = p.config
     splits = kernel.splits_for(p)
     thread_blocks = batch * 8 * splits
     blocks = -(-capacity // config.block_kv)
