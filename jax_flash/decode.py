@@ -98,8 +98,9 @@ def decode_attention(
     and each of a sequence of length 0, has output 0 and LSE -inf.
 
     The cache holds the keys and values of the T tokens already: call `update_cache` before. What it
-    holds from lengths[b] on, be it NaN, does not matter. Lengths and page table may change from
-    call to call of a compiled program. There are no gradients.
+    holds from lengths[b] on, or before a window, does not matter, be it NaN. Lengths and page table
+    may change from call to call of a compiled program. There is jit, vmap and export, but no
+    gradients.
 
     Products, soft cap, sinks and LSE are as in `jax_flash.attention`.
 
@@ -393,27 +394,79 @@ def _on_kernel(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
         window=None if call.window is None else min(call.window, call.capacity),
         soft_cap=call.logits_soft_cap,
     )
-    splits = call.num_splits or kernel.splits_for(problem)
-    names = "key_cache", "value_cache", "lengths", "page_table", "key_scale", "value_scale"
-    arrays = {name: getattr(call, name) for name in names}
-    return _run(problem, splits, call.query, call.sinks, arrays)
+    caches = {"key_cache": call.key_cache, "value_cache": call.value_cache}
+    of_entries = {"query": call.query, "lengths": call.lengths}
+    shared: dict[str, Any] = {
+        "sinks": call.sinks,
+        "key_scale": call.key_scale,
+        "value_scale": call.value_scale,
+    }
+    if call.page_table is None:
+        of_entries |= caches
+    else:
+        of_entries["page_table"], shared = call.page_table, shared | caches
+    run = _folding_vmap(functools.partial(_run, problem, call.num_splits))
+    return run(of_entries, {name: x for name, x in shared.items() if x is not None})
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
-def _run(problem: kernel.DecodeProblem, splits: int, query, sinks, arrays):
-    B, T, N, H = query.shape
-    K, group = problem.kv_heads, problem.group
+def _run(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shared):
+    """Output and LSE.
 
-    def run(query, sinks, arrays):
-        rows = query.reshape(B, T, K, group, H).swapaxes(1, 2).reshape(B, K, T * group, H)
-        if sinks is not None:
-            sinks = jnp.tile(sinks.reshape(K, group), (1, T))
-        out, lse = kernel.attention(rows, **arrays, sinks=sinks, problem=problem, splits=splits)
+    Args:
+      problem: of this call, but for the batch.
+      num_splits: None for what fills the GPU.
+      of_entries: arrays of `kernel.attention` that have a batch axis.
+      shared: those that have none, None left out; of sinks `[N]`.
+    """
+    B, T, N, H = of_entries["query"].shape
+    K, group = problem.kv_heads, problem.group
+    problem = dataclasses.replace(problem, batch=B)
+
+    def run(of_entries, shared):
+        arrays = of_entries | shared
+        rows = arrays["query"].reshape(B, T, K, group, H).swapaxes(1, 2)
+        arrays["query"] = rows.reshape(B, K, T * group, H)
+        if "sinks" in arrays:
+            arrays["sinks"] = jnp.tile(arrays["sinks"].reshape(K, group), (1, T))
+        splits = num_splits or kernel.splits_for(problem)
+        out, lse = kernel.attention(**arrays, problem=problem, splits=splits)
         out = out.reshape(B, K, T, group, H).swapaxes(1, 2).reshape(B, T, N, H)
         return out, lse.reshape(B, K, T, group).swapaxes(1, 2).reshape(B, T, N)
 
-    out_types = (jax.typeof(query), jax.ShapeDtypeStruct((B, T, N), jnp.float32))
-    return _on_hopper(run, out_types, query, sinks, arrays)
+    lse = jax.ShapeDtypeStruct((B, T, N), jnp.float32)
+    return _on_hopper(run, (jax.typeof(of_entries["query"]), lse), of_entries, shared)
+
+
+def _folding_vmap(run):
+    """`run(of_entries, shared)` with a rule for vmap: the mapped axis becomes part of the batch.
+
+    Where it maps what the batch shares, the calls run one after the other.
+    """
+    run = jax.custom_batching.custom_vmap(run)
+
+    @run.def_vmap
+    def _(axis_size, in_batched, of_entries, shared):
+        mapped_entries, mapped_shared = in_batched
+        mapped_out = (True, True)
+        if any(mapped_shared.values()):
+            leaves, tree = jax.tree.flatten((of_entries, shared))
+            mapped = jax.tree.leaves(in_batched)
+
+            def one(index):
+                picked = [x[index] if m else x for x, m in zip(leaves, mapped, strict=True)]
+                return run(*jax.tree.unflatten(tree, picked))
+
+            return lax.map(one, jnp.arange(axis_size)), mapped_out
+
+        def fold(x, is_mapped):
+            x = x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        results = run(jax.tree.map(fold, of_entries, mapped_entries), shared)
+        return tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results), mapped_out
+
+    return run
 
 
 # --- plain JAX -----------------------------------------------------------------------------------

@@ -72,6 +72,8 @@ def check(arrays, lengths, *, page_size=None, num_splits=None, scales=None, **op
         (3, 256, 6, 2, 128, "bfloat16", [2, 131], dict(num_splits=3)),  # a token that is none
         (22, 128, 6, 2, 64, "bfloat16", [100], dict(num_splits=1)),  # two tiles, one with a tail
         (32, 128, 4, 1, 128, "float16", [101], dict(num_splits=2)),  # two whole ones
+        # Positions beyond the cache.
+        (2, 128, 2, 1, 64, "bfloat16", [129, 150], dict(num_splits=2, local_window_size=40)),
     ],
 )
 def test_kernel(T, S, N, K, H, dtype, lengths, options):
@@ -147,6 +149,39 @@ def test_pages_give_the_same_bits():
         expected = attention(query, *caches, lengths)
         got = attention(query, key_cache, value_cache, lengths, page_table=table)
     chex.assert_trees_all_equal(got, expected)
+
+
+def test_vmap_over_sequences():
+    query, *caches = inputs(2, 1, 64, 2, 1, 64, "bfloat16")
+    lengths = jnp.array([30, 64])
+    one = lambda *arrays: attention(*(x[None] for x in arrays))[0]
+    with interpret_mode():
+        chex.assert_trees_all_equal(
+            jax.vmap(one)(query, *caches, lengths), attention(query, *caches, lengths)
+        )
+
+
+def test_vmap_over_sequences_in_pages():
+    query, *caches = inputs(2, 1, 64, 2, 1, 64, "bfloat16")
+    (key_cache, table), (value_cache, _) = (paged(x, 16) for x in caches)
+    lengths = jnp.array([30, 64])
+
+    def one(query, length, pages):
+        options = {"page_table": pages[None]}
+        return attention(query[None], key_cache, value_cache, length[None], **options)[0]
+
+    with interpret_mode():
+        expected = attention(query, key_cache, value_cache, lengths, page_table=table)
+        chex.assert_trees_all_equal(jax.vmap(one)(query, lengths, jnp.asarray(table)), expected)
+
+
+def test_vmap_over_what_a_batch_shares():
+    arrays = (*inputs(1, 1, 64, 2, 1, 64, "bfloat16"), jnp.array([30]))
+    sinks = jnp.array([[0.0, 1.0], [2.0, -1.0]])
+    with_sinks = lambda sinks: attention(*arrays, sinks=sinks)
+    with interpret_mode():
+        expected = jnp.stack([with_sinks(x) for x in sinks])
+        chex.assert_trees_all_equal(jax.vmap(with_sinks)(sinks), expected)
 
 
 def problem(batch, kv_heads, capacity, width=128, tokens=1, group=4):
