@@ -272,8 +272,8 @@ def update_cache(
     # What is out of bounds is dropped, where a negative index would count from the end.
     row = jnp.where(exists, row, rows)
     return (
-        key_cache.at[entry, row].set(key, mode="drop"),
-        value_cache.at[entry, row].set(value, mode="drop"),
+        key_cache.at[entry, row].set(key, mode="drop", unique_indices=True),
+        value_cache.at[entry, row].set(value, mode="drop", unique_indices=True),
     )
 
 

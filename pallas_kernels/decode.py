@@ -65,23 +65,25 @@ class DecodeConfig:
       block_kv: keys a step; a multiple of 64, as the second product needs.
       stages: slots of the circular buffers of K and of V.
       blocks_per_sm: how many thread blocks an SM has room for.
+      busy_blocks: how many it needs to read its share of the memory's rate.
     """
 
     block_kv: int
     stages: int
     blocks_per_sm: int
+    busy_blocks: int
 
 
 # (Width, bytes of an element of the cache) -> settings. Two thread blocks of 112 KB each where they
 # fit. Width 64: 64 keys a step would be half of the bytes for nearly the time of 128. A float8
 # cache brings half of the bytes for more work: three thread blocks of 64 and 72 KB.
 CONFIG = {
-    (64, 2): DecodeConfig(block_kv=128, stages=3, blocks_per_sm=2),
-    (128, 2): DecodeConfig(block_kv=64, stages=3, blocks_per_sm=2),
-    (256, 2): DecodeConfig(block_kv=64, stages=3, blocks_per_sm=1),
-    (64, 1): DecodeConfig(block_kv=128, stages=3, blocks_per_sm=3),
-    (128, 1): DecodeConfig(block_kv=64, stages=2, blocks_per_sm=3),
-    (256, 1): DecodeConfig(block_kv=64, stages=4, blocks_per_sm=1),
+    (64, 2): DecodeConfig(block_kv=128, stages=3, blocks_per_sm=2, busy_blocks=2),
+    (128, 2): DecodeConfig(block_kv=64, stages=3, blocks_per_sm=2, busy_blocks=1),
+    (256, 2): DecodeConfig(block_kv=64, stages=3, blocks_per_sm=1, busy_blocks=1),
+    (64, 1): DecodeConfig(block_kv=128, stages=3, blocks_per_sm=3, busy_blocks=3),
+    (128, 1): DecodeConfig(block_kv=64, stages=2, blocks_per_sm=3, busy_blocks=3),
+    (256, 1): DecodeConfig(block_kv=64, stages=4, blocks_per_sm=1, busy_blocks=1),
 }
 WIDTHS = tuple(width for width, itemsize in CONFIG if itemsize == 2)
 
@@ -144,10 +146,10 @@ def splits_for(problem: DecodeProblem) -> int:
     """Into how many parts to split the keys of each sequence, so that the GPU is full."""
     config = problem.config
     tiles = problem.key_heads_of_all * problem.row_tiles
-    if tiles >= 0.8 * SM_COUNT:
+    if tiles >= 0.8 * SM_COUNT * config.busy_blocks:
         return 1
     blocks = -(-problem.capacity // config.block_kv)
-    most = min(combine.MOST_SPLITS, SM_COUNT * config.blocks_per_sm // tiles)
+    most = max(1, min(combine.MOST_SPLITS, SM_COUNT * config.blocks_per_sm // tiles))
     share = max(_SPLIT_STEPS, -(-blocks // most))
     return -(-blocks // share)
 

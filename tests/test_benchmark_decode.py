@@ -56,7 +56,13 @@ def test_failures_of_ours_are_noticed(tmp_path, monkeypatch, capsys):
 
 
 def test_ratio_and_rate_of_a_row():
-    times = {"jax_flash": 0.1, "jax_flash xla": 0.4, "cuDNN": 0.15, "FA3": 0.2}
+    times = {
+        "jax_flash 2 splits": 0.05,
+        "jax_flash": 0.1,
+        "jax_flash xla": 0.4,
+        "cuDNN": 0.15,
+        "FA3": 0.2,
+    }
     entries = {name: {"milliseconds": {"median": x}, "error": 0.0} for name, x in times.items()}
     record = {
         "read_terabytes_per_second": 2.0,
@@ -68,6 +74,14 @@ def test_ratio_and_rate_of_a_row():
         ["a", "100.0", "200.0", "150.0", "1.00", "0.50", "1.50", "0.0e+00"]
     )
     assert decode.summarize(record["results"]).startswith("best peer / ours 1.500")
+
+
+def test_numbers_of_splits_to_try():
+    options = decode.parse(["--suite", "small", "--candidates", "FA3", "--splits", "2,16"])
+    assert options.candidates == ["FA3", "jax_flash 2 splits", "jax_flash 16 splits"]
+    arrays = decode.Row(1, 1, 64, 1, 1, 64).inputs()
+    with pytest.raises(NotImplementedError, match="num_splits 999"):
+        decode.candidate("jax_flash 999 splits")(SMALL[0], arrays)
 
 
 def test_bytes_and_lengths_of_mixed_rows():
@@ -85,6 +99,7 @@ def test_bytes_and_lengths_of_mixed_rows():
     [
         (["--candidates", "none"], "unknown: none"),
         (["--rows", "none"], "no such row"),
+        (["--splits", "none"], "splits: got none"),
         (["--suite", "none"], "invalid choice: 'none'"),
     ],
 )
