@@ -230,7 +230,8 @@ def _run_forward(settings, query, key, value, sinks, intervals):
             problem=problem,
             config=settings.config.forward,
         )
-        return out[:, : problem.query_length], lse[:, :, : problem.query_length]
+        rows = problem.query_length
+        return _keep_apart((out[:, :rows], lse[:, :, :rows]))
 
     lse_shape = (problem.batch, problem.heads, problem.query_length)
     out_types = (jax.typeof(query), jax.ShapeDtypeStruct(lse_shape, jnp.float32))
@@ -257,10 +258,19 @@ def _run_backward(settings, query, key, value, intervals, out, lse, d_out, d_lse
             intervals=next(iter(intervals), None),
         )
         rows, keys = problem.query_length, problem.key_length
-        return d_query[:, :rows], d_key[:, :keys], d_value[:, :keys]
+        return _keep_apart((d_query[:, :rows], d_key[:, :keys], d_value[:, :keys]))
 
     out_types = (jax.typeof(query), jax.typeof(key), jax.typeof(value))
     return _on_hopper(kernel, out_types, query, key, value, intervals, out, lse, d_out, d_lse)
+
+
+def _keep_apart(results):
+    """The same, of which XLA does not know that a kernel made them.
+
+    Where a scan stacks a result that has another use too, XLA would run the kernel twice: once into
+    the stack ("dynamic slice fusion" of custom calls), and once for the other use.
+    """
+    return lax.optimization_barrier(results)
 
 
 def _pad_rows(x):

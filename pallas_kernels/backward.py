@@ -66,7 +66,6 @@ from pallas_kernels.primitives import (
     HAND_ORDERED,
     OPERAND,
     NamedBarriers,
-    ZeroAhead,
     div_rem,
     fence_async_shared,
     fragment_shape,
@@ -129,8 +128,14 @@ def attention_gradients(
     query_config = query_config or BACKWARD_QUERY[problem.width]
     block_q = max(config.block_q, query_config.block_q) if deterministic else config.block_q
     padded_rows = -(-problem.query_length // block_q) * block_q
-    start, minus_delta = row_statistics.row_statistics(
-        out, lse, d_out, d_lse, problem=problem, padded_rows=padded_rows
+    start, minus_delta, *zeros = row_statistics.row_statistics(
+        out,
+        lse,
+        d_out,
+        d_lse,
+        problem=problem,
+        padded_rows=padded_rows,
+        with_dq=not deterministic,
     )
     operands = query, key, value, d_out, start, minus_delta
     if deterministic:
@@ -145,27 +150,11 @@ def attention_gradients(
             main = _build_main(problem, config, key.shape[1], interpreting(), False)
             gradients = main(intervals, *operands)
         return dq, *gradients
-    # The kernel zeroes it. On a CPU, in interpret mode, `lax.empty` is of zeros.
-    dq_tiles = problem.batch * problem.heads * padded_rows // _DQ_TILE * problem.width // _DQ_TILE
-    d_query = jax.new_ref(lax.empty((dq_tiles, *fragment_shape(_DQ_TILE)), jnp.float32))
-    progress = jax.new_ref(_zero_ahead(_key_tiles(problem, config.block_q, True)).progress())
+    d_query = jax.new_ref(*zeros)
     main = _build_main(problem, config, key.shape[1], interpreting(), True)
-    d_key, d_value = main(intervals, *operands, d_query, progress)
+    d_key, d_value = main(intervals, *operands, d_query)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())
     return cast(jax.freeze(d_query)), d_key, d_value
-
-
-def _key_tiles(problem: Problem, block_q: int, with_query_gradient: bool) -> KeyTiles:
-    # Tiles read Q and dO, and add to dQ in float32.
-    element_bytes = 2 * problem.dtype.itemsize + (4 if with_query_gradient else 0)
-    return KeyTiles(problem, _BLOCK_KV, block_q, row_bytes=problem.width * element_bytes)
-
-
-def _zero_ahead(tiles: KeyTiles) -> ZeroAhead:
-    """How dQ is zeroed: in half of the tiles, by the four warps of the producer."""
-    head_bytes = 4 * tiles.problem.group * tiles.query_blocks * tiles.block_q * tiles.problem.width
-    chunk_bytes = -(-head_bytes // (2 * tiles.per_head) // 512) * 512
-    return ZeroAhead(tiles.kv_heads // tiles.section, head_bytes * tiles.section, chunk_bytes)
 
 
 @functools.lru_cache
@@ -186,9 +175,10 @@ def _build_main(
             f" a {_DQ_TILE} x {_DQ_TILE} tile of dQ for each consumer"
         )
 
-    tiles = _key_tiles(problem, block_q, with_query_gradient)
+    # Tiles read Q and dO, and add to dQ in float32.
+    element_bytes = 2 * dtype.itemsize + (4 if with_query_gradient else 0)
+    tiles = KeyTiles(problem, _BLOCK_KV, block_q, row_bytes=width * element_bytes)
     query_blocks = tiles.query_blocks
-    zero_ahead = _zero_ahead(tiles)
     # At width 128 there are registers for weights and dQ at a time only where all else is simple.
     early_weights = width <= 64 or not (tiles.any_mask or group > 1)
 
@@ -455,9 +445,10 @@ def _build_main(
                 query_block, member = walk.step_of(place, t)
                 head_of_all = kv_head_of_all * group + member
                 first = (head_of_all * query_blocks + query_block) * _CONSUMERS
+                (dq_ref,) = dq_refs
 
                 def add(consumer):
-                    source, target = dq_smem.at[consumer], dq_refs[0].at[first + consumer]
+                    source, target = dq_smem.at[consumer], dq_ref.at[first + consumer]
                     plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
 
                 for consumer in range(_CONSUMERS):
@@ -478,12 +469,6 @@ def _build_main(
                         plgpu.copy_smem_to_gmem(ds_smem.at[n, 0, own], target)
 
             def whole_tile(index, following):
-                if with_query_gradient:
-                    _, kv_head_of_all = walk.locate(index)
-                    section, _ = div_rem(kv_head_of_all, tiles.section)
-                    dq_ref, progress_ref = dq_refs
-                    zero_ahead.advance(dq_ref, progress_ref, section)
-
                 def one_step(t, following):
                     if with_query_gradient:
                         add_dq(index, t - 1)

@@ -50,24 +50,7 @@ class KeyTiles:
     @property
     def count(self) -> int:
         """Tiles of all heads, of every batch entry."""
-        return self.kv_heads * self.per_head
-
-    @property
-    def kv_heads(self) -> int:
-        """Key heads, of every batch entry."""
-        return self.problem.batch * self.problem.kv_heads
-
-    @property
-    def section(self) -> int:
-        """How many key heads are worked on together."""
-        return scheduler.heads_per_section(
-            BACKWARD_SECTION_BYTES,
-            self.problem.group * self.problem.query_length * self.row_bytes,
-            tiles_per_kv_head=self.per_head,
-            slots=SM_COUNT,
-            kv_heads=self.kv_heads,
-            group=1,
-        )
+        return self.problem.batch * self.problem.kv_heads * self.per_head
 
     @property
     def query_blocks(self) -> int:
@@ -134,9 +117,19 @@ class KeyTiles:
 
     def schedule(self, thread_blocks: int, reverse: bool = False) -> np.ndarray:
         """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`."""
+        p = self.problem
         first, end = self.seeing_blocks()
-        cost = self.problem.group * (end - first) + _TILE_OVERHEAD
-        tile, kv_head = scheduler.tile_order(cost, self.kv_heads, self.section)
+        cost = p.group * (end - first) + _TILE_OVERHEAD
+        kv_heads = p.batch * p.kv_heads
+        section = scheduler.heads_per_section(
+            BACKWARD_SECTION_BYTES,
+            p.group * p.query_length * self.row_bytes,
+            tiles_per_kv_head=self.per_head,
+            slots=SM_COUNT,
+            kv_heads=kv_heads,
+            group=1,
+        )
+        tile, kv_head = scheduler.tile_order(cost, kv_heads, section)
         number = kv_head * self.per_head + tile
         return scheduler.deal(number, cost[tile], thread_blocks, reverse)
 

@@ -8,6 +8,7 @@ fragments for wgmma.mma_async.m64nNk16"): the 128 threads of a warpgroup hold a 
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -576,89 +577,22 @@ def store_fragment(ref, tile: jax.Array) -> None:
     store(ref, tile)
 
 
-@dataclasses.dataclass(frozen=True)
-class ZeroAhead:
-    """Zeroes an array in global memory section by section, a little ahead of those who add to it.
+def zero_fragment(ref) -> None:
+    """Stores zeros to a float32 tile in fragment order in global memory."""
+    if interpreting():
+        ref[...] = jnp.zeros(ref.shape, ref.dtype)
+        return
 
-    All thread blocks share the work: a warp draws a ticket for the next chunk, from a counter in
-    global memory, and counts what it has zeroed in the chunk's section. Who needs a section goes on
-    drawing until it is done. So a warp waits only for others that are at work, in whatever order
-    thread blocks run, and also where they are not all resident.
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def store(_, ref):
+        address = _global_address(ref, arith.muli(_thread(), _i32(16)))
+        zero = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 0.0))
+        pieces = 4 * math.prod(ir.MemRefType(ref.type).shape) // _PIECE_BYTES
+        for piece in range(pieces):
+            text = f"st.global.v4.f32 [$0+{piece * _PIECE_BYTES}], {{$1, $1, $1, $1}};"
+            _asm(text, "l,f,~{memory}", [address, zero])
 
-    Attributes:
-      sections: how many there are.
-      section_bytes: a multiple of 512.
-      chunk_bytes: a multiple of 512; the last chunk of a section may be smaller.
-    """
-
-    sections: int
-    section_bytes: int
-    chunk_bytes: int
-
-    @property
-    def chunks(self) -> int:
-        """Of a section."""
-        return -(-self.section_bytes // self.chunk_bytes)
-
-    def progress(self) -> jax.Array:
-        """What `advance` starts with: tickets drawn, and chunks done of each section."""
-        return jnp.zeros((1 + self.sections,), jnp.int32)
-
-    def advance(self, ref, progress_ref, section) -> None:
-        """Zeroes a chunk for each warp of this warpgroup, then more until `section` is zero.
-
-        TMA may then add to the section. In interpret mode the array must hold zeros.
-        """
-        if interpreting():
-            return
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-        def zero(_, ref, progress_ref, section):
-            no_bytes = _i32(0)
-            addresses = [_global_address(x, no_bytes) for x in (ref, progress_ref)]
-            _asm(self._text(), "l,l,r,~{memory}", [*addresses, section.registers[()]])
-
-        zero(ref, progress_ref, jnp.int32(section))
-
-    def _text(self) -> str:
-        """PTX; $0 is the address of the array, $1 that of its progress, $2 the section."""
-        return " ".join(
-            f"""{{
-            .reg .pred first, p; .reg .b32 lane, drawn, n, ticket, number, zero;
-            .reg .b64 wanted, done, place, end, section_end;
-            mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0;
-            mov.u32 drawn, 0; mov.u32 ticket, 0; mov.u32 zero, 0;
-            mad.wide.u32 wanted, $2, 4, $1;
-
-            NEXT: setp.eq.u32 p, drawn, 0; @p bra DRAW;
-            ld.acquire.gpu.global.u32 n, [wanted+4];
-            setp.ge.u32 p, n, {self.chunks}; @p bra READY;
-
-            DRAW: mov.u32 drawn, 1;
-            @first atom.relaxed.gpu.global.add.u32 ticket, [$1], 1;
-            shfl.sync.idx.b32 ticket, ticket, 0, 31, 0xffffffff;
-            setp.ge.u32 p, ticket, {self.sections * self.chunks}; @p bra WAIT;
-
-            div.u32 number, ticket, {self.chunks}; rem.u32 n, ticket, {self.chunks};
-            mad.wide.u32 done, number, 4, $1;
-            cvt.u64.u32 place, number; mad.lo.u64 place, place, {self.section_bytes}, $0;
-            add.u64 section_end, place, {self.section_bytes};
-            mad.wide.u32 place, n, {self.chunk_bytes}, place;
-            add.u64 end, place, {self.chunk_bytes}; min.u64 end, end, section_end;
-            mad.wide.u32 place, lane, 16, place;
-            ZERO: st.global.v4.b32 [place], {{zero, zero, zero, zero}};
-            add.u64 place, place, 512; setp.lt.u64 p, place, end; @p bra ZERO;
-
-            fence.proxy.async.global; bar.warp.sync 0xffffffff;
-            @first red.release.gpu.global.add.u32 [done+4], 1;
-            bra NEXT;
-
-            WAIT: ld.acquire.gpu.global.u32 n, [wanted+4];
-            setp.lt.u32 p, n, {self.chunks}; @p bra WAIT;
-
-            READY: fence.proxy.async.global;
-            }}""".split()
-        )
+    store(ref)
 
 
 def load_fragment(ref, columns: int) -> jax.Array:
