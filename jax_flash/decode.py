@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from jax_flash import device, dispatch, xla
 from jax_flash.api import _array, _int32, _is_number, _need, _window
-from jax_flash.autodiff import _on_hopper
+from jax_flash.autodiff import _keep_apart, _on_hopper
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
 from pallas_kernels import combine
@@ -432,7 +432,8 @@ def _run(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shar
         splits = num_splits or kernel.splits_for(problem)
         out, lse = kernel.attention(**arrays, problem=problem, splits=splits)
         out = out.reshape(B, K, T, group, H).swapaxes(1, 2).reshape(B, T, N, H)
-        return out, lse.reshape(B, K, T, group).swapaxes(1, 2).reshape(B, T, N)
+        lse = lse.reshape(B, K, T, group).swapaxes(1, 2).reshape(B, T, N)
+        return _keep_apart(out), _keep_apart(lse)  # each alone, as an LSE of no use costs a launch
 
     lse = jax.ShapeDtypeStruct((B, T, N), jnp.float32)
     return _on_hopper(run, (jax.typeof(of_entries["query"]), lse), of_entries, shared)

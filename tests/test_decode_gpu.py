@@ -17,8 +17,7 @@ pytestmark = pytest.mark.gpu
 LENGTHS = [1000, 0, 1, 517, 64, 65]  # the whole cache among them
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("num_splits", [None, 1])
+@pytest.mark.parametrize(("num_splits", "dtype"), [(None, "bfloat16"), (1, "float16")])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_widths(H, num_splits, dtype):
     check(inputs(6, 1, 1000, 8, 2, H, dtype), LENGTHS, num_splits=num_splits)
@@ -31,14 +30,14 @@ def test_tokens_and_groups(T, N, K):
     check(inputs(6, T, 1000, N, K, 128, "bfloat16"), LENGTHS)
 
 
-@pytest.mark.parametrize("page_size", [16, 64, 512])
-@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize(("H", "page_size"), [(64, 16), (128, 64), (128, 512), (256, 32)])
 def test_pages(H, page_size):
     check(inputs(6, 3, 1024, 8, 2, H, "bfloat16"), LENGTHS, page_size=page_size)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("H", "dtype"), [(64, "float16"), (128, "bfloat16"), (128, "float16"), (256, "bfloat16")]
+)
 def test_float8_caches(H, dtype):
     options = dict(page_size=16, local_window_size=600) if dtype == "float16" else {}
     check(inputs(6, 2, 1024, 8, 2, H, dtype), LENGTHS, scales=SCALES, **options)
@@ -58,11 +57,11 @@ def test_all_options(num_splits):
 
 
 def test_a_long_sequence():
-    check(inputs(1, 1, 65536, 8, 2, 128, "bfloat16"), [65000])
+    check(inputs(1, 1, 65536, 4, 1, 64, "bfloat16"), [65000])
 
 
 def test_others_in_the_batch_change_nothing():
-    """And neither does the time: the same bits in every run."""
+    """And every run gives the same bits."""
     query, *caches = inputs(9, 2, 2000, 8, 2, 128, "bfloat16")
     run = functools.partial(attention, num_splits=3, return_residual=True)
     lengths = jnp.array([1300, 1999, 5, 0, 700, 800, 900, 1000, 1100])

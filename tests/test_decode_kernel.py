@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import chex
 import jax
@@ -14,8 +15,11 @@ from jax_flash import decode
 from pallas_kernels import combine
 from pallas_kernels import decode as kernel
 from pallas_kernels.config import SM_COUNT
+from tests.support import compile as support
 from tests.support.interpret import interpret_mode
 from tests.test_decode import exact, float8, inputs, paged
+
+needs_compiler = pytest.mark.skipif(support.missing() is not None, reason=str(support.missing()))
 
 attention = functools.partial(jax_flash.decode_attention, implementation="mosaic_gpu")
 
@@ -247,6 +251,29 @@ def test_choice_by_device(monkeypatch, caplog):
     refused = dataclasses.replace(call, scale=-1.0)
     assert decode._choose(refused, None).reasons["mosaic_gpu"].startswith("scale -1.0")
     assert "scale -1.0" in caplog.text
+
+
+def launches(program: str) -> int:
+    """Custom calls, fusions and copies of a compiled program."""
+    return len(re.findall(r" = \S.* (custom-call|fusion|copy|convert|broadcast)\(", program))
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_a_token_takes_a_launch_and_splits_one_more(num_splits):
+    """Also where the LSE is of no use, though it stands behind a barrier."""
+    arrays = (*inputs(2, 1, 72, 8, 2, 64, "bfloat16"), jnp.array([3, 4]))
+    run = functools.partial(attention, num_splits=num_splits)
+    assert launches(support.compiled_program(run, arrays)) == num_splits
+
+
+@needs_compiler
+def test_update_cache_takes_a_launch_a_cache():
+    """On a GPU too it is in place."""
+    _, *caches = inputs(2, 1, 72, 6, 2, 64, "bfloat16")
+    arrays = (*caches, *(x[:, :1] for x in caches), jnp.array([3, 4]))
+    program = support.compiled_program(jax_flash.update_cache, arrays, donate_argnums=(0, 1))
+    assert launches(program) == 2 and program.count(" fusion(") == 2
 
 
 def test_lowering_for_cuda_and_refusal_elsewhere():
