@@ -417,22 +417,14 @@ def _run(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shar
       problem: of this call, but for the batch.
       num_splits: None for what fills the GPU.
       of_entries: arrays of `kernel.attention` that have a batch axis.
-      shared: those that have none, None left out; of sinks `[N]`.
+      shared: those that have none, None left out.
     """
-    B, T, N, H = of_entries["query"].shape
-    K, group = problem.kv_heads, problem.group
+    B, T, N, _ = of_entries["query"].shape
     problem = dataclasses.replace(problem, batch=B)
+    splits = num_splits or kernel.splits_for(problem)
 
     def run(of_entries, shared):
-        arrays = of_entries | shared
-        rows = arrays["query"].reshape(B, T, K, group, H).swapaxes(1, 2)
-        arrays["query"] = rows.reshape(B, K, T * group, H)
-        if "sinks" in arrays:
-            arrays["sinks"] = jnp.tile(arrays["sinks"].reshape(K, group), (1, T))
-        splits = num_splits or kernel.splits_for(problem)
-        out, lse = kernel.attention(**arrays, problem=problem, splits=splits)
-        out = out.reshape(B, K, T, group, H).swapaxes(1, 2).reshape(B, T, N, H)
-        lse = lse.reshape(B, K, T, group).swapaxes(1, 2).reshape(B, T, N)
+        out, lse = kernel.attention(**of_entries, **shared, problem=problem, splits=splits)
         return _keep_apart(out), _keep_apart(lse)  # each alone, as an LSE of no use costs a launch
 
     lse = jax.ShapeDtypeStruct((B, T, N), jnp.float32)

@@ -21,42 +21,32 @@ MOST_SPLITS = 128  # all of them are written out in the code
 
 
 def combine(
-    parts: jax.Array, lse: jax.Array, sinks: jax.Array | None, *, rows: int, dtype: np.dtype
-) -> tuple[jax.Array, jax.Array]:
-    """Output and LSE over all splits.
+    parts: jax.Array, lse: jax.Array, sinks: jax.Array | None, *, kv_heads: int, dtype: np.dtype
+) -> jax.Array:
+    """The output over all splits.
 
     Args:
-      parts: `[splits, heads * rows, H]` float32; finite where their LSE is -inf.
-      lse: `[splits, heads, >= rows]` float32, natural log; -inf for a row that sees no key.
-      sinks: None, or `[K, rows]` float32, heads a multiple of K: one more logit of each row.
-      rows: of each head.
+      parts: `[splits, B, T, N, H]` float32; finite where their LSE is -inf.
+      lse: `[splits, B * K, >= T * N / K]` float32, natural log; token by token for each key head;
+        -inf for a row that sees no key.
+      sinks: None, or `[N]` float32: one more logit of each head.
+      kv_heads: K.
       dtype: of the output.
 
     Returns:
-      Output `[heads * rows, H]` and LSE `[heads, >= rows]`.
+      Output `[B, T, N, H]`. A row that sees no key: 0.
     """
-    splits, all_rows, width = parts.shape
-    total = functools.reduce(jnp.logaddexp, list(lse))
-    if sinks is not None:
-        heads = lse.shape[1]
-        beyond = lse.shape[2] - rows
-        sinks = jnp.tile(jnp.pad(sinks, ((0, 0), (0, beyond))), (heads // sinks.shape[0], 1))
-        total = jnp.where(total == -jnp.inf, -jnp.inf, jnp.logaddexp(total, sinks))
     optional = () if sinks is None else (sinks,)
-    kernel = _build(splits, all_rows, width, rows, np.dtype(dtype), bool(optional), interpreting())
-    return kernel(parts, lse, *optional), total
+    kernel = _build(parts.shape, kv_heads, np.dtype(dtype), bool(optional), interpreting())
+    return kernel(parts, lse, *optional)
 
 
 @functools.lru_cache
 def _build(
-    splits: int,
-    all_rows: int,
-    width: int,
-    rows: int,
-    dtype: np.dtype,
-    with_sinks: bool,
-    interpret: bool,
+    shape: tuple[int, ...], kv_heads: int, dtype: np.dtype, with_sinks: bool, interpret: bool
 ):
+    splits, batch, tokens, heads, width = shape
+    all_rows, group = batch * tokens * heads, heads // kv_heads
     side_by_side = max(1, WARPGROUP_THREADS // width)
     columns = side_by_side * width
     strided = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // WARPGROUP_THREADS)
@@ -64,14 +54,20 @@ def _build(
     def combine_splits(parts_ref, lse_ref, *refs):
         *sinks_ref, out_ref = refs
         block = lax.axis_index("block")
-        row_pairs = [
-            div_rem(jnp.minimum(block * side_by_side + n, all_rows - 1), rows)
-            for n in range(side_by_side)
-        ]
 
-        def in_each_column(ref):
-            """What a `[heads, rows]` array has for the row of each column."""
-            values = [jnp.broadcast_to(ref[head, row], (columns,)) for head, row in row_pairs]
+        def places(row):
+            """Where a row has its LSE, and its sink."""
+            token, head = div_rem(row, heads)
+            entry, token = div_rem(token, tokens)
+            kv_head, of_group = div_rem(head, group)
+            return (entry * kv_heads + kv_head, token * group + of_group), (head,)
+
+        rows = [jnp.minimum(block * side_by_side + n, all_rows - 1) for n in range(side_by_side)]
+        lse_places, sink_places = zip(*map(places, rows), strict=True)
+
+        def in_each_column(ref, places):
+            """What an array has at a place for each row, in the columns of the row."""
+            values = [jnp.broadcast_to(ref[place], (columns,)) for place in places]
             values = [plgpu.layout_cast(value, strided) for value in values]
             if len(values) == 1:
                 return values[0]
@@ -79,11 +75,11 @@ def _build(
             return jnp.where(column < width, *values)
 
         parts = [plgpu.load(parts_ref.at[s, block], layout=strided) for s in range(splits)]
-        logits = [in_each_column(lse_ref.at[s]) for s in range(splits)]
+        logits = [in_each_column(lse_ref.at[s], lse_places) for s in range(splits)]
         top = functools.reduce(jnp.maximum, logits)
         is_empty = top == -jnp.inf
         if sinks_ref:
-            sink = in_each_column(sinks_ref[0])
+            sink = in_each_column(sinks_ref[0], sink_places)
             top = jnp.maximum(top, sink)
         top = jnp.where(is_empty, 0.0, top)
         weights = [jnp.exp2((x - top) * LOG2E) for x in logits]
@@ -107,9 +103,10 @@ def _build(
     )
 
     def run(parts, lse, *optional):
+        parts = parts.reshape(splits, all_rows, width)
         if all_rows % side_by_side:
             parts = jnp.pad(parts, ((0, 0), (0, 1), (0, 0)))
         out = kernel(parts.reshape(splits, blocks, columns), lse, *optional)
-        return out.reshape(-1, width)[:all_rows]
+        return out.reshape(-1, width)[:all_rows].reshape(shape[1:])
 
     return run

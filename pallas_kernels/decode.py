@@ -6,7 +6,7 @@ them, and the keys of a sequence are split over thread blocks until these fill t
 
     thread block = (sequence, split of its keys, key head, tile of rows), one warpgroup
 
-    Q, K0 V0, K1 V1, K2 V2                TMA into circular buffers, what shared memory holds
+    K0 V0, K1 V1, K2 V2, and Q            TMA into circular buffers, what shared memory holds
     S = Q K0    softmax    O += P V0      K3 into K0's place after S, V3 into V0's after O
     S = Q K1    softmax    O += P V1      ...
 
@@ -21,7 +21,8 @@ Every step has a mask and looks for new maxima: there is time for both.
 A float8 cache comes as it is. The warpgroup widens each block of K, and then of V, into one buffer
 that wgmma reads. Scales of keys go into the logits, those of values into the output.
 
-Barriers. Full: an mbarrier a slot of K and of V, and one for Q, completed by TMA.
+Barriers. Full: an mbarrier a slot of K and of V, completed by TMA. Queries come through registers,
+as the rows of a tile do not stand in a row in memory where there are several tokens.
 """
 
 import dataclasses
@@ -41,13 +42,17 @@ from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     OPERAND,
     div_rem,
+    fresh_rows,
+    fresh_zero,
     interpreting,
     keep_columns_from,
     keep_columns_to,
     keep_operand_rows,
+    load_grouped,
     load_rows,
+    store_grouped,
+    store_operand,
     store_rows,
-    store_tile,
     widen_operand,
     zero_tile,
 )
@@ -170,43 +175,42 @@ def attention(
     """Exact attention of the last `problem.tokens` tokens of each sequence to its cache.
 
     Args:
-      query: `[B, K, rows, H]`, rows as `problem.rows` says.
+      query: `[B, T, N, H]`.
       key_cache: `[B, S, K, H]`, S a multiple of 8; or `[pages, page_size, K, H]`.
       value_cache: as key_cache.
-      lengths: `[B]` int32, with the new tokens. Row r is at position length - tokens + r // group.
+      lengths: `[B]` int32, with the new tokens: token t is at position length - tokens + t.
       page_table: None, or `[B, max_pages]` int32. Pages that hold no token within the lengths, or
         none that is seen, may have any number.
-      sinks: None, or `[K, rows]` float32: one more logit of each row, without a value.
+      sinks: None, or `[N]` float32: one more logit of each head, without a value.
       key_scale, value_scale: None, or `[K]` float32, which keys and values are multiplied with.
       problem: static description.
       splits: into how many parts to split the keys, at most `combine.MOST_SPLITS`.
 
     Returns:
-      Output `[B, K, rows, H]` and natural-log LSE `[B, K, rows]` float32. A row that sees no key: 0
-      and -inf.
+      Output `[B, T, N, H]` and natural-log LSE `[B, T, N]` float32. A row that sees no key: 0 and
+      -inf.
     """
     p = problem
-    whole = query.reshape(p.key_heads_of_all * p.rows, p.width)
-    beyond = -whole.shape[0] % 8  # TMA tiles are 8 rows high
-    if beyond:
-        whole = jnp.pad(whole, ((0, beyond), (0, 0)))
+    sinks_of_rows = None
+    if sinks is not None and splits == 1:  # else they take part when the splits are put together
+        sinks_of_rows = jnp.tile(sinks.reshape(p.kv_heads, p.group), (1, p.tokens)) * LOG2E
     optional = {
         "page_table": page_table,
-        # With several splits they take part when these are put together.
-        "sinks": None if sinks is None or splits > 1 else sinks * LOG2E,
+        "sinks": sinks_of_rows,
         "key_scale": key_scale,
         "value_scale": value_scale,
     }
     given = {name: x for name, x in optional.items() if x is not None}
     kernel = _build(p, splits, tuple(given), interpreting())
-    out, lse = kernel(lengths, whole, key_cache, value_cache, *given.values())
-    lse = lse.reshape(splits, p.key_heads_of_all, p.row_tiles * ROWS)
-    if splits > 1:
-        out, lse = combine.combine(out, lse, sinks, rows=p.rows, dtype=p.dtype)
-    else:
-        lse = lse[0]
-    shape = (p.batch, p.kv_heads, p.rows, p.width)
-    return out.reshape(shape), lse[:, : p.rows].reshape(shape[:3])
+    parts, lse_parts = kernel(lengths, query, key_cache, value_cache, *given.values())
+    by_head = (p.batch, p.kv_heads, p.tokens, p.group)
+    lse = functools.reduce(jnp.logaddexp, list(lse_parts))[:, : p.rows].reshape(by_head)
+    lse = lse.swapaxes(1, 2).reshape(query.shape[:3])
+    if splits == 1:
+        return parts[0], lse
+    if sinks is not None:
+        lse = jnp.where(lse == -jnp.inf, -jnp.inf, jnp.logaddexp(lse, sinks))
+    return combine.combine(parts, lse_parts, sinks, kv_heads=p.kv_heads, dtype=p.dtype), lse
 
 
 @functools.lru_cache
@@ -219,8 +223,6 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
     page_size = p.page_size
     copies = 1 if page_size is None else max(1, block_kv // page_size)
     rows_of_copy = block_kv // copies
-    last_tile_rows = p.rows - (p.row_tiles - 1) * ROWS
-    all_rows = p.key_heads_of_all * p.rows
 
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
     is_float8 = p.cache_dtype != dtype
@@ -230,16 +232,15 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
         q_smem=smem((ROWS, width)),
         k_smem=cache_smem,
         v_smem=cache_smem,
-        q_full=plgpu.Barrier(),
         k_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         v_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
     )
     if is_float8:
-        scratch["wide_smem"] = smem((block_kv, width))
+        scratch["wide_smem"] = smem((1, block_kv, width))
 
     def decode_attention(
         lengths_ref, q_ref, k_ref, v_ref, *more_refs,
-        q_smem, k_smem, v_smem, q_full, k_full, v_full, wide_smem=None,
+        q_smem, k_smem, v_smem, k_full, v_full, wide_smem=None,
     ):  # fmt: skip
         *optional_refs, out_ref, lse_ref = more_refs
         given = dict(zip(optional, optional_refs, strict=True))
@@ -247,7 +248,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
         rest, head = div_rem(rest, p.kv_heads)
         batch, split = div_rem(rest, splits)
         head_of_all = batch * p.kv_heads + head
-        first_row = head_of_all * p.rows + tile * ROWS
+        heads = pl.ds(head * p.group, p.group)
         zero = jnp.int32(0)
         slot = lambda step: lax.rem(step, jnp.int32(stages))
 
@@ -286,19 +287,22 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
         load_key = lambda step: load(step, k_ref, k_smem, k_full)
         load_value = lambda step: load(step, v_ref, v_smem, v_full)
 
-        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(first_row, ROWS)], q_smem, q_full)
+        queries = load_grouped(q_ref.at[batch, :, heads], tile * ROWS)  # on their way meanwhile
         for step in range(stages):
             load_key(jnp.int32(step))
             load_value(jnp.int32(step))
+        store_operand(q_smem, queries)
+        plgpu.commit_smem()
 
         def in_each_row(scalar):
             return plgpu.layout_cast(jnp.broadcast_to(scalar, (ROWS,)), _PER_ROW)
 
         def positions():
+            """Of the tokens of the rows; made anew in each step, as they would cost registers."""
             if p.tokens == 1:
                 return in_each_row(first_position)
-            row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_PER_ROW)
-            return lax.div(row + tile * ROWS, in_each_row(jnp.int32(p.group))) + first_position
+            row = fresh_rows() + tile * ROWS
+            return lax.div(row, in_each_row(jnp.int32(p.group))) + first_position
 
         def capped(logits):
             """What `factor` brings to log2 units."""
@@ -311,14 +315,12 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
         def widened(narrow, *rows):
             """The buffer with a float8 block in the dtype of queries."""
             plgpu.commit_smem()  # all warps have done with what stands there
-            widen_operand(wide_smem, narrow, *rows)
+            wide = wide_smem.at[fresh_zero()]
+            widen_operand(wide, narrow, *rows)
             plgpu.commit_smem()
-            return wide_smem
+            return wide
 
         def compute(o_acc, s_acc):
-            position = positions()
-            last = jnp.minimum(position, p.capacity - 1)
-
             def key_step(step, state):
                 first = (begin + step) * block_kv
                 this = slot(step)
@@ -335,6 +337,8 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                 if "key_scale" in given:
                     logits *= given["key_scale"][head]
                 logits = capped(logits)
+                position = positions()
+                last = jnp.minimum(position, p.capacity - 1)
                 logits = keep_columns_to(logits, last - first, -jnp.inf)
                 if p.window is not None:
                     logits = keep_columns_from(logits, position - p.window - first, -jnp.inf)
@@ -364,7 +368,6 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                     load_value(step + stages)
                 return state
 
-            plgpu.barrier_wait(q_full)
             state = lax.fori_loop(zero, steps, key_step, online_softmax.nothing_seen(ROWS))
             sink = None
             if "sinks" in given:
@@ -375,17 +378,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             store_rows(lse_ref.at[split, head_of_all, pl.ds(tile * ROWS, ROWS)], lse)
             output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
             output = (output * spread(inverse, output.shape)).astype(out_ref.dtype)
-
-            def store(rows: int):
-                store_tile(out_ref.at[split, pl.ds(first_row, rows)], output)
-
-            if last_tile_rows < ROWS:
-                is_last = tile == p.row_tiles - 1
-                pl.when(is_last)(lambda: store(last_tile_rows))
-                if p.row_tiles > 1:
-                    pl.when(jnp.logical_not(is_last))(lambda: store(ROWS))
-            else:
-                store(ROWS)
+            store_grouped(out_ref.at[split, batch, :, heads], output, tile * ROWS)
 
         pl.run_scoped(
             compute,
@@ -393,11 +386,12 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             plgpu.ACC((ROWS, block_kv), jnp.float32),
         )
 
+    out_shape = (splits, p.batch, p.tokens, p.heads, width)
     lse_shape = (splits, p.key_heads_of_all, p.row_tiles * ROWS)
     return plgpu.kernel(
         decode_attention,
         out_type=(
-            jax.ShapeDtypeStruct((splits, all_rows, width), dtype if splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct(out_shape, dtype if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct(lse_shape, jnp.float32),
         ),
         grid=(p.key_heads_of_all * p.row_tiles * splits,),

@@ -281,39 +281,84 @@ def store_rows(ref, rows: jax.Array) -> None:
     store(ref, rows)
 
 
-def store_tile(ref, tile: jax.Array) -> None:
-    """Stores the first `rows` of a `(64, n)` tile to a `(rows, n)` view of global memory."""
-    rows = ref.shape[0]
+def load_grouped(ref, first) -> jax.Array:
+    """`(64, n)` tile of a `(tokens, heads, n)` 16-bit view of global memory, token by token.
+
+    Row r is head (first + r) % heads of token (first + r) // heads; rows after the last read as it.
+    """
+    tokens, heads, columns = ref.shape
+    last = tokens * heads - 1
     if interpreting():
-        ref[...] = tile[:rows]
+        rows = ref[...].reshape(tokens * heads, columns)
+        return rows[jnp.minimum(first + jnp.arange(64), last)]
+
+    zeros = plgpu.layout_cast(jnp.zeros((64, columns), ref.dtype), _TILE)
+    shape = plgpu.ShapeDtypeStruct((64, columns), ref.dtype, layout=_TILE)
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, _TILE), return_type=shape)
+    def load(_, ref, first, like):
+        row = arith.addi(first.registers[()], _own_row())
+        addresses = [_grouped_address(ref, _clamped(row, half, _i32(last))) for half in range(2)]
+        i32 = ir.IntegerType.get_signless(32)
+        out = like.registers.copy()
+        for index, group, half, pair in _fragments(like.registers):
+            text = f"ld.global.nc.b32 $0, [$1+{16 * group}];"
+            out[index] = llvm.bitcast(pair.type, _asm(text, "=r,l", [addresses[half]], i32))
+        return _like(like, out)
+
+    return load(ref, jnp.int32(first), zeros)
+
+
+def store_grouped(ref, tile: jax.Array, first) -> None:
+    """Stores a `(64, n)` tile to where `load_grouped` reads it, but for rows after the last."""
+    tokens, heads, _ = ref.shape
+    rows = tokens * heads
+    if interpreting():
+        if rows <= 64:  # all of one tile
+            ref[...] = tile[:rows].reshape(ref.shape)
+            return
+        for n in range(64):
+
+            @pl.when(first + n < rows)
+            def _(n=n):
+                token, head = div_rem(first + n, heads)
+                ref[token, head] = tile[n]
+
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
-    def store(_, ref, tile):
-        view = ir.MemRefType(ref.type)
-        strides, _ = view.get_strides_and_offset()
-        bytes_each = mgpu_utils.bytewidth(view.element_type)
-        row = _own_row()
-        # A thread has two neighbouring columns of each group of 8.
-        column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
-        offset = arith.addi(arith.muli(row, _i32(strides[0])), column)
-        address = _global_address(ref, arith.muli(offset, _i32(bytes_each)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE, plgpu.Layout.WG_SPLAT))
+    def store(_, ref, tile, first):
+        row = arith.addi(first.registers[()], _own_row())
+        rows_of_halves = [arith.addi(row, _i32(8 * half)) for half in range(2)]
+        addresses = [_grouped_address(ref, x) for x in rows_of_halves]
+        bytes_each = mgpu_utils.bytewidth(ir.MemRefType(ref.type).element_type)
         i32 = ir.IntegerType.get_signless(32)
         for _, group, half, pair in _fragments(tile.registers):
-            place = (8 * half * strides[0] + 8 * group) * bytes_each
             if bytes_each == 4:
                 values, kind, constraint = [_extract(pair, e) for e in range(2)], "v2.f32", "f,f"
             else:
                 values, kind, constraint = [llvm.bitcast(i32, pair)], "b32", "r"
             names = ", ".join(f"${2 + n}" for n in range(len(values)))
             _asm(
-                f"{{ .reg .pred p; setp.lt.s32 p, $1, {rows - 8 * half};"
-                f" @p st.global.{kind} [$0+{place}], {{{names}}}; }}",
+                f"{{ .reg .pred p; setp.lt.s32 p, $1, {rows};"
+                f" @p st.global.{kind} [$0+{8 * bytes_each * group}], {{{names}}}; }}",
                 f"l,r,{constraint},~{{memory}}",
-                [address, row, *values],
+                [addresses[half], rows_of_halves[half], *values],
             )
 
-    store(ref, tile)
+    store(ref, tile, jnp.int32(first))
+
+
+def _grouped_address(ref, row):
+    """Address of this thread's first two columns of a row of a `(tokens, heads, n)` view."""
+    view = ir.MemRefType(ref.type)
+    strides, _ = view.get_strides_and_offset()
+    heads = _i32(view.shape[1])
+    place = arith.muli(arith.divui(row, heads), _i32(strides[0]))
+    place = arith.addi(place, arith.muli(arith.remui(row, heads), _i32(strides[1])))
+    place = arith.addi(place, arith.muli(arith.andi(_thread(), _i32(3)), _i32(2)))
+    return _global_address(ref, arith.muli(place, _i32(mgpu_utils.bytewidth(view.element_type))))
 
 
 def keep_operand_rows(ref, first, end) -> None:
@@ -416,7 +461,8 @@ def widen_operand(target, source, first=0, end=1 << 30) -> None:
             targets.append(arith.addi(base, arith.muli(swizzled, _i32(16))))
         whence = _own_address(source)
         operands = [*targets, whence, row, first.registers[()], end.registers[()]]
-        batch = 4 * rows_at_once  # whose loads are issued before the first is used
+        # Their loads are issued before the first is used; more of them would spill at width 256.
+        batch = (4 if columns <= 128 else 2) * rows_at_once
         for first_row in range(0, rows, batch):
             first_rows = range(first_row, min(first_row + batch, rows), rows_at_once)
             _asm(text(first_rows), "r,r,r,r,r,r,~{memory}", operands)
