@@ -79,6 +79,54 @@ def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
     return cases
 
 
+# Tokens, page size, splits and options of decode_attention, from nothing to everything at once.
+_OPTIONS = {"local_window_size": 1000, "logits_soft_cap": 30.0}
+DECODE: dict[str, tuple[int, int | None, int, dict[str, Any]]] = {
+    "one": (1, None, 1, {}),
+    "splits": (1, None, 16, {}),
+    "paged": (8, 64, 2, {}),
+    "all": (30, 16, 1, _OPTIONS),
+    "float8": (1, None, 1, {}),
+    "float8-all": (30, 16, 1, _OPTIONS),
+}
+
+
+def decode_cases() -> list[tuple[str, Callable, Any]]:
+    """The same for decode_attention."""
+    cases = []
+    for width, kind in itertools.product(config.WIDTHS, DECODE):
+        tokens, page_size, splits, options = DECODE[kind]
+        dtype = jnp.float16 if kind == "all" else jnp.bfloat16
+        cache_dtype = jnp.float8_e4m3fn if "float8" in kind else dtype
+        shape = jax.ShapeDtypeStruct
+        cache = shape((BATCH, 8192, 4, width), cache_dtype)
+        args: dict[str, Any] = {}
+        if page_size is not None:
+            cache = shape((300, page_size, 4, width), cache_dtype)
+            args["page_table"] = shape((BATCH, 8192 // page_size), jnp.int32)
+        if kind.endswith("all"):
+            args["sinks"] = shape((12,), jnp.float32)
+        if "float8" in kind:
+            args["key_scale"] = args["value_scale"] = shape((4,), jnp.float32)
+        args |= {
+            "query": shape((BATCH, tokens, 12, width), dtype),
+            "key_cache": cache,
+            "value_cache": cache,
+            "lengths": shape((BATCH,), jnp.int32),
+        }
+        cases.append((f"decode-H{width}-{kind}", _decode(splits, options), (args,)))
+    return cases
+
+
+def _decode(splits: int, options: dict[str, Any]) -> Callable:
+    def run(args):
+        return jax_flash.decode_attention(
+            **args, num_splits=splits, **options, implementation="mosaic_gpu"
+        )
+
+    return run
+
+
 def _forward_with_sinks(mask: dict[str, Any]) -> Callable:
     def run(query, key, value, sinks, lengths=None):
         return jax_flash.attention(
