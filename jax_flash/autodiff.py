@@ -69,13 +69,15 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     """Attention on the kernels; call must be one that `unsupported` has no reason against."""
     assert isinstance(call.scale, (int, float))  # else unsupported
     lowest, highest, intervals = _intervals(call)
+    width, value_width = call.query.shape[-1], call.value.shape[-1]
+    window = None if lowest is None or highest is None else highest - lowest + 1
     settings = _Settings(
         scale=float(call.scale),
         lowest=lowest,
         highest=highest,
         dynamic=bool(intervals),
         deterministic=call.deterministic,
-        config=call.config or default(call.query.shape[-1], call.value.shape[-1]),
+        config=call.config or default(width, value_width, window),
     )
     sinks: tuple[jax.Array, ...] = ()
     if call.sinks is not None:

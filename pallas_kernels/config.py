@@ -265,6 +265,14 @@ FORWARD = {
     256: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=1, registers=(240, 24)),
 }
 
+# Width 64, windows so narrow that most of what 192 rows by 128 keys visit is not seen. TFLOP/s* with
+# these, and with the above: 148 and 123 at 128 keys, 257 and 186 at 256, 351 and 330 at 512, 424 and
+# 436 at 1024.
+NARROW_WINDOW = 768
+FORWARD_NARROW_WINDOW = ForwardConfig(
+    consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)
+)
+
 # Keys of 129 to 192 columns, values of up to 128 (multi-head latent attention: 192 and 128): with
 # 64 keys a step, reading the operands of Q K' would take all of shared memory's bandwidth.
 FORWARD_LATENT = ForwardConfig(
@@ -299,11 +307,21 @@ BACKWARD_QUERY = {
 WIDTHS = (64, 128, 256)  # of which every variant is compiled, and which are tuned
 
 
-def default(width: int, value_width: int = 0) -> Config:
-    """Settings for query and key of `width` and value of `value_width`, as width if it is 0."""
+def default(width: int, value_width: int = 0, window: int | None = None) -> Config:
+    """Settings of one call.
+
+    Args:
+      width: of query and key.
+      value_width: as width if it is 0.
+      window: how many keys a query sees at most, where both bounds are static.
+    """
     widest = whole_tiles(max(width, value_width))
-    is_latent = whole_tiles(width) == 192 and 0 < value_width <= 128
-    forward = FORWARD_LATENT if is_latent else FORWARD[widest]
+    if whole_tiles(width) == 192 and 0 < value_width <= 128:
+        forward = FORWARD_LATENT
+    elif widest == 64 and window is not None and window <= NARROW_WINDOW:
+        forward = FORWARD_NARROW_WINDOW
+    else:
+        forward = FORWARD[widest]
     in_boxes = width % 64 > 0 or value_width % 64 > 0 or width < value_width
     backward = BACKWARD_BOXES if widest == 128 and in_boxes else BACKWARD[widest]
     return Config(forward, backward, BACKWARD_QUERY[widest])

@@ -264,33 +264,39 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
         begin = first_block + split * share
         steps = jnp.clip(end_block - begin, 0, share)
 
-        def load(step, ref, buffers, full):
+        def pages_of(step):
+            """The page of each copy of a key block; looked up a step before they are needed."""
+            if page_size is None:
+                return ()
+            firsts = [(begin + step) * block_kv + n * rows_of_copy for n in range(copies)]
+            # A page that holds nothing that counts may have any number.
+            keys = [jnp.maximum(jnp.clip(key, first_key, end_key - 1), 0) for key in firsts]
+            pages = [given["page_table"][batch, div_rem(key, page_size)[0]] for key in keys]
+            return tuple(jnp.clip(page, 0, k_ref.shape[0] - 1) for page in pages)
+
+        def load(step, pages, ref, buffers, full):
             """Loads the key block of a step, if there is one."""
 
             @pl.when(step < steps)
             def _():
                 first, buffer = (begin + step) * block_kv, buffers.at[slot(step)]
                 for n in range(copies):
-                    key = first + n * rows_of_copy
                     if page_size is None:
-                        source = ref.at[batch, pl.ds(key, rows_of_copy), head]
+                        source = ref.at[batch, pl.ds(first, block_kv), head]
                     else:
-                        # A page that holds nothing that counts may have any number.
-                        key = jnp.clip(key, first_key, end_key - 1)
-                        column, row = div_rem(key, page_size)
-                        page = jnp.clip(given["page_table"][batch, column], 0, ref.shape[0] - 1)
-                        row = row - lax.rem(row, jnp.int32(rows_of_copy))
-                        source = ref.at[page, pl.ds(row, rows_of_copy), head]
+                        row = lax.rem(first + n * rows_of_copy, jnp.int32(page_size))
+                        source = ref.at[pages[n], pl.ds(row, rows_of_copy), head]
                     target = buffer.at[pl.ds(n * rows_of_copy, rows_of_copy)]
                     plgpu.copy_gmem_to_smem(source, target, full.at[slot(step)])
 
-        load_key = lambda step: load(step, k_ref, k_smem, k_full)
-        load_value = lambda step: load(step, v_ref, v_smem, v_full)
+        load_key = lambda step, pages: load(step, pages, k_ref, k_smem, k_full)
+        load_value = lambda step, pages: load(step, pages, v_ref, v_smem, v_full)
 
         queries = load_grouped(q_ref.at[batch, :, heads], tile * ROWS)  # on their way meanwhile
-        for step in range(stages):
-            load_key(jnp.int32(step))
-            load_value(jnp.int32(step))
+        for step in map(jnp.int32, range(stages)):
+            pages = pages_of(step)
+            load_key(step, pages)
+            load_value(step, pages)
         store_operand(q_smem, queries)
         plgpu.commit_smem()
 
@@ -321,19 +327,20 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             return wide
 
         def compute(o_acc, s_acc):
-            def key_step(step, state):
+            def key_step(step, carry):
+                state, pages = carry
                 first = (begin + step) * block_kv
                 this = slot(step)
                 plgpu.barrier_wait(k_full.at[this])
                 keys = k_smem.at[this]
                 if is_float8:
                     keys = widened(keys)
-                    load_key(step + stages)
+                    load_key(step + stages, pages)
                 s_acc[...] = zero_tile(ROWS, block_kv)
                 plgpu.wgmma(s_acc, q_smem, keys.transpose((1, 0)))
                 logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                 if not is_float8:
-                    load_key(step + stages)
+                    load_key(step + stages, pages)
                 if "key_scale" in given:
                     logits *= given["key_scale"][head]
                 logits = capped(logits)
@@ -351,7 +358,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                 seen = first_key - first, end_key - first
                 if is_float8:
                     values = widened(values, *seen)
-                    load_value(step + stages)
+                    load_value(step + stages, pages)
                 else:
 
                     @pl.when((first < first_key) | (first + block_kv > end_key))
@@ -365,10 +372,11 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                 plgpu.wgmma(o_acc, weights.astype(dtype), values)
                 plgpu.wgmma_wait(0)
                 if not is_float8:
-                    load_value(step + stages)
-                return state
+                    load_value(step + stages, pages)
+                return state, pages_of(step + 1 + stages)
 
-            state = lax.fori_loop(zero, steps, key_step, online_softmax.nothing_seen(ROWS))
+            carry = online_softmax.nothing_seen(ROWS), pages_of(jnp.int32(stages))
+            state, _ = lax.fori_loop(zero, steps, key_step, carry)
             sink = None
             if "sinks" in given:
                 sink = load_rows(given["sinks"].at[head], tile * ROWS, p.rows - 1)
