@@ -265,9 +265,9 @@ FORWARD = {
     256: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=1, registers=(240, 24)),
 }
 
-# Width 64, windows so narrow that most of what 192 rows by 128 keys visit is not seen. TFLOP/s* with
-# these, and with the above: 148 and 123 at 128 keys, 257 and 186 at 256, 351 and 330 at 512, 424 and
-# 436 at 1024.
+# Width 64, windows so narrow that most of what 192 rows by 128 keys visit is not seen. TFLOP/s*
+# with these, and with the above: 148 and 123 at 128 keys, 257 and 186 at 256, 351 and 330 at 512,
+# 424 and 436 at 1024.
 NARROW_WINDOW = 768
 FORWARD_NARROW_WINDOW = ForwardConfig(
     consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)

@@ -398,49 +398,37 @@ def keep_operand_rows(ref, first, end) -> None:
     zero(ref, jnp.int32(first), jnp.int32(end))
 
 
-def widen_operand(target, source, first=0, end=1 << 30) -> None:
-    """Writes a float8_e4m3fn `(rows, n)` tile of shared memory to a 16-bit one in form `OPERAND`.
+def widen_operand(target, source) -> None:
+    """Writes a float8_e4m3fn `(rows, n)` tile of shared memory to a float16 one in form `OPERAND`.
 
-    Rows outside of [first, end) become zeros. `commit_smem` must follow.
+    `commit_smem` must follow.
     """
     if interpreting():
-        row = lax.broadcasted_iota(jnp.int32, source.shape, 0)
-        wide = jnp.where((row >= first) & (row < end), source[...].astype(target.dtype), 0)
-        target[...] = wide.astype(target.dtype)
+        target[...] = source[...].astype(target.dtype)
         return
 
-    splat = plgpu.Layout.WG_SPLAT
     rows, columns = source.shape
     chunks = columns // 16  # of 16 bytes, of a row: neighbouring threads read neighbouring ones
     rows_at_once = WARPGROUP_THREADS // chunks
-    convert = _F16_PAIR_TO_BF16 if target.dtype == jnp.bfloat16 else "mov.b32 {out}, pair;"
 
     def text(first_rows: range) -> str:
-        """PTX that widens a chunk of each row; $0 and $1 are where to, $2 whence, $3 the row."""
+        """PTX that widens a chunk of each row; $0 and $1 are where to, $2 whence."""
         loads, lines = [], []
         for n, first_row in enumerate(first_rows):
             words = ", ".join(f"w{n}_{word}" for word in range(4))
             loads.append(f".reg .b32 {words};")
             loads.append(f"ld.shared.v4.b32 {{{words}}}, [$2+{first_row * columns}];")
-            lines.append(f"add.s32 row, $3, {first_row};")
-            lines.append("setp.ge.s32 p, row, $4; setp.lt.and.s32 p, row, $5, p;")
             for word in range(4):
                 lines.append(f"mov.b32 {{half0, half1}}, w{n}_{word};")
                 for half in range(2):
-                    out = f"o{2 * word + half}"
-                    lines.append(f"cvt.rn.f16x2.e4m3x2 pair, half{half};")
-                    lines.append(convert.format(out=out))
-                    lines.append(f"selp.b32 {out}, {out}, 0, p;")
+                    lines.append(f"cvt.rn.f16x2.e4m3x2 o{2 * word + half}, half{half};")
             for e in range(2):
                 outs = ", ".join(f"o{4 * e + word}" for word in range(4))
                 lines.append(f"st.shared.v4.b32 [${e}+{first_row * columns * 2}], {{{outs}}};")
-        return (
-            "{ .reg .pred p; .reg .b32 row, pair, o<8>; .reg .b16 half0, half1, h0, h1;"
-            f" .reg .f32 f0, f1; {' '.join(loads + lines)} }}"
-        )
+        return f"{{ .reg .b32 o<8>; .reg .b16 half0, half1; {' '.join(loads + lines)} }}"
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), plgpu.RefType(), splat, splat))
-    def widen(_, target, source, first, end):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), plgpu.RefType()))
+    def widen(_, target, source):
         i32 = ir.IntegerType.get_signless(32)
         thread = _thread()
         row = arith.divui(thread, _i32(chunks))
@@ -460,21 +448,14 @@ def widen_operand(target, source, first=0, end=1 << 30) -> None:
             swizzled = arith.xori(arith.addi(pair_of_chunks, _i32(e)), row_in_tile)
             targets.append(arith.addi(base, arith.muli(swizzled, _i32(16))))
         whence = _own_address(source)
-        operands = [*targets, whence, row, first.registers[()], end.registers[()]]
+        operands = [*targets, whence]
         # Their loads are issued before the first is used; more of them would spill at width 256.
         batch = (4 if columns <= 128 else 2) * rows_at_once
         for first_row in range(0, rows, batch):
             first_rows = range(first_row, min(first_row + batch, rows), rows_at_once)
-            _asm(text(first_rows), "r,r,r,r,r,r,~{memory}", operands)
+            _asm(text(first_rows), "r,r,r,~{memory}", operands)
 
-    widen(target, source, jnp.int32(first), jnp.int32(end))
-
-
-# float8 has no way to bfloat16 but through float16, which holds it exactly.
-_F16_PAIR_TO_BF16 = (
-    "mov.b32 {{h0, h1}}, pair; cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1;"
-    " cvt.rn.bf16x2.f32 {out}, f1, f0;"
-)
+    widen(target, source)
 
 
 def load_rows(ref, first, last) -> jax.Array:
