@@ -408,52 +408,61 @@ def widen_operand(target, source) -> None:
         return
 
     rows, columns = source.shape
-    chunks = columns // 16  # of 16 bytes, of a row: neighbouring threads read neighbouring ones
+    # A thread's 8 elements become 16 bytes, so that neighbouring threads fill a row of a tile, in
+    # different banks.
+    chunks = columns // 8
     rows_at_once = WARPGROUP_THREADS // chunks
+    passes_of_tile = max(1, 8 // rows_at_once)  # over which the swizzle repeats
 
-    def text(first_rows: range) -> str:
-        """PTX that widens a chunk of each row; $0 and $1 are where to, $2 whence."""
+    def text(passes: range) -> str:
+        """PTX that widens a chunk of each row; $0 is whence, the others are where to."""
         loads, lines = [], []
-        for n, first_row in enumerate(first_rows):
-            words = ", ".join(f"w{n}_{word}" for word in range(4))
-            loads.append(f".reg .b32 {words};")
-            loads.append(f"ld.shared.v4.b32 {{{words}}}, [$2+{first_row * columns}];")
-            for word in range(4):
+        for n in passes:
+            loads.append(f".reg .b32 w{n}_<2>;")
+            offset = n * rows_at_once * columns
+            loads.append(f"ld.shared.v2.b32 {{w{n}_0, w{n}_1}}, [$0+{offset}];")
+            for word in range(2):
                 lines.append(f"mov.b32 {{half0, half1}}, w{n}_{word};")
                 for half in range(2):
                     lines.append(f"cvt.rn.f16x2.e4m3x2 o{2 * word + half}, half{half};")
-            for e in range(2):
-                outs = ", ".join(f"o{4 * e + word}" for word in range(4))
-                lines.append(f"st.shared.v4.b32 [${e}+{first_row * columns * 2}], {{{outs}}};")
-        return f"{{ .reg .b32 o<8>; .reg .b16 half0, half1; {' '.join(loads + lines)} }}"
+            of_tile = n % passes_of_tile
+            offset = (n - of_tile) * rows_at_once * columns * 2
+            lines.append(f"st.shared.v4.b32 [${1 + of_tile}+{offset}], {{o0, o1, o2, o3}};")
+        return f"{{ .reg .b32 o<4>; .reg .b16 half0, half1; {' '.join(loads + lines)} }}"
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), plgpu.RefType()))
     def widen(_, target, source):
         i32 = ir.IntegerType.get_signless(32)
         thread = _thread()
-        row = arith.divui(thread, _i32(chunks))
+        own_row = arith.divui(thread, _i32(chunks))
         chunk = arith.remui(thread, _i32(chunks))
-        # As in store_operand: 8 rows of 128 bytes are a tile, whose 16-byte chunks are swizzled.
-        row_in_tile = arith.andi(row, _i32(7))
-        base = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(target))
-        for index, unit in (
-            (arith.shrui(row, _i32(3)), 16 * columns),
-            (row_in_tile, 128),
-            (arith.shrui(chunk, _i32(2)), 1024),
-        ):
-            base = arith.addi(base, arith.muli(index, _i32(unit)))
-        pair_of_chunks = arith.muli(arith.andi(chunk, _i32(3)), _i32(2))
         targets = []
-        for e in range(2):
-            swizzled = arith.xori(arith.addi(pair_of_chunks, _i32(e)), row_in_tile)
-            targets.append(arith.addi(base, arith.muli(swizzled, _i32(16))))
-        whence = _own_address(source)
-        operands = [*targets, whence]
+        for n in range(passes_of_tile):
+            # As in store_operand: 8 rows of 128 bytes are a tile, with 16-byte chunks swizzled.
+            row = arith.addi(own_row, _i32(n * rows_at_once))
+            row_in_tile = arith.andi(row, _i32(7))
+            swizzled = arith.xori(arith.andi(chunk, _i32(7)), row_in_tile)
+            address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(target))
+            for index, unit in (
+                (arith.shrui(row, _i32(3)), 16 * columns),
+                (row_in_tile, 128),
+                (arith.shrui(chunk, _i32(3)), 1024),
+                (swizzled, 16),
+            ):
+                address = arith.addi(address, arith.muli(index, _i32(unit)))
+            targets.append(address)
+        whence = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(source))
+        whence = arith.addi(whence, arith.muli(thread, _i32(8)))
         # Their loads are issued before the first is used; more of them would spill at width 256.
-        batch = (4 if columns <= 128 else 2) * rows_at_once
-        for first_row in range(0, rows, batch):
-            first_rows = range(first_row, min(first_row + batch, rows), rows_at_once)
-            _asm(text(first_rows), "r,r,r,~{memory}", operands)
+        batch = 8 if columns <= 128 else 4
+        passes = range(rows // rows_at_once)
+        for first in passes[::batch]:
+            constraints = ",".join(["r"] * (1 + passes_of_tile))
+            _asm(
+                text(passes[first : first + batch]),
+                f"{constraints},~{{memory}}",
+                [whence, *targets],
+            )
 
     widen(target, source)
 
