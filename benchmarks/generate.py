@@ -14,6 +14,7 @@ import concurrent.futures
 import functools
 import math
 import pathlib
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -354,7 +355,7 @@ class Sizes(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        return round_up(self.context + self.steps, 64)
+        return round_up(self.context + self.steps, 128)
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -547,9 +548,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     speeds.add_argument("--rounds", type=int, default=3)
     speeds.add_argument("--results", type=pathlib.Path, default=RESULTS, help="where to write")
     options = parser.parse_args(argv)
-    for name in ("tokens", "context", "steps", "rounds"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}: got {getattr(options, name)}; needs at least 1")
+    for name in ("tokens", "page_size", "context", "steps", "rounds"):
+        got = getattr(options, name)
+        if got is not None and got < 1:
+            parser.error(f"--{name.replace('_', '-')}: got {got}; needs at least 1")
     if options.temperature < 0:
         parser.error(f"--temperature: got {options.temperature}; needs 0 or more")
     if options.prompts and (options.verify or options.speed):
@@ -559,10 +561,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.candidates = options.candidates.split(",")
     if unknown := {*options.candidates} - {*ATTENTIONS}:
         parser.error(f"--candidates: unknown {', '.join(sorted(unknown))}")
-    try:
-        options.batches = [int(batch) for batch in options.batches.split(",")]
-    except ValueError:
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", options.batches):
         parser.error(f"--batches: got {options.batches}; needs numbers separated by commas")
+    options.batches = [int(batch) for batch in options.batches.split(",")]
     return options
 
 

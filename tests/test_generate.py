@@ -233,7 +233,8 @@ def test_answers_of_random_weights_are_tokens(capsys):
         ["Hello", "--speed"],
         ["--speed", "--page-size", "16"],
         ["--speed", "--candidates", "FA5"],
-        ["--speed", "--batches", "few"],
+        ["--speed", "--batches", "1,0"],
+        ["--page-size", "0"],
     ],
 )
 def test_refused_arguments(arguments, capsys):
