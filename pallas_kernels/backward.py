@@ -51,7 +51,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import backward_key, backward_query, row_statistics
+from pallas_kernels import backward_key, backward_query, bias_gradient, row_statistics
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
     BACKWARD_QUERY,
@@ -60,6 +60,8 @@ from pallas_kernels.config import (
     BackwardQueryConfig,
     Problem,
 )
+from pallas_kernels.elements import NO_ELEMENTS, ElementRefs, Elements, biased
+from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
@@ -98,7 +100,9 @@ def attention_gradients(
     deterministic: bool = False,
     query_config: BackwardQueryConfig | None = None,
     intervals: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    elements: Elements = NO_ELEMENTS,
+    with_bias_gradient: bool = False,
+) -> tuple[jax.Array, ...]:
     """Gradients of attention.
 
     Args:
@@ -115,10 +119,12 @@ def attention_gradients(
       query_config: that kernel's tile sizes; None for those of `BACKWARD_QUERY`.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
+      elements: mask and bias of a problem that has them (`elements.py`).
+      with_bias_gradient: the bias has a gradient too, which takes a kernel of its own.
 
     Returns:
-      Gradients of query, key and value, in their shapes and dtype. Rows from key_length on are
-      arbitrary.
+      Gradients of query, key and value, in their shapes and dtype, and of the bias if wanted. Rows
+      from key_length on are arbitrary.
     """
     if isinstance(config, BackwardKeyConfig) != (problem.width == 256):
         raise TypeError(
@@ -129,30 +135,38 @@ def attention_gradients(
     query_config = query_config or BACKWARD_QUERY[problem.width]
     block_q = max(config.block_q, query_config.block_q) if deterministic else config.block_q
     padded_rows = -(-problem.query_length // block_q) * block_q
+    rows_of_statistics = padded_rows
+    if with_bias_gradient:
+        block_q = bias_gradient.BLOCK_Q
+        rows_of_statistics = max(padded_rows, -(-problem.query_length // block_q) * block_q)
     start, minus_delta = row_statistics.row_statistics(
-        out, lse, d_out, d_lse, problem=problem, padded_rows=padded_rows
+        out, lse, d_out, d_lse, problem=problem, padded_rows=rows_of_statistics
     )
     operands = query, key, value, d_out, start, minus_delta
+    d_bias: tuple[jax.Array, ...] = ()
+    if with_bias_gradient:
+        d_bias = (bias_gradient.bias_gradient(*operands, intervals, elements, problem=problem),)
     if deterministic:
         dq = backward_query.query_gradient(
-            *operands, intervals, problem=problem, config=query_config
+            *operands, intervals, elements, problem=problem, config=query_config
         )
         if isinstance(config, BackwardKeyConfig):
             gradients = backward_key.key_value_gradients(
-                *operands, intervals, problem=problem, config=config
+                *operands, intervals, elements, problem=problem, config=config
             )
         else:
             main = _build_main(problem, config, key.shape[1], interpreting(), False)
-            gradients = main(intervals, *operands)
-        return dq, *gradients
+            gradients = main(intervals, *elements.operands(transposed=True), *operands)
+        return dq, *gradients, *d_bias
     # The kernel zeroes it. On a CPU, in interpret mode, `lax.empty` is of zeros.
     dq_tiles = problem.batch * problem.heads * padded_rows // _DQ_TILE * problem.width // _DQ_TILE
     d_query = jax.new_ref(lax.empty((dq_tiles, *fragment_shape(_DQ_TILE)), jnp.float32))
     progress = jax.new_ref(_zero_ahead(_key_tiles(problem, config.block_q, True)).progress())
     main = _build_main(problem, config, key.shape[1], interpreting(), True)
-    d_key, d_value = main(intervals, *operands, d_query, progress)
+    element_operands = elements.operands(transposed=True)
+    d_key, d_value = main(intervals, *element_operands, *operands, d_query, progress)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())
-    return cast(jax.freeze(d_query)), d_key, d_value
+    return cast(jax.freeze(d_query)), d_key, d_value, *d_bias
 
 
 def _key_tiles(problem: Problem, block_q: int, with_query_gradient: bool) -> KeyTiles:
@@ -190,7 +204,8 @@ def _build_main(
     query_blocks = tiles.query_blocks
     zero_ahead = _zero_ahead(tiles)
     # At width 128 there are registers for weights and dQ at a time only where all else is simple.
-    early_weights = width <= 64 or not (tiles.any_mask or group > 1)
+    simple = width <= 64 or not (tiles.any_mask or group > 1)
+    early_weights = simple and not problem.has_elements
 
     ds_stored = NamedBarriers(first=_CONSUMERS + 2, count=2 * _CONSUMERS, arrivers=1)
     free = NamedBarriers(ds_stored.first + ds_stored.count, stages, arrivers=_CONSUMERS)
@@ -232,6 +247,7 @@ def _build_main(
         k_full, v_full, q_full, o_full, dq_smem=None, twins=None,
     ):  # fmt: skip
         seeing_ref, *refs = more_refs if problem.dynamic else (None, *more_refs)
+        elements, refs = ElementRefs.split(problem, refs, transposed=True)
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, *dq_refs, dk_ref, dv_ref = refs
         ds_stored, free, v_free, dq_staged, gradients_staged, sent = (
             dataclasses.replace(barriers, twins=twins and twins[name])
@@ -241,7 +257,7 @@ def _build_main(
         block = lax.axis_index("block")
         zero = jnp.int32(0)
 
-        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, block, seeing_ref)
+        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, block, seeing_ref, elements)
 
         def first_index():
             """A list is walked from its end, since comparing with 0 takes no register."""
@@ -267,8 +283,10 @@ def _build_main(
                     v = v_smem.at[fresh_zero(), own]
                     plgpu.wgmma(dp_acc, v, o_smem.at[slot].transpose((1, 0)))
 
-                def load_weights():
-                    return jnp.exp2(plgpu.wgmma_accumulator_load(s_acc, wait_n=1) * factor)
+                def load_weights(loaded, wait_n=1):
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
+                    logits, to_log2 = biased(logits, factor, loaded)
+                    return jnp.exp2(logits * to_log2)
 
                 def load_ds(weights, slot):
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
@@ -319,12 +337,13 @@ def _build_main(
                     fence_async_shared()
                     ds_stored.arrive(2 * parity + consumer)
 
-                def step_with_dq(j, mask, index):
+                def step_with_dq(j, mask, load_elements, index):
                     slot, o_slot, parity = slots(j)
                     plgpu.barrier_wait(q_full.at[slot])
                     issue_logits(slot, index)
                     issue_late_dq(1 - parity, index)
-                    weights = load_weights()
+                    loaded = load_elements(j)
+                    weights = load_weights(loaded)
                     if early_weights:
                         # A wait here keeps ptxas from computing the weights after dQ.
                         plgpu.barrier_wait(o_full.at[o_slot])
@@ -335,6 +354,7 @@ def _build_main(
                     issue_d_weights(o_slot)
                     if mask is not None:
                         weights = mask(weights, j)
+                    weights = masked_by_element(weights, loaded, 0.0)
                     plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
                     ds = load_ds(weights, o_slot)
                     plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
@@ -342,15 +362,22 @@ def _build_main(
                     plgpu.wgmma_wait(0)
                     free.arrive(slot)
 
-                def step_without_dq(j, mask, index):
+                def step_without_dq(j, mask, load_elements, index):
                     slot, o_slot, _ = slots(j)
                     plgpu.barrier_wait(q_full.at[slot])
                     issue_logits(slot, index)
-                    plgpu.barrier_wait(o_full.at[o_slot])
-                    issue_d_weights(o_slot)
-                    weights = load_weights()
+                    loaded = load_elements(j)
+                    if problem.has_elements:  # there are no registers for dP' at a time
+                        weights = load_weights(loaded, wait_n=0)
+                        plgpu.barrier_wait(o_full.at[o_slot])
+                        issue_d_weights(o_slot)
+                    else:
+                        plgpu.barrier_wait(o_full.at[o_slot])
+                        issue_d_weights(o_slot)
+                        weights = load_weights(loaded)
                     if mask is not None:
                         weights = mask(weights, j)
+                    weights = masked_by_element(weights, loaded, 0.0)
                     plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
                     plgpu.wgmma(dk_acc, load_ds(weights, o_slot), q_smem.at[slot])
                     fence_async_shared()  # TMA will overwrite row statistics that were read

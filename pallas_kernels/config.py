@@ -20,7 +20,8 @@ class Problem:
     Query is `[batch, query_length, heads, width]`, key and value are
     `[batch, key_length, kv_heads, width]`. Query i sees keys i + lowest <= j <= i + highest, where
     None is no bound: causal attention has a highest alone, a sliding window has both. Or, if it is
-    `dynamic`, it sees an interval of keys that kernels get as an array (`intervals.py`).
+    `dynamic`, it sees an interval of keys that kernels get as an array (`intervals.py`). Kernels of
+    one that `has_mask` or `has_bias` get these as arrays too (`elements.py`).
     """
 
     batch: int
@@ -34,6 +35,8 @@ class Problem:
     lowest: int | None = None
     highest: int | None = None
     dynamic: bool = False
+    has_mask: bool = False
+    has_bias: bool = False
 
     def __post_init__(self):
         if self.dynamic:
@@ -48,6 +51,11 @@ class Problem:
     def has_far_edge(self) -> bool:
         """Whether a query may be without the first keys."""
         return self.dynamic or self.lowest is not None
+
+    @property
+    def has_elements(self) -> bool:
+        """Whether anything is known of single pairs of query and key alone."""
+        return self.has_mask or self.has_bias
 
     @property
     def seeing_queries(self) -> slice:
@@ -120,6 +128,8 @@ class ForwardConfig:
       registers: registers a thread of a consumer and of the producer.
       section_bytes: heads whose K and V take about this much are worked on together.
       thread_blocks: how many to launch at most; as many as there are SMs.
+      elements_early: load mask and bias under the product that makes the logits, for which there
+        must be registers, not after it.
     """
 
     consumers: int
@@ -129,6 +139,7 @@ class ForwardConfig:
     registers: tuple[int, int]
     section_bytes: int = FORWARD_SECTION_BYTES
     thread_blocks: int = SM_COUNT
+    elements_early: bool = False
 
     def __post_init__(self):
         _need(self.consumers >= 2, "consumers", self.consumers, "at least 2, to take turns")
@@ -218,6 +229,23 @@ class BackwardQueryConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class BiasGradientConfig:
+    """Settings of `bias_gradient.py`.
+
+    Attributes:
+      block_kv: keys a step; a multiple of 64.
+      stages: slots of the circular buffers.
+    """
+
+    block_kv: int
+    stages: int
+
+    def __post_init__(self):
+        _check_multiple_of_64("block_kv", self.block_kv)
+        _need(self.stages >= 1, "stages", self.stages, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """Settings of all kernels of one attention call.
 
@@ -254,8 +282,36 @@ BACKWARD_QUERY = {
     256: BackwardQueryConfig(block_kv=64, stages=(2, 1)),
 }
 
+# Where logits have a bias or a dense mask, which take registers too.
+FORWARD_ELEMENTS = {
+    64: ForwardConfig(
+        consumers=2,
+        block_kv=128,
+        stages=3,
+        query_buffers=2,
+        registers=(240, 24),
+        elements_early=True,
+    ),
+    128: dataclasses.replace(FORWARD[128], elements_early=True),
+    256: FORWARD[256],
+}
+
+BACKWARD_QUERY_ELEMENTS = BACKWARD_QUERY | {
+    64: BackwardQueryConfig(block_kv=64, stages=(3, 3)),
+}
+
+# Each stage takes 384 rows of shared memory.
+BIAS_GRADIENT = {
+    64: BiasGradientConfig(block_kv=64, stages=4),
+    128: BiasGradientConfig(block_kv=64, stages=2),
+    256: BiasGradientConfig(block_kv=64, stages=1),
+}
+
 WIDTHS = tuple(FORWARD)
 
 
-def default(width: int) -> Config:
+def default(width: int, *, has_elements: bool = False) -> Config:
+    """The tuned settings for a head width, with a bias or a dense mask or without."""
+    if has_elements:
+        return Config(FORWARD_ELEMENTS[width], BACKWARD[width], BACKWARD_QUERY_ELEMENTS[width])
     return Config(FORWARD[width], BACKWARD[width], BACKWARD_QUERY[width])

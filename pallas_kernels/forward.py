@@ -38,12 +38,15 @@ from jax import lax
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import online_softmax, scheduler
 from pallas_kernels.config import ForwardConfig, Problem
+from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements, biased
+from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.online_softmax import LOG2E, RowState, spread
 from pallas_kernels.primitives import (
     OPERAND,
     BlockVote,
     NamedBarriers,
     div_rem,
+    fresh_zero,
     interpreting,
     keep_columns_from,
     keep_columns_to,
@@ -167,6 +170,7 @@ def attention(
     value: jax.Array,
     sinks: jax.Array | None = None,
     intervals: jax.Array | None = None,
+    elements: Elements = NO_ELEMENTS,
     *,
     problem: Problem,
     config: ForwardConfig,
@@ -180,6 +184,7 @@ def attention(
       sinks: None, or `[B, N]` float32: one more logit of each row, without a value.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
+      elements: mask and bias of a problem that has them (`elements.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
 
@@ -188,7 +193,7 @@ def attention(
       from problem.query_length on are arbitrary in both. A row that sees no key: 0 and -inf.
     """
     kernel = _build(problem, config, query.shape[1], sinks is not None, interpreting())
-    optional = () if sinks is None else (sinks * LOG2E,)
+    optional = elements.operands() if sinks is None else (*elements.operands(), sinks * LOG2E)
     if intervals is None:
         return kernel(query, key, value, *optional)
     key_blocks = Tiles(problem, config).key_blocks_of(intervals)
@@ -209,10 +214,14 @@ def _build(
     any_mask = has_far_edge or (key_blocks is not None and bool(key_blocks[:, 1].any()))
     thread_blocks = min(config.thread_blocks, problem.batch * problem.heads * tiles.per_head)
     schedule = tiles.schedule(thread_blocks)
+    # By its bias or mask a row may have its maximum, or its first key, anywhere: all steps look for
+    # it, and no second round is needed.
+    exact_throughout = problem.has_elements
+    # The bias of rows that see nothing may be NaN, which `online_softmax.close` does not stop.
+    mask_throughout = dynamic and problem.has_bias
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
     block_kv, width, dtype = config.block_kv, problem.width, problem.dtype
-    factor = problem.scale * LOG2E
     headroom, limit = online_softmax.weight_range(dtype)
 
     turn = NamedBarriers(first=consumers + 2, count=consumers, arrivers=1)
@@ -242,6 +251,7 @@ def _build(
         q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, twins=None,
     ):  # fmt: skip
         *optional_refs, o_ref, lse_ref = more_refs
+        elements, _ = ElementRefs.split(problem, optional_refs[int(dynamic) :])
         turn, k_free, v_free, q_free, block_vote = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -264,6 +274,9 @@ def _build(
 
         def rounds(one_round):
             """Runs `one_round(begin, steps)` once, and again if a reference was too low."""
+            if exact_throughout:
+                one_round(zero, zero)
+                return
 
             def run(carry):
                 begin, steps = carry
@@ -328,9 +341,22 @@ def _build(
                     logits = masked_far(logits, tile, key_block, bounds)
                 return logits
 
-            def first_softmax(logits, tile, key_block, bounds):
+            def load_elements(number, j):
+                """Mask and bias of step j of a tile, asked for before the product is there."""
+                if not problem.has_elements:
+                    return NOTHING_LOADED
+                tile, batch, head = tiles.locate(number())
+                first_row = tiles.first_row(tile, warpgroup)
+                first_key = (end_of(tile, batch) - 1 - j) * block_kv
+                return elements.load(
+                    batch, head, first_row, first_key, block_kv, early=config.elements_early
+                )
+
+            def first_softmax(logits, tile, key_block, bounds, loaded):
+                logits, factor = biased(logits, problem.scale * LOG2E, loaded)
                 if any_mask:
                     logits = masked(logits, tile, key_block, bounds)
+                logits = masked_by_element(logits, loaded, -jnp.inf)
                 weights, state = online_softmax.start(logits, factor, headroom)
                 if bounds is not None:
                     state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
@@ -352,6 +378,7 @@ def _build(
                 def start_tile(index, steps, tile, batch):
                     """The first key block of a tile, with no other product open."""
                     end_block, bounds = end_of(tile, batch), load_bounds(tile, batch)
+                    loaded = load_elements(lambda: number_of(index), 0)
 
                     @pl.when(index < end)
                     def _():
@@ -361,13 +388,17 @@ def _build(
                     issue_logits(query_buffer(index), slot(steps))
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     pl.when(index < end)(lambda: k_free.arrive(slot(steps)))
-                    weights, state = first_softmax(logits, tile, end_block - 1, bounds)
+                    weights, state = first_softmax(logits, tile, end_block - 1, bounds, loaded)
                     # LLVM would carry float32 into the loop and cast there.
                     return lax.optimization_barrier(weights.astype(dtype)), state
 
                 def key_step(j, carry, *, steps, index, tile, batch, end_block, exact, far=False):
                     """Logits of step j's key block together with the output of the step before."""
                     weights, state = carry
+                    if problem.has_elements:  # read anew: registers are short
+                        number = number_of(index + fresh_zero())
+                        tile, batch, _ = tiles.locate(number)
+                        end_block = end_of(tile, batch)
                     bounds = load_bounds(tile, batch) if exact or far else None
                     k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
                     plgpu.barrier_wait(k_full.at[k_slot])
@@ -375,18 +406,21 @@ def _build(
                     issue_logits(query_buffer(index), k_slot)
                     issue_output(weights, v_slot)
                     pass_turn()
+                    loaded = load_elements(lambda: number, j)
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     k_free.arrive(k_slot)
                     correction = None
-                    if exact:
-                        if any_mask:
-                            logits = masked(logits, tile, end_block - 1 - j, bounds)
+                    logits, factor = biased(logits, problem.scale * LOG2E, loaded)
+                    if exact and any_mask:
+                        logits = masked(logits, tile, end_block - 1 - j, bounds)
+                    elif far:
+                        logits = masked_far(logits, tile, end_block - 1 - j, bounds)
+                    logits = masked_by_element(logits, loaded, -jnp.inf)
+                    if exact or exact_throughout:
                         weights, correction, state = online_softmax.advance(
                             logits, factor, headroom, limit, state
                         )
                     else:
-                        if far:
-                            logits = masked_far(logits, tile, end_block - 1 - j, bounds)
                         weights, state = online_softmax.go_on(logits, factor, state)
                     # A cast of the weights before the wait makes ptxas serialise every wgmma.
                     weights, correction, state = lax.optimization_barrier(
@@ -441,10 +475,13 @@ def _build(
                     issue_logits(buffer, k_slot)
                     issue_output(weights, v_slot)
                     pass_turn()
+                    loaded = load_elements(lambda: following, 0)
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     pl.when(index + 1 < end)(lambda: k_free.arrive(k_slot))
                     end_block = end_of(next_tile, next_batch)
-                    weights, next_state = first_softmax(logits, next_tile, end_block - 1, bounds)
+                    weights, next_state = first_softmax(
+                        logits, next_tile, end_block - 1, bounds, loaded
+                    )
                     weights, next_state = lax.optimization_barrier((weights, next_state))
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(v_slot)
@@ -476,6 +513,8 @@ def _build(
                     tile, batch, _ = tiles.locate(number)
                     blocks, needing_mask = needs(tile, batch, 0), needs(tile, batch, 1)
                     exact = jnp.where(begin > 0, blocks, jnp.maximum(needing_mask, 1))
+                    if mask_throughout:
+                        exact = blocks
                     end_block = end_of(tile, batch) if has_far_edge else blocks
                     step = functools.partial(
                         key_step,
@@ -489,12 +528,17 @@ def _build(
                         jnp.int32(1), exact, functools.partial(step, exact=True), (weights, state)
                     )
                     near = blocks
-                    if has_far_edge:
+                    if has_far_edge and not mask_throughout:
                         near = jnp.maximum(exact, needs(tile, batch, 2))
-                    carry = lax.fori_loop(exact, near, functools.partial(step, exact=False), carry)
-                    if has_far_edge:
+                    if not mask_throughout:
+                        rest = functools.partial(step, exact=False)
+                        carry = lax.fori_loop(exact, near, rest, carry)
+                    if has_far_edge and not mask_throughout:
                         step_far = functools.partial(step, exact=False, far=True)
                         carry = lax.fori_loop(near, blocks, step_far, carry)
+                    if problem.has_elements:  # read anew: registers are short
+                        number = number_of(index + fresh_zero())
+                        following = number_of(index + 1 + fresh_zero())
                     weights, state, too_low = end_tile(
                         index, steps + blocks, number, (*carry, too_low), following
                     )

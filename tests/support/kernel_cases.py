@@ -16,6 +16,13 @@ MASKS: dict[str, dict[str, Any]] = {
     "window": {"is_causal": True, "local_window_size": (700, 0)},
 }
 
+# Which axes of [B, N, T, S] mask and bias have, and the dtype of the bias.
+ELEMENTS: dict[str, tuple[str | None, str | None, Any]] = {
+    "mask": ("bnts", None, None),
+    "key-bias": (None, "bs", jnp.float32),
+    "mask-bias": ("bts", "nts", jnp.float32),
+}
+
 BATCH = 2  # a batch of one takes fewer registers
 
 # (T, S, N, K, dtype): tiles that fit, and tails at both ends with grouped heads.
@@ -43,6 +50,8 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
             if lengths is not None:
                 case_name = f"H{width}-lengths-{shape}{'-deterministic' * deterministic}"
                 cases.append((case_name, fn, (*args, lengths)))
+            if shape == "ragged":
+                cases += _cases_of_elements(name, fn, args, lengths, deterministic)
         if shape == "ragged":
             sinks = jax.ShapeDtypeStruct((N,), jnp.float32)
             fn = _forward_with_sinks(MASKS[mask])
@@ -50,6 +59,28 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
             if lengths is not None:
                 case_name = f"H{width}-lengths-{shape}-sinks"
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
+    return cases
+
+
+def _cases_of_elements(name: str, fn: Callable, args, lengths, deterministic: bool) -> list:
+    """With each of `ELEMENTS`; for deterministic gradients with both alone."""
+    (B, T, N, _), S = args[0].shape, args[1].shape[1]
+    sizes = dict(b=B, n=N, t=T, s=S)
+
+    def array(axes: str | None, dtype):
+        shape = tuple(size if axis in axes else 1 for axis, size in sizes.items()) if axes else ()
+        return jax.ShapeDtypeStruct(shape, dtype) if axes else None
+
+    cases = []
+    for kind, (mask_axes, bias_axes, bias_dtype) in ELEMENTS.items():
+        if deterministic and kind != "mask-bias":
+            continue
+        mask, bias = array(mask_axes, bool), array(bias_axes, bias_dtype or args[0].dtype)
+        case_name = f"{name}-{kind}{'-deterministic' * deterministic}"
+        cases.append((case_name, fn, (*args, None, mask, bias)))
+        if lengths is not None:
+            case_name = f"{name}-lengths-{kind}{'-deterministic' * deterministic}"
+            cases.append((case_name, fn, (*args, lengths, mask, bias)))
     return cases
 
 
@@ -69,11 +100,13 @@ def _forward_with_sinks(mask: dict[str, Any]) -> Callable:
 
 
 def _forward_and_backward(mask: dict[str, Any], deterministic: bool) -> Callable:
-    def attention(query, key, value, lengths):
+    def attention(query, key, value, bias, lengths, dense_mask):
         return jax_flash.attention(
             query,
             key,
             value,
+            bias,
+            dense_mask,
             **mask,
             key_value_seq_lengths=lengths,
             return_residual=True,
@@ -81,8 +114,9 @@ def _forward_and_backward(mask: dict[str, Any], deterministic: bool) -> Callable
             deterministic=deterministic,
         )
 
-    def run(query, key, value, dout, dlse, lengths=None):
-        results, backward = jax.vjp(lambda *x: attention(*x, lengths), query, key, value)
+    def run(query, key, value, dout, dlse, lengths=None, dense_mask=None, bias=None):
+        function = lambda *x: attention(*x, lengths, dense_mask)
+        results, backward = jax.vjp(function, query, key, value, bias)
         return results, backward((dout, dlse))
 
     return run
