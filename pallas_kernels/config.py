@@ -129,7 +129,7 @@ class ForwardConfig:
       section_bytes: heads whose K and V take about this much are worked on together.
       thread_blocks: how many to launch at most; as many as there are SMs.
       elements_early: load mask and bias under the product that makes the logits, for which there
-        must be registers, not after it.
+        must be registers, not after it and the product that is open beside it.
     """
 
     consumers: int

@@ -97,6 +97,14 @@ class ElementRefs:
     refs: tuple[Any, ...]
     transposed: bool = False
 
+    @property
+    def wide(self) -> bool:
+        """Whether a tile of the bias takes a register an element."""
+        if not self.problem.has_bias:
+            return False
+        bias = self.refs[-1]
+        return bias.dtype == jnp.float32 and 1 not in bias.shape[2:]
+
     @classmethod
     def split(cls, problem: Problem, refs, transposed: bool = False) -> "tuple[ElementRefs, list]":
         """The elements that a kernel's refs begin with, and the other refs."""

@@ -217,8 +217,9 @@ def _build(
     # By its bias or mask a row may have its maximum, or its first key, anywhere: all steps look for
     # it, and no second round is needed.
     exact_throughout = problem.has_elements
-    # The bias of rows that see nothing may be NaN, which `online_softmax.close` does not stop.
-    mask_throughout = dynamic and problem.has_bias
+    # The bias of rows that see nothing may be NaN, which `online_softmax.close` does not stop. And
+    # with a window, loops of their own for other steps take registers that a bias needs.
+    mask_throughout = problem.has_bias and has_far_edge
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
     block_kv, width, dtype = config.block_kv, problem.width, problem.dtype
@@ -252,6 +253,9 @@ def _build(
     ):  # fmt: skip
         *optional_refs, o_ref, lse_ref = more_refs
         elements, _ = ElementRefs.split(problem, optional_refs[int(dynamic) :])
+        # Elements that come late take the registers of weights that no product reads any more.
+        elements_early = config.elements_early and not elements.wide
+        open_products = 0 if problem.has_elements and not elements_early else 1
         turn, k_free, v_free, q_free, block_vote = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -349,7 +353,7 @@ def _build(
                 first_row = tiles.first_row(tile, warpgroup)
                 first_key = (end_of(tile, batch) - 1 - j) * block_kv
                 return elements.load(
-                    batch, head, first_row, first_key, block_kv, early=config.elements_early
+                    batch, head, first_row, first_key, block_kv, early=elements_early
                 )
 
             def first_softmax(logits, tile, key_block, bounds, loaded):
@@ -364,6 +368,7 @@ def _build(
 
             def compute(o_acc, s_acc, begin, first_step):
                 end = begin + tile_count
+
                 number_of = lambda index: schedule_ref[block, 1 + index - begin]
 
                 def issue_logits(buffer, k_slot):
@@ -407,7 +412,7 @@ def _build(
                     issue_output(weights, v_slot)
                     pass_turn()
                     loaded = load_elements(lambda: number, j)
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
                     k_free.arrive(k_slot)
                     correction = None
                     logits, factor = biased(logits, problem.scale * LOG2E, loaded)
@@ -476,7 +481,7 @@ def _build(
                     issue_output(weights, v_slot)
                     pass_turn()
                     loaded = load_elements(lambda: following, 0)
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
                     pl.when(index + 1 < end)(lambda: k_free.arrive(k_slot))
                     end_block = end_of(next_tile, next_batch)
                     weights, next_state = first_softmax(
