@@ -196,3 +196,29 @@ def test_bias(T, S, N, K, H, dtype, axes, bias_dtype, options):
     bias = random_bias(shape_of(axes, 2, N, T, S), bias_dtype)
     with interpret_mode():
         check(inputs(2, T, S, N, K, H, dtype), bias=bias, **options)
+
+
+@pytest.mark.parametrize("H", [64, 256])
+def test_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H):
+    """Also in rows that see nothing, which share tiles with others; -inf hides a key like a mask."""
+    arrays = inputs(2, 80, 150, 1, 1, H, jnp.bfloat16)
+    options = with_lengths(query_seq_lengths=[50, 80], key_value_seq_lengths=[140, 0])
+    attention = functools.partial(
+        jax_flash.attention, **options, return_residual=True, implementation="mosaic_gpu"
+    )
+    bias = random_bias((2, 1, 80, 150)).at[:, :, 3].set(-jnp.inf).at[..., 9:30].set(-jnp.inf)
+    hidden = (jnp.arange(80) >= jnp.array([50, 0])[:, None])[:, None, :, None]
+    hidden = hidden | (jnp.arange(150) >= 140)
+
+    def results(bias):
+        results, vjp = jax.vjp(lambda *x: attention(*x), *arrays[:3], bias)
+        return *results, *vjp(arrays[3:])
+
+    with interpret_mode():
+        clean, got = results(bias), results(jnp.where(hidden, jnp.nan, bias))
+    chex.assert_trees_all_equal(got, clean)
+    out, lse, *gradients = clean
+    chex.assert_tree_all_finite((out, gradients))
+    assert np.isneginf(lse[:, 3]).all() and np.isfinite(lse[0, 4:50]).all()
+    assert not np.asarray(gradients[3])[..., 9:30].any()
+    assert not np.asarray(gradients[3])[np.asarray(hidden)].any()
