@@ -25,7 +25,7 @@ from jax_flash.call import Call
 from jax_flash.masks import Visibility
 from pallas_kernels import backward, forward
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels.config import WIDTHS, Config, Problem, default
+from pallas_kernels.config import SUPPORTED_WIDTHS, Config, Problem, default
 from pallas_kernels.elements import BIAS_DTYPES, Elements
 from pallas_kernels.primitives import interpreting
 
@@ -47,10 +47,12 @@ def unsupported(call: Call) -> str | None:
         f"dtype {call.query.dtype}: the kernels take bfloat16 and float16": (
             call.query.dtype not in _DTYPES
         ),
-        f"head width {width}: the kernels take {', '.join(map(str, WIDTHS))}": (
-            width not in WIDTHS
+        f"head width {width}: the kernels take multiples of 8 up to 256": (
+            width not in SUPPORTED_WIDTHS
         ),
-        f"value width {value_width} differs from query width {width}": value_width != width,
+        f"value width {value_width}: the kernels take multiples of 8 up to 256": (
+            value_width not in SUPPORTED_WIDTHS
+        ),
         "an empty batch, head or sequence axis": 0 in (batch, heads, query_length, key_length),
         "scale as an array": not isinstance(call.scale, (int, float)),
         # The exponent's multiplier is a float32, and -LSE / scale is added up in one.
@@ -69,6 +71,7 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     lowest, highest, intervals = _intervals(call)
     elements = _elements(call)
     has_mask, has_bias = elements.mask is not None, elements.bias is not None
+    has_elements = has_mask or has_bias
     settings = _Settings(
         scale=float(call.scale),
         lowest=lowest,
@@ -77,14 +80,14 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
         has_mask=has_mask,
         has_bias=has_bias,
         deterministic=call.deterministic,
-        config=call.config or default(call.query.shape[-1], has_elements=has_mask or has_bias),
+        config=call.config or default(call.query.shape[-1], call.value.shape[-1], has_elements),
     )
     sinks: tuple[jax.Array, ...] = ()
     if call.sinks is not None:
         # For each batch entry, as vmap makes the batch longer.
         batch_and_heads = call.query.shape[0], call.query.shape[2]
         sinks = (jnp.broadcast_to(call.sinks.astype(jnp.float32), batch_and_heads),)
-    problem = settings.problem(call.query, call.key)
+    problem = settings.problem(call.query, call.key, call.value)
     key, value = call.key, call.value
     if has_mask:
         key, value = (_zero_masked(x, call.visibility, problem) for x in (key, value))
@@ -190,7 +193,7 @@ class _Settings:
     deterministic: bool
     config: Config
 
-    def problem(self, query: jax.Array, key: jax.Array) -> Problem:
+    def problem(self, query: jax.Array, key: jax.Array, value: jax.Array) -> Problem:
         batch, query_length, heads, width = query.shape
         return Problem(
             batch=batch,
@@ -206,12 +209,13 @@ class _Settings:
             dynamic=self.dynamic,
             has_mask=self.has_mask,
             has_bias=self.has_bias,
+            value_width=value.shape[-1],
         )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(settings, query, key, value, sinks, intervals, elements):
-    """Output `[B, T, N, H]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
+    """Output `[B, T, N, h]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
 
     Intervals are one `[B, 2, T]`, or none where they are static.
     """
@@ -278,7 +282,7 @@ _attention.defvjp(_attention_with_residuals, _attention_backward, symbolic_zeros
 
 @functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
 def _run_forward(settings, query, key, value, sinks, intervals, elements):
-    problem = settings.problem(query, key)
+    problem = settings.problem(query, key, value)
 
     def kernel(query, key, value, sinks, intervals, elements):
         out, lse = forward.attention(
@@ -291,10 +295,15 @@ def _run_forward(settings, query, key, value, sinks, intervals, elements):
             problem=problem,
             config=settings.config.forward,
         )
-        return out[:, : problem.query_length], lse[:, :, : problem.query_length]
+        rows = problem.query_length
+        return _keep_apart((out[:, :rows], lse[:, :, :rows]))
 
+    out_shape = (*query.shape[:-1], value.shape[-1])
     lse_shape = (problem.batch, problem.heads, problem.query_length)
-    out_types = (jax.typeof(query), jax.ShapeDtypeStruct(lse_shape, jnp.float32))
+    out_types = (
+        jax.ShapeDtypeStruct(out_shape, query.dtype),
+        jax.ShapeDtypeStruct(lse_shape, jnp.float32),
+    )
     return _on_hopper(kernel, out_types, query, key, value, sinks, intervals, elements)
 
 
@@ -303,7 +312,7 @@ def _run_backward(
     settings, query, key, value, intervals, elements, differentiated, out, lse, d_out, d_lse
 ):
     """Gradients of query, key, value, and of the bias where `differentiated` has one."""
-    problem = settings.problem(query, key)
+    problem = settings.problem(query, key, value)
 
     def kernel(query, key, value, intervals, elements, differentiated, out, lse, d_out, d_lse):
         query, d_out = _zero_empty(query, d_out, lse, problem)
@@ -326,7 +335,7 @@ def _run_backward(
             with_bias_gradient=bool(differentiated),
         )
         rows, keys = problem.query_length, problem.key_length
-        return d_query[:, :rows], d_key[:, :keys], d_value[:, :keys], *d_bias
+        return _keep_apart((d_query[:, :rows], d_key[:, :keys], d_value[:, :keys], *d_bias))
 
     out_types = tuple(jax.typeof(x) for x in (query, key, value, *differentiated))
     args = query, key, value, intervals, elements, differentiated, out, lse, d_out, d_lse
@@ -340,6 +349,15 @@ def _zero_empty(query, d_out, lse, problem: Problem):
     seeing = jnp.logical_not(jnp.isneginf(lse)).transpose(0, 2, 1)[..., None]
     d_out = jnp.where(seeing, d_out, 0)
     return jnp.where(seeing, query, 0) if problem.has_mask else query, d_out
+
+
+def _keep_apart(results):
+    """The same, of which XLA does not know that a kernel made them.
+
+    Where a scan stacks a result that has another use too, XLA would run the kernel twice: once into
+    the stack ("dynamic slice fusion" of custom calls), and once for the other use.
+    """
+    return lax.optimization_barrier(results)
 
 
 def _pad_rows(x):

@@ -35,6 +35,7 @@ from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler
+from pallas_kernels.columns import Columns
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
     FORWARD_SECTION_BYTES,
@@ -47,7 +48,6 @@ from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
-    OPERAND,
     NamedBarriers,
     div_rem,
     fresh_zero,
@@ -79,10 +79,10 @@ def query_gradient(
     """Gradient of the query, the same bit by bit from run to run.
 
     Args:
-      query, d_out: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero. d_out
-        is finite in rows that see no key.
-      key, value: `[B, S, K, H]`; S a multiple of 8, rows from problem.key_length on zero, finite
-        where no query sees them.
+      query, d_out: `[B, T, N, H]` and `[B, T, N, h]`; T a multiple of 8, rows from
+        problem.query_length on zero. d_out is finite in rows that see no key.
+      key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, rows from problem.key_length
+        on zero, finite where no query sees them.
       start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / scale; -inf for rows
         that see no key or are beyond the end.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
@@ -175,7 +175,9 @@ def _key_blocks_of(intervals: jax.Array, block_kv: int, rows: int) -> _KeyBlocks
 @functools.lru_cache
 def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, interpret: bool):
     block_q, block_kv, (k_stages, v_stages) = config.block_q, config.block_kv, config.stages
-    width, dtype = problem.width, problem.dtype
+    dtype = problem.dtype
+    key_columns = Columns.whole(problem.width)
+    value_columns = Columns.whole(problem.value_width)
     factor = problem.scale * LOG2E
 
     tiles = -(-problem.query_length // block_q)
@@ -187,7 +189,9 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
     section = scheduler.heads_per_section(
         FORWARD_SECTION_BYTES,
-        bytes_per_kv_head=2 * problem.key_length * width * dtype.itemsize,
+        bytes_per_kv_head=problem.key_length
+        * (problem.width + problem.value_width)
+        * dtype.itemsize,
         tiles_per_kv_head=tiles * problem.group,
         slots=SM_COUNT,
         kv_heads=problem.batch * problem.kv_heads,
@@ -221,16 +225,15 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
     v_free = NamedBarriers(k_free.first + k_stages, v_stages, arrivers=_CONSUMERS)
     named = dict(k_free=k_free, v_free=v_free)
 
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
     scratch: dict[str, Any] = dict(
-        q_smem=smem((_CONSUMERS, _ROWS, width)),
-        o_smem=smem((_CONSUMERS, _ROWS, width)),
-        k_smem=smem((k_stages, block_kv, width)),
-        v_smem=smem((v_stages, block_kv, width)),
-        q_full=plgpu.Barrier(num_arrivals=_CONSUMERS),
-        o_full=plgpu.Barrier(num_arrivals=_CONSUMERS),
-        k_full=plgpu.Barrier(num_barriers=k_stages),
-        v_full=plgpu.Barrier(num_barriers=v_stages),
+        q_smem=key_columns.smem(_CONSUMERS, _ROWS, dtype=dtype),
+        o_smem=value_columns.smem(_CONSUMERS, _ROWS, dtype=dtype),
+        k_smem=key_columns.smem(k_stages, block_kv, dtype=dtype),
+        v_smem=value_columns.smem(v_stages, block_kv, dtype=dtype),
+        q_full=plgpu.Barrier(num_arrivals=_CONSUMERS * key_columns.tiles),
+        o_full=plgpu.Barrier(num_arrivals=_CONSUMERS * value_columns.tiles),
+        k_full=plgpu.Barrier(num_arrivals=key_columns.tiles, num_barriers=k_stages),
+        v_full=plgpu.Barrier(num_arrivals=value_columns.tiles, num_barriers=v_stages),
     )
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
@@ -304,12 +307,12 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     # Both before the first product, or ptxas injects a wait.
                     s_acc[...] = zero_tile(_ROWS, block_kv)
                     dp_acc[...] = zero_tile(_ROWS, block_kv)
-                    plgpu.wgmma(s_acc, q_smem.at[own_rows], k_smem.at[ks].transpose((1, 0)))
+                    key_columns.contract(s_acc, q_smem.at[own_rows], k_smem.at[ks])
                     plgpu.barrier_wait(v_full.at[vs])
-                    plgpu.wgmma(dp_acc, o_smem.at[own_rows], v_smem.at[vs].transpose((1, 0)))
+                    value_columns.contract(dp_acc, o_smem.at[own_rows], v_smem.at[vs])
 
                     loaded = load_elements(j) if problem.has_elements else NOTHING_LOADED
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=value_columns.tiles)
                     logits, to_log2 = biased(logits, factor, loaded)
                     weights = jnp.exp2(logits * to_log2 + spread(start, logits.shape))
                     if needs_mask:
@@ -318,7 +321,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     v_free.arrive(vs)
                     d_logits = weights * (d_weights + spread(minus_delta, weights.shape))
-                    plgpu.wgmma(dq_acc, d_logits.astype(dtype), k_smem.at[ks])
+                    key_columns.expand(dq_acc, d_logits.astype(dtype), k_smem.at[ks])
                     plgpu.wgmma_wait(0)
                     k_free.arrive(ks)
 
@@ -351,16 +354,16 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
                 # dQ leaves from where Q was, once all warps have read it.
                 plgpu.commit_smem()
-                q_smem[warpgroup] = (dq * problem.scale).astype(dtype)
+                key_columns.put(q_smem.at[warpgroup], (dq * problem.scale).astype(dtype))
                 plgpu.commit_smem()
                 batch, head = batch_and_head()
                 rows = pl.ds(first_row_of(warpgroup), _ROWS)
-                plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], dq_ref.at[batch, rows, head])
+                key_columns.store(q_smem.at[warpgroup], dq_ref.at[batch, rows, head])
                 plgpu.wait_smem_to_gmem(0)
 
             pl.run_scoped(
                 compute,
-                plgpu.ACC((_ROWS, width), jnp.float32),
+                plgpu.ACC((_ROWS, key_columns.size), jnp.float32),
                 plgpu.ACC((_ROWS, block_kv), jnp.float32),
                 plgpu.ACC((_ROWS, block_kv), jnp.float32),
             )
@@ -371,29 +374,34 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
             batch, head = batch_and_head()
             kv_head = lax.div(head, jnp.int32(problem.group))
 
-            def load_rows(ref, buffer, full):
+            def load_rows(ref, buffer, columns, full):
                 for consumer in range(_CONSUMERS):
                     source = ref.at[batch, pl.ds(first_row_of(consumer), _ROWS), head]
-                    plgpu.copy_gmem_to_smem(source, buffer.at[consumer], full)
+                    columns.load(source, buffer.at[consumer], full)
 
-            def load(ref, buffers, slot, stages, full, free, j):
+            def load(ref, buffers, columns, slot, stages, full, free, j):
                 pl.when(j >= stages)(lambda: free.wait(slot))
                 source = ref.at[batch, pl.ds((end_block - 1 - j) * block_kv, block_kv), kv_head]
-                plgpu.copy_gmem_to_smem(source, buffers.at[slot], full.at[slot])
+                columns.load(source, buffers.at[slot], full.at[slot])
 
-            load_rows(q_ref, q_smem, q_full)
+            def load_d_out():
+                load_rows(do_ref, o_smem, value_columns, o_full)
+
+            load_rows(q_ref, q_smem, key_columns, q_full)
 
             @pl.loop(jnp.int32(0), blocks)
             def _(j):
-                load(k_ref, k_smem, k_slot(j), k_stages, k_full, k_free, j)
-                pl.when(j == 0)(lambda: load_rows(do_ref, o_smem, o_full))
-                load(v_ref, v_smem, v_slot(j), v_stages, v_full, v_free, j)
+                load(k_ref, k_smem, key_columns, k_slot(j), k_stages, k_full, k_free, j)
+                pl.when(j == 0)(load_d_out)
+                load(v_ref, v_smem, value_columns, v_slot(j), v_stages, v_full, v_free, j)
 
-            pl.when(blocks == 0)(lambda: load_rows(do_ref, o_smem, o_full))
+            pl.when(blocks == 0)(load_d_out)
 
     kernel = plgpu.kernel(
         attention_backward_query,
-        out_type=jax.ShapeDtypeStruct((problem.batch, query_rows, problem.heads, width), dtype),
+        out_type=jax.ShapeDtypeStruct(
+            (problem.batch, query_rows, problem.heads, problem.width), dtype
+        ),
         grid=(len(order),),
         grid_names=("block",),
         num_threads=_CONSUMERS + 1,

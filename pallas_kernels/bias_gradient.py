@@ -39,12 +39,12 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.backward_query import hide
+from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BIAS_GRADIENT, BiasGradientConfig, Problem
 from pallas_kernels.elements import ElementRefs, Elements, biased, masked
 from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
-    OPERAND,
     NamedBarriers,
     div_rem,
     interpreting,
@@ -77,9 +77,10 @@ def bias_gradient(
     """Gradient of the bias, the same bit by bit from run to run.
 
     Args:
-      query, d_out: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero. Both
-        are finite in rows that see no key.
-      key, value: `[B, S, K, H]`; S a multiple of 8, finite where no query sees them.
+      query, d_out: `[B, T, N, H]` and `[B, T, N, h]`; T a multiple of 8, rows from
+        problem.query_length on zero. Both are finite in rows that see no key.
+      key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite where no query sees
+        them.
       start: `[B, N, T up to a multiple of BLOCK_Q]` float32, -LSE / scale; -inf for rows that see
         no key or are beyond the end.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
@@ -94,7 +95,7 @@ def bias_gradient(
     bias = elements.bias
     if bias is None:
         raise ValueError("elements: got none with a bias, needs one")
-    pieces = _Pieces(problem, BIAS_GRADIENT[problem.width], bias.shape)
+    pieces = _Pieces(problem, BIAS_GRADIENT[problem.widest], bias.shape)
     operands = (*elements.operands(), query, key, value, d_out, start, minus_delta)
     if intervals is not None:
         operands = intervals, *operands
@@ -202,18 +203,20 @@ class _Pieces:
 def _build(pieces: _Pieces, interpret: bool):
     problem, config = pieces.problem, pieces.config
     block_kv, stages = config.block_kv, config.stages
-    width, dtype = problem.width, problem.dtype
+    dtype = problem.dtype
+    key_columns = Columns.whole(problem.width)
+    value_columns = Columns.whole(problem.value_width)
     factor = problem.scale * LOG2E
     steps = pieces.steps()
 
     free = NamedBarriers(first=_CONSUMERS + 2, count=stages, arrivers=_CONSUMERS)
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
+    copies = (_CONSUMERS + 1) * (key_columns.tiles + value_columns.tiles)
     scratch: dict[str, Any] = dict(
-        q_smem=smem((stages, _CONSUMERS, _ROWS, width)),
-        o_smem=smem((stages, _CONSUMERS, _ROWS, width)),
-        k_smem=smem((stages, block_kv, width)),
-        v_smem=smem((stages, block_kv, width)),
-        full=plgpu.Barrier(num_arrivals=2 * _CONSUMERS + 2, num_barriers=stages),
+        q_smem=key_columns.smem(stages, _CONSUMERS, _ROWS, dtype=dtype),
+        o_smem=value_columns.smem(stages, _CONSUMERS, _ROWS, dtype=dtype),
+        k_smem=key_columns.smem(stages, block_kv, dtype=dtype),
+        v_smem=value_columns.smem(stages, block_kv, dtype=dtype),
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
     )
     if interpret:
         scratch["twin"] = free.scratch()
@@ -246,11 +249,11 @@ def _build(pieces: _Pieces, interpret: bool):
                 # Both before the first product, or ptxas injects a wait.
                 s_acc[...] = zero_tile(_ROWS, block_kv)
                 dp_acc[...] = zero_tile(_ROWS, block_kv)
-                plgpu.wgmma(s_acc, q_smem.at[slot, warpgroup], k_smem.at[slot].transpose((1, 0)))
-                plgpu.wgmma(dp_acc, o_smem.at[slot, warpgroup], v_smem.at[slot].transpose((1, 0)))
+                key_columns.contract(s_acc, q_smem.at[slot, warpgroup], k_smem.at[slot])
+                value_columns.contract(dp_acc, o_smem.at[slot, warpgroup], v_smem.at[slot])
                 loaded = elements.load(batch, head, first_row, first_key, block_kv, early=True)
 
-                logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=value_columns.tiles)
                 logits, to_log2 = biased(logits, factor, loaded)
                 weights = jnp.exp2(logits * to_log2 + spread(start * factor, logits.shape))
 
@@ -295,14 +298,14 @@ def _build(pieces: _Pieces, interpret: bool):
                 kv_head = lax.div(head, jnp.int32(problem.group))
                 slot = slot_of(j)
                 pl.when(j >= stages)(lambda: slot_free.wait(slot))
-                for ref, buffer in ((q_ref, q_smem), (do_ref, o_smem)):
-                    for consumer in range(_CONSUMERS):
-                        rows = pl.ds(row_block * BLOCK_Q + consumer * _ROWS, _ROWS)
-                        source = ref.at[batch, rows, head]
-                        plgpu.copy_gmem_to_smem(source, buffer.at[slot, consumer], full.at[slot])
-                for ref, buffer in ((k_ref, k_smem), (v_ref, v_smem)):
-                    source = ref.at[batch, pl.ds(key_block * block_kv, block_kv), kv_head]
-                    plgpu.copy_gmem_to_smem(source, buffer.at[slot], full.at[slot])
+                for consumer in range(_CONSUMERS):
+                    rows = pl.ds(row_block * BLOCK_Q + consumer * _ROWS, _ROWS)
+                    of_rows, own = (batch, rows, head), (slot, consumer)
+                    key_columns.load(q_ref.at[*of_rows], q_smem.at[*own], full.at[slot])
+                    value_columns.load(do_ref.at[*of_rows], o_smem.at[*own], full.at[slot])
+                of_keys = batch, pl.ds(key_block * block_kv, block_kv), kv_head
+                key_columns.load(k_ref.at[*of_keys], k_smem.at[slot], full.at[slot])
+                value_columns.load(v_ref.at[*of_keys], v_smem.at[slot], full.at[slot])
 
     kernel = plgpu.kernel(
         attention_bias_gradient,

@@ -11,17 +11,22 @@ BACKWARD_CONSUMERS = 2  # how they share a tile is in the backward*.py
 # queries, and Q, dO and dQ where it owns keys.
 FORWARD_SECTION_BYTES = 12 << 20
 BACKWARD_SECTION_BYTES = 24 << 20
+SUPPORTED_WIDTHS = range(8, 257, 8)  # TMA takes strides that are multiples of 16 bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """The static part of one attention call: what a kernel is built for.
 
-    Query is `[batch, query_length, heads, width]`, key and value are
-    `[batch, key_length, kv_heads, width]`. Query i sees keys i + lowest <= j <= i + highest, where
-    None is no bound: causal attention has a highest alone, a sliding window has both. Or, if it is
-    `dynamic`, it sees an interval of keys that kernels get as an array (`intervals.py`). Kernels of
-    one that `has_mask` or `has_bias` get these as arrays too (`elements.py`).
+    Query is `[batch, query_length, heads, width]`, key `[batch, key_length, kv_heads, width]`, and
+    value `[batch, key_length, kv_heads, value_width]`. Query i sees keys i + lowest <= j <= i +
+    highest, where None is no bound: causal attention has a highest alone, a sliding window has
+    both. Or, if it is `dynamic`, it sees an interval of keys that kernels get as an array
+    (`intervals.py`). Kernels of one that `has_mask` or `has_bias` get these as arrays too
+    (`elements.py`).
+
+    Attributes:
+      value_width: as width if it is 0.
     """
 
     batch: int
@@ -35,10 +40,15 @@ class Problem:
     lowest: int | None = None
     highest: int | None = None
     dynamic: bool = False
+    value_width: int = 0
     has_mask: bool = False
     has_bias: bool = False
 
     def __post_init__(self):
+        object.__setattr__(self, "value_width", self.value_width or self.width)
+        for name in ("width", "value_width"):
+            got = getattr(self, name)
+            _need(got in SUPPORTED_WIDTHS, name, got, "a multiple of 8, up to 256")
         if self.dynamic:
             bounds = (self.lowest, self.highest)
             _need(bounds == (None, None), "lowest, highest", bounds, "None where dynamic")
@@ -80,6 +90,11 @@ class Problem:
         """Query heads that share one key head."""
         return self.heads // self.kv_heads
 
+    @property
+    def widest(self) -> int:
+        """The width of the wider of key and value, in whole tiles."""
+        return whole_tiles(max(self.width, self.value_width))
+
     def query(self) -> jax.ShapeDtypeStruct:
         shape = (self.batch, self.query_length, self.heads, self.width)
         return jax.ShapeDtypeStruct(shape, self.dtype)
@@ -87,6 +102,11 @@ class Problem:
     def key(self) -> jax.ShapeDtypeStruct:
         shape = (self.batch, self.key_length, self.kv_heads, self.width)
         return jax.ShapeDtypeStruct(shape, self.dtype)
+
+
+def whole_tiles(width: int) -> int:
+    """Columns rounded up to a multiple of 64, of which operands have their tiles."""
+    return -(-width // 64) * 64
 
 
 def _need(holds: bool, name: str, got, needs: str) -> None:
@@ -126,6 +146,7 @@ class ForwardConfig:
       stages: slots of the circular buffers of K and of V.
       query_buffers: 2 to start the next tile under the end of this one, 1 where memory is short.
       registers: registers a thread of a consumer and of the producer.
+      staged_columns: of the output at a time, at most.
       section_bytes: heads whose K and V take about this much are worked on together.
       thread_blocks: how many to launch at most; as many as there are SMs.
       elements_early: load mask and bias under the product that makes the logits, for which there
@@ -137,6 +158,7 @@ class ForwardConfig:
     stages: int
     query_buffers: int
     registers: tuple[int, int]
+    staged_columns: int = 128
     section_bytes: int = FORWARD_SECTION_BYTES
     thread_blocks: int = SM_COUNT
     elements_early: bool = False
@@ -146,6 +168,7 @@ class ForwardConfig:
         _check_multiple_of_64("block_kv", self.block_kv)
         _need(self.stages >= 2, "stages", self.stages, "at least 2")
         _need(self.query_buffers in (1, 2), "query_buffers", self.query_buffers, "1 or 2")
+        _need(self.staged_columns in (64, 128), "staged_columns", self.staged_columns, "64 or 128")
         _need(self.section_bytes >= 0, "section_bytes", self.section_bytes, "at least 0")
         _need(self.thread_blocks >= 1, "thread_blocks", self.thread_blocks, "at least 1")
         _check_registers(self.registers, self.consumers)
@@ -157,7 +180,7 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """Settings of `backward.py`, for widths 64 and 128.
+    """Settings of `backward.py`, for widths up to 128.
 
     Attributes:
       block_q: query rows a step.
@@ -181,7 +204,7 @@ class BackwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardKeyConfig:
-    """Settings of `backward_key.py`, which makes dK and dV at width 256.
+    """Settings of `backward_key.py`, which makes dK and dV at widths above 128.
 
     Attributes:
       registers: registers a thread of a consumer and of the producer.
@@ -250,8 +273,8 @@ class Config:
     """Settings of all kernels of one attention call.
 
     Attributes:
-      backward: at width 256 a `BackwardKeyConfig`.
-      backward_query: for deterministic gradients, and width 256; None for `BACKWARD_QUERY`'s.
+      backward: where key or value is wider than 128 a `BackwardKeyConfig`.
+      backward_query: for deterministic gradients, and such widths; None for `BACKWARD_QUERY`'s.
     """
 
     forward: ForwardConfig
@@ -259,31 +282,50 @@ class Config:
     backward_query: BackwardQueryConfig | None = None
 
 
-# Width -> settings. What others gave is in README.md.
+# Width of the wider of key and value, in whole tiles -> settings. What others gave is in README.md.
 FORWARD = {
     # Three consumers, as a third softmax under two others' products keeps the exponentials going.
     64: ForwardConfig(consumers=3, block_kv=128, stages=3, query_buffers=2, registers=(160, 32)),
     128: ForwardConfig(consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)),
+    # 128 keys and two stages would take 288 KB of shared memory.
+    192: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=2, registers=(240, 24)),
     # Two query tiles of 64 KB do not fit beside K and V, nor 128 keys in registers.
     256: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=1, registers=(240, 24)),
 }
 
+# Keys of 129 to 192 columns, values of up to 128 (multi-head latent attention: 192 and 128): with
+# 64 keys a step, reading the operands of Q K' would take all of shared memory's bandwidth.
+FORWARD_LATENT = ForwardConfig(
+    consumers=2,
+    block_kv=128,
+    stages=2,
+    query_buffers=1,
+    registers=(240, 24),
+    staged_columns=64,
+)
+
 BACKWARD: dict[int, BackwardConfig | BackwardKeyConfig] = {
     64: BackwardConfig(block_q=128, stages=2),
     128: BackwardConfig(block_q=64, stages=2),
+    192: BackwardKeyConfig(),
     256: BackwardKeyConfig(),
 }
+
+# Up to 128 columns in boxes of 64 (`columns.py`): a producer that issues more copies spills 8 bytes
+# with 24 registers.
+BACKWARD_BOXES = BackwardConfig(block_q=64, stages=2, registers=(232, 40))
 
 # Registers: width / 2 for dQ, block_kv for S and dP, block_kv / 4 for dS. Width 256: Q and dO take
 # 128 KB of shared memory, each stage of K or V 32 KB of the 99 KB left.
 BACKWARD_QUERY = {
     64: BackwardQueryConfig(block_kv=128, stages=(3, 3)),
     128: BackwardQueryConfig(block_kv=64, stages=(3, 3)),
+    192: BackwardQueryConfig(block_kv=64, stages=(3, 2)),
     256: BackwardQueryConfig(block_kv=64, stages=(2, 1)),
 }
 
 # Where logits have a bias or a dense mask, which take registers too.
-FORWARD_ELEMENTS = {
+FORWARD_ELEMENTS = FORWARD | {
     64: ForwardConfig(
         consumers=2,
         block_kv=128,
@@ -293,25 +335,35 @@ FORWARD_ELEMENTS = {
         elements_early=True,
     ),
     128: dataclasses.replace(FORWARD[128], elements_early=True),
-    256: FORWARD[256],
 }
 
 BACKWARD_QUERY_ELEMENTS = BACKWARD_QUERY | {
     64: BackwardQueryConfig(block_kv=64, stages=(3, 3)),
 }
 
-# Each stage takes 384 rows of shared memory.
+# Each stage takes 192 rows each of keys' width and of values' width of shared memory.
 BIAS_GRADIENT = {
     64: BiasGradientConfig(block_kv=64, stages=4),
     128: BiasGradientConfig(block_kv=64, stages=2),
+    192: BiasGradientConfig(block_kv=64, stages=1),
     256: BiasGradientConfig(block_kv=64, stages=1),
 }
 
-WIDTHS = tuple(FORWARD)
+WIDTHS = (64, 128, 256)  # of which every variant is compiled, and which are tuned
 
 
-def default(width: int, *, has_elements: bool = False) -> Config:
-    """The tuned settings for a head width, with a bias or a dense mask or without."""
-    if has_elements:
-        return Config(FORWARD_ELEMENTS[width], BACKWARD[width], BACKWARD_QUERY_ELEMENTS[width])
-    return Config(FORWARD[width], BACKWARD[width], BACKWARD_QUERY[width])
+def default(width: int, value_width: int = 0, has_elements: bool = False) -> Config:
+    """Settings for query and key of `width` and value of `value_width`, as width if it is 0.
+
+    Args:
+      has_elements: there is a bias or a dense mask.
+    """
+    widest = whole_tiles(max(width, value_width))
+    is_latent = whole_tiles(width) == 192 and 0 < value_width <= 128
+    forward = FORWARD_LATENT if is_latent else FORWARD[widest]
+    if has_elements and not is_latent:
+        forward = FORWARD_ELEMENTS[widest]
+    in_boxes = width % 64 > 0 or value_width % 64 > 0 or width < value_width
+    backward = BACKWARD_BOXES if widest == 128 and in_boxes else BACKWARD[widest]
+    backward_query = (BACKWARD_QUERY_ELEMENTS if has_elements else BACKWARD_QUERY)[widest]
+    return Config(forward, backward, backward_query)

@@ -26,6 +26,7 @@ issues its two products, so one warpgroup's softmax runs under another's product
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -37,12 +38,12 @@ from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import online_softmax, scheduler
+from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardConfig, Problem
 from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.online_softmax import LOG2E, RowState, spread
 from pallas_kernels.primitives import (
-    OPERAND,
     BlockVote,
     NamedBarriers,
     div_rem,
@@ -55,7 +56,6 @@ from pallas_kernels.primitives import (
     zero_tile,
 )
 
-_STAGED_COLUMNS = 128  # of the output at a time, where shared memory is short
 _ROWS = 64  # query rows of a consumer: the M of a wgmma
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 _TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
@@ -145,7 +145,7 @@ class Tiles:
         # What tiles cost at run time is not known here.
         blocks = np.ones(self.per_head) if p.dynamic else self.key_blocks()[:, 0]
         cost = blocks + _TILE_OVERHEAD
-        bytes_per_kv_head = 2 * p.key_length * p.width * p.dtype.itemsize
+        bytes_per_kv_head = p.key_length * (p.width + p.value_width) * p.dtype.itemsize
         section = scheduler.heads_per_section(
             self.config.section_bytes,
             bytes_per_kv_head,
@@ -180,7 +180,7 @@ def attention(
     Args:
       query: `[B, T, N, H]`; T a multiple of 8. Rows are finite that see no key by intervals.
       key: `[B, S, K, H]`; S a multiple of 8, of which problem.key_length are attended.
-      value: `[B, S, K, H]`.
+      value: `[B, S, K, h]`.
       sinks: None, or `[B, N]` float32: one more logit of each row, without a value.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
@@ -189,7 +189,7 @@ def attention(
       config: tile sizes.
 
     Returns:
-      Output `[B, T, N, H]` and natural-log LSE `[B, N, ceil(T / block_q) * block_q]` float32. Rows
+      Output `[B, T, N, h]` and natural-log LSE `[B, N, ceil(T / block_q) * block_q]` float32. Rows
       from problem.query_length on are arbitrary in both. A row that sees no key: 0 and -inf.
     """
     kernel = _build(problem, config, query.shape[1], sinks is not None, interpreting())
@@ -222,7 +222,16 @@ def _build(
     mask_throughout = problem.has_bias and has_far_edge
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
-    block_kv, width, dtype = config.block_kv, problem.width, problem.dtype
+    registers_are_short = query_buffers == 1 and config.block_kv > 64
+    block_kv, dtype = config.block_kv, problem.dtype
+    key_columns = Columns.whole(problem.width)
+    value_columns = Columns.whole(problem.value_width)
+    # The output is staged some columns at a time.
+    staged_size = math.gcd(value_columns.size, config.staged_columns)
+    staged_columns = [
+        Columns(problem.value_width, staged_size, first)
+        for first in range(0, value_columns.size, staged_size)
+    ]
     headroom, limit = online_softmax.weight_range(dtype)
 
     turn = NamedBarriers(first=consumers + 2, count=consumers, arrivers=1)
@@ -234,15 +243,16 @@ def _build(
         turn=turn, k_free=k_free, v_free=v_free, q_free=q_free, block_vote=block_vote
     )
 
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
     scratch: dict[str, Any] = dict(
-        q_smem=smem((query_buffers, consumers, _ROWS, width)),
-        k_smem=smem((stages, block_kv, width)),
-        v_smem=smem((stages, block_kv, width)),
-        o_smem=smem((consumers, _ROWS, min(width, _STAGED_COLUMNS))),
-        q_full=plgpu.Barrier(num_arrivals=consumers, num_barriers=query_buffers),
-        k_full=plgpu.Barrier(num_barriers=stages),
-        v_full=plgpu.Barrier(num_barriers=stages),
+        q_smem=key_columns.smem(query_buffers, consumers, _ROWS, dtype=dtype),
+        k_smem=key_columns.smem(stages, block_kv, dtype=dtype),
+        v_smem=value_columns.smem(stages, block_kv, dtype=dtype),
+        o_smem=staged_columns[0].smem(consumers, _ROWS, dtype=dtype),
+        q_full=plgpu.Barrier(
+            num_arrivals=consumers * key_columns.tiles, num_barriers=query_buffers
+        ),
+        k_full=plgpu.Barrier(num_arrivals=key_columns.tiles, num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=value_columns.tiles, num_barriers=stages),
     )
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
@@ -255,7 +265,8 @@ def _build(
         elements, _ = ElementRefs.split(problem, optional_refs[int(dynamic) :])
         # Elements that come late take the registers of weights that no product reads any more.
         elements_early = config.elements_early and not elements.wide
-        open_products = 0 if problem.has_elements and not elements_early else 1
+        late = problem.has_elements and not elements_early
+        open_products = 0 if late else value_columns.tiles
         turn, k_free, v_free, q_free, block_vote = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -369,16 +380,22 @@ def _build(
             def compute(o_acc, s_acc, begin, first_step):
                 end = begin + tile_count
 
-                number_of = lambda index: schedule_ref[block, 1 + index - begin]
+                def number_of(index):
+                    # Where registers are short, the address is made anew.
+                    own = block + fresh_zero() if registers_are_short else block
+                    return schedule_ref[own, 1 + index - begin]
 
                 def issue_logits(buffer, k_slot):
                     s_acc[...] = zero_tile(_ROWS, block_kv)
-                    k = k_smem.at[k_slot].transpose((1, 0))
-                    plgpu.wgmma(s_acc, q_smem.at[buffer, warpgroup], k)
+                    key_columns.contract(s_acc, q_smem.at[buffer, warpgroup], k_smem.at[k_slot])
 
                 def issue_output(weights, v_slot):
                     plgpu.barrier_wait(v_full.at[v_slot])
-                    plgpu.wgmma(o_acc, weights, v_smem.at[v_slot])
+                    value_columns.expand(o_acc, weights, v_smem.at[v_slot])
+
+                def load_logits():
+                    """While the output product that was issued behind them goes on, if any may."""
+                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
 
                 def start_tile(index, steps, tile, batch):
                     """The first key block of a tile, with no other product open."""
@@ -412,7 +429,7 @@ def _build(
                     issue_output(weights, v_slot)
                     pass_turn()
                     loaded = load_elements(lambda: number, j)
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
+                    logits = load_logits()
                     k_free.arrive(k_slot)
                     correction = None
                     logits, factor = biased(logits, problem.scale * LOG2E, loaded)
@@ -449,15 +466,14 @@ def _build(
                     """Divides by the row sums and sends output to global memory."""
                     staging = o_smem.at[warpgroup]
                     output *= spread(inverse, output.shape)
-                    o_acc[...] = zero_tile(_ROWS, width)
-                    for first in range(0, width, _STAGED_COLUMNS):
-                        columns = slice(first, min(first + _STAGED_COLUMNS, width))
-                        if first > 0:
+                    o_acc[...] = zero_tile(_ROWS, value_columns.size)
+                    for columns in staged_columns:
+                        if columns.first > 0:
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        staging[...] = output[:, columns].astype(dtype)
+                        staged = slice(columns.first, columns.first + columns.size)
+                        columns.put(staging, output[:, staged].astype(dtype))
                         plgpu.commit_smem()
-                        target = o_ref.at[batch, rows_of(tile), head, columns]
-                        plgpu.copy_smem_to_gmem(staging, target)
+                        columns.store(staging, o_ref.at[batch, rows_of(tile), head])
 
                 def end_tile_under_next(index, steps, number, carry, following):
                     """The next tile's first logits run with this tile's last output product."""
@@ -481,7 +497,7 @@ def _build(
                     issue_output(weights, v_slot)
                     pass_turn()
                     loaded = load_elements(lambda: following, 0)
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
+                    logits = load_logits()
                     pl.when(index + 1 < end)(lambda: k_free.arrive(k_slot))
                     end_block = end_of(next_tile, next_batch)
                     weights, next_state = first_softmax(
@@ -558,7 +574,7 @@ def _build(
                 return steps, too_low
 
             accumulators = (
-                plgpu.ACC((_ROWS, width), jnp.float32),
+                plgpu.ACC((_ROWS, value_columns.size), jnp.float32),
                 plgpu.ACC((_ROWS, block_kv), jnp.float32),
             )
             rounds(lambda *args: pl.run_scoped(lambda *refs: compute(*refs, *args), *accumulators))
@@ -578,7 +594,7 @@ def _build(
                     for w in range(consumers):
                         rows = pl.ds(tiles.first_row(tile, w), _ROWS)
                         source = q_ref.at[batch, rows, head]
-                        plgpu.copy_gmem_to_smem(source, q_smem.at[buffer, w], q_full.at[buffer])
+                        key_columns.load(source, q_smem.at[buffer, w], q_full.at[buffer])
 
                 def whole_tile(index, steps):
                     tile, batch, head = locate(index)
@@ -586,15 +602,17 @@ def _build(
                     blocks = needs(tile, batch, 0)
                     end_block = end_of(tile, batch) if has_far_edge else blocks
 
-                    def load(ref, buffers, full, free, j):
+                    def load(ref, buffers, columns, full, free, j):
                         step = steps + j
                         pl.when(step >= stages)(lambda: free.wait(slot(step)))
                         rows = pl.ds((end_block - 1 - j) * block_kv, block_kv)
                         source = ref.at[batch, rows, kv_head]
-                        plgpu.copy_gmem_to_smem(source, buffers.at[slot(step)], full.at[slot(step)])
+                        columns.load(source, buffers.at[slot(step)], full.at[slot(step)])
 
-                    load_key = functools.partial(load, k_ref, k_smem, k_full, k_free)
-                    load_value = functools.partial(load, v_ref, v_smem, v_full, v_free)
+                    load_key = functools.partial(load, k_ref, k_smem, key_columns, k_full, k_free)
+                    load_value = functools.partial(
+                        load, v_ref, v_smem, value_columns, v_full, v_free
+                    )
 
                     load_key(zero)
                     wanted = index + (query_buffers - 1)
@@ -614,12 +632,13 @@ def _build(
 
             rounds(load_tiles)
 
-    shape = (problem.batch, problem.heads, tiles.rows)
+    out_shape = (problem.batch, padded_query_length, problem.heads, problem.value_width)
+    lse_shape = (problem.batch, problem.heads, tiles.rows)
     kernel = plgpu.kernel(
         attention_forward,
         out_type=(
-            jax.ShapeDtypeStruct((problem.batch, padded_query_length, problem.heads, width), dtype),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
+            jax.ShapeDtypeStruct(out_shape, dtype),
+            jax.ShapeDtypeStruct(lse_shape, jnp.float32),
         ),
         grid=(thread_blocks,),
         grid_names=("block",),

@@ -51,24 +51,7 @@ class KeyTiles:
     @property
     def count(self) -> int:
         """Tiles of all heads, of every batch entry."""
-        return self.kv_heads * self.per_head
-
-    @property
-    def kv_heads(self) -> int:
-        """Key heads, of every batch entry."""
-        return self.problem.batch * self.problem.kv_heads
-
-    @property
-    def section(self) -> int:
-        """How many key heads are worked on together."""
-        return scheduler.heads_per_section(
-            BACKWARD_SECTION_BYTES,
-            self.problem.group * self.problem.query_length * self.row_bytes,
-            tiles_per_kv_head=self.per_head,
-            slots=SM_COUNT,
-            kv_heads=self.kv_heads,
-            group=1,
-        )
+        return self.problem.batch * self.problem.kv_heads * self.per_head
 
     @property
     def query_blocks(self) -> int:
@@ -135,9 +118,19 @@ class KeyTiles:
 
     def schedule(self, thread_blocks: int, reverse: bool = False) -> np.ndarray:
         """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`."""
+        p = self.problem
         first, end = self.seeing_blocks()
-        cost = self.problem.group * (end - first) + _TILE_OVERHEAD
-        tile, kv_head = scheduler.tile_order(cost, self.kv_heads, self.section)
+        cost = p.group * (end - first) + _TILE_OVERHEAD
+        kv_heads = p.batch * p.kv_heads
+        section = scheduler.heads_per_section(
+            BACKWARD_SECTION_BYTES,
+            p.group * p.query_length * self.row_bytes,
+            tiles_per_kv_head=self.per_head,
+            slots=SM_COUNT,
+            kv_heads=kv_heads,
+            group=1,
+        )
+        tile, kv_head = scheduler.tile_order(cost, kv_heads, section)
         number = kv_head * self.per_head + tile
         return scheduler.deal(number, cost[tile], thread_blocks, reverse)
 
@@ -154,7 +147,7 @@ class KeyTiles:
         scratch: dict[str, Any],
         from_end: bool = False,
     ) -> Callable:
-        """The kernel that makes dK and dV, `[batch, key_rows, kv_heads, width]` each.
+        """The kernel that makes dK and dV, `[batch, key_rows, kv_heads, width or value_width]`.
 
         Args:
           body: takes the refs of `Walk`, two or where the problem is dynamic three, those of the
@@ -170,10 +163,13 @@ class KeyTiles:
         thread_blocks = min(thread_blocks, self.count)
         schedule = self.schedule(thread_blocks, reverse=from_end)
         seeing_blocks = self.seeing_blocks()
-        gradient = jax.ShapeDtypeStruct((p.batch, key_rows, p.kv_heads, p.width), p.dtype)
+        d_key, d_value = (
+            jax.ShapeDtypeStruct((p.batch, key_rows, p.kv_heads, width), p.dtype)
+            for width in (p.width, p.value_width)
+        )
         kernel = plgpu.kernel(
             body,
-            out_type=(gradient, gradient),
+            out_type=(d_key, d_value),
             grid=(thread_blocks,),
             grid_names=("block",),
             num_threads=BACKWARD_CONSUMERS + 1,

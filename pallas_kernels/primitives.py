@@ -8,6 +8,7 @@ fragments for wgmma.mma_async.m64nNk16"): the 128 threads of a warpgroup hold a 
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -342,6 +343,202 @@ def store_column_sums(ref, tile: jax.Array) -> None:
     store(ref, tile)
 
 
+def load_grouped(ref, first) -> jax.Array:
+    """`(64, n)` tile of a `(tokens, heads, n)` 16-bit view of global memory, token by token.
+
+    Row r is head (first + r) % heads of token (first + r) // heads; rows after the last read as it.
+    """
+    tokens, heads, columns = ref.shape
+    last = tokens * heads - 1
+    if interpreting():
+        rows = ref[...].reshape(tokens * heads, columns)
+        return rows[jnp.minimum(first + jnp.arange(64), last)]
+
+    zeros = plgpu.layout_cast(jnp.zeros((64, columns), ref.dtype), _TILE)
+    shape = plgpu.ShapeDtypeStruct((64, columns), ref.dtype, layout=_TILE)
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, _TILE), return_type=shape)
+    def load(_, ref, first, like):
+        row = arith.addi(first.registers[()], _own_row())
+        addresses = [_grouped_address(ref, _clamped(row, half, _i32(last))) for half in range(2)]
+        i32 = ir.IntegerType.get_signless(32)
+        out = like.registers.copy()
+        for index, group, half, pair in _fragments(like.registers):
+            text = f"ld.global.nc.b32 $0, [$1+{16 * group}];"
+            out[index] = llvm.bitcast(pair.type, _asm(text, "=r,l", [addresses[half]], i32))
+        return _like(like, out)
+
+    return load(ref, jnp.int32(first), zeros)
+
+
+def store_grouped(ref, tile: jax.Array, first) -> None:
+    """Stores a `(64, n)` tile to where `load_grouped` reads it, but for rows after the last."""
+    tokens, heads, _ = ref.shape
+    rows = tokens * heads
+    if interpreting():
+        if rows <= 64:  # all of one tile
+            ref[...] = tile[:rows].reshape(ref.shape)
+            return
+        for n in range(64):
+
+            @pl.when(first + n < rows)
+            def _(n=n):
+                token, head = div_rem(first + n, heads)
+                ref[token, head] = tile[n]
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE, plgpu.Layout.WG_SPLAT))
+    def store(_, ref, tile, first):
+        row = arith.addi(first.registers[()], _own_row())
+        rows_of_halves = [arith.addi(row, _i32(8 * half)) for half in range(2)]
+        addresses = [_grouped_address(ref, x) for x in rows_of_halves]
+        bytes_each = mgpu_utils.bytewidth(ir.MemRefType(ref.type).element_type)
+        i32 = ir.IntegerType.get_signless(32)
+        for _, group, half, pair in _fragments(tile.registers):
+            if bytes_each == 4:
+                values, kind, constraint = [_extract(pair, e) for e in range(2)], "v2.f32", "f,f"
+            else:
+                values, kind, constraint = [llvm.bitcast(i32, pair)], "b32", "r"
+            names = ", ".join(f"${2 + n}" for n in range(len(values)))
+            _asm(
+                f"{{ .reg .pred p; setp.lt.s32 p, $1, {rows};"
+                f" @p st.global.{kind} [$0+{8 * bytes_each * group}], {{{names}}}; }}",
+                f"l,r,{constraint},~{{memory}}",
+                [addresses[half], rows_of_halves[half], *values],
+            )
+
+    store(ref, tile, jnp.int32(first))
+
+
+def _grouped_address(ref, row):
+    """Address of this thread's first two columns of a row of a `(tokens, heads, n)` view."""
+    view = ir.MemRefType(ref.type)
+    strides, _ = view.get_strides_and_offset()
+    heads = _i32(view.shape[1])
+    place = arith.muli(arith.divui(row, heads), _i32(strides[0]))
+    place = arith.addi(place, arith.muli(arith.remui(row, heads), _i32(strides[1])))
+    place = arith.addi(place, arith.muli(arith.andi(_thread(), _i32(3)), _i32(2)))
+    return _global_address(ref, arith.muli(place, _i32(mgpu_utils.bytewidth(view.element_type))))
+
+
+def keep_operand_rows(ref, first, end) -> None:
+    """Zeroes the rows outside of [first, end) of a 16-bit `(rows, n)` tile that TMA has brought.
+
+    In shared memory in the form of `OPERAND`, up to 128 rows. `commit_smem` must follow.
+    """
+    if interpreting():
+        row = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
+        ref[...] = jnp.where((row >= first) & (row < end), ref[...], 0)
+        return
+
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), splat, splat))
+    def zero(_, ref, first, end):
+        # 8 rows of 128 bytes are a tile. The swizzle moves nothing from one row to another.
+        _, column_tiles, _, _ = ir.MemRefType(ref.type).shape
+        row = _thread()
+        i32 = ir.IntegerType.get_signless(32)
+        address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(ref))
+        tile = arith.muli(arith.shrui(row, _i32(3)), _i32(1024 * column_tiles))
+        in_tile = arith.muli(arith.andi(row, _i32(7)), _i32(128))
+        address = arith.addi(address, arith.addi(tile, in_tile))
+        places = [1024 * tile + 16 * chunk for tile in range(column_tiles) for chunk in range(8)]
+        stores = " ".join(
+            f"@p st.shared.v4.b32 [$0+{place}], {{zero, zero, zero, zero}};" for place in places
+        )
+        rows = ir.MemRefType(ref.type).shape[0] * 8
+        _asm(
+            "{ .reg .pred p; .reg .b32 zero; mov.b32 zero, 0; setp.lt.s32 p, $1, $2;"
+            f" setp.ge.or.s32 p, $1, $3, p; setp.lt.and.s32 p, $1, {rows}, p; {stores} }}",
+            "r,r,r,r,~{memory}",
+            [address, row, first.registers[()], end.registers[()]],
+        )
+
+    zero(ref, jnp.int32(first), jnp.int32(end))
+
+
+def widen_operand(target, source, first=0, end=1 << 30) -> None:
+    """Writes a float8_e4m3fn `(rows, n)` tile of shared memory to a 16-bit one in form `OPERAND`.
+
+    Rows outside of [first, end) become zeros. `commit_smem` must follow.
+    """
+    if interpreting():
+        row = lax.broadcasted_iota(jnp.int32, source.shape, 0)
+        wide = jnp.where((row >= first) & (row < end), source[...].astype(target.dtype), 0)
+        target[...] = wide.astype(target.dtype)
+        return
+
+    splat = plgpu.Layout.WG_SPLAT
+    rows, columns = source.shape
+    chunks = columns // 16  # of 16 bytes, of a row: neighbouring threads read neighbouring ones
+    rows_at_once = WARPGROUP_THREADS // chunks
+    convert = _F16_PAIR_TO_BF16 if target.dtype == jnp.bfloat16 else "mov.b32 {out}, pair;"
+
+    def text(first_rows: range) -> str:
+        """PTX that widens a chunk of each row; $0 and $1 are where to, $2 whence, $3 the row."""
+        loads, lines = [], []
+        for n, first_row in enumerate(first_rows):
+            words = ", ".join(f"w{n}_{word}" for word in range(4))
+            loads.append(f".reg .b32 {words};")
+            loads.append(f"ld.shared.v4.b32 {{{words}}}, [$2+{first_row * columns}];")
+            lines.append(f"add.s32 row, $3, {first_row};")
+            lines.append("setp.ge.s32 p, row, $4; setp.lt.and.s32 p, row, $5, p;")
+            for word in range(4):
+                lines.append(f"mov.b32 {{half0, half1}}, w{n}_{word};")
+                for half in range(2):
+                    out = f"o{2 * word + half}"
+                    lines.append(f"cvt.rn.f16x2.e4m3x2 pair, half{half};")
+                    lines.append(convert.format(out=out))
+                    lines.append(f"selp.b32 {out}, {out}, 0, p;")
+            for e in range(2):
+                outs = ", ".join(f"o{4 * e + word}" for word in range(4))
+                lines.append(f"st.shared.v4.b32 [${e}+{first_row * columns * 2}], {{{outs}}};")
+        return (
+            "{ .reg .pred p; .reg .b32 row, pair, o<8>; .reg .b16 half0, half1, h0, h1;"
+            f" .reg .f32 f0, f1; {' '.join(loads + lines)} }}"
+        )
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), plgpu.RefType(), splat, splat))
+    def widen(_, target, source, first, end):
+        i32 = ir.IntegerType.get_signless(32)
+        thread = _thread()
+        row = arith.divui(thread, _i32(chunks))
+        chunk = arith.remui(thread, _i32(chunks))
+        # As in store_operand: 8 rows of 128 bytes are a tile, whose 16-byte chunks are swizzled.
+        row_in_tile = arith.andi(row, _i32(7))
+        base = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(target))
+        for index, unit in (
+            (arith.shrui(row, _i32(3)), 16 * columns),
+            (row_in_tile, 128),
+            (arith.shrui(chunk, _i32(2)), 1024),
+        ):
+            base = arith.addi(base, arith.muli(index, _i32(unit)))
+        pair_of_chunks = arith.muli(arith.andi(chunk, _i32(3)), _i32(2))
+        targets = []
+        for e in range(2):
+            swizzled = arith.xori(arith.addi(pair_of_chunks, _i32(e)), row_in_tile)
+            targets.append(arith.addi(base, arith.muli(swizzled, _i32(16))))
+        whence = _own_address(source)
+        operands = [*targets, whence, row, first.registers[()], end.registers[()]]
+        # Their loads are issued before the first is used; more of them would spill at width 256.
+        batch = (4 if columns <= 128 else 2) * rows_at_once
+        for first_row in range(0, rows, batch):
+            first_rows = range(first_row, min(first_row + batch, rows), rows_at_once)
+            _asm(text(first_rows), "r,r,r,r,r,r,~{memory}", operands)
+
+    widen(target, source, jnp.int32(first), jnp.int32(end))
+
+
+# float8 has no way to bfloat16 but through float16, which holds it exactly.
+_F16_PAIR_TO_BF16 = (
+    "mov.b32 {{h0, h1}}, pair; cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1;"
+    " cvt.rn.bf16x2.f32 {out}, f1, f0;"
+)
+
+
 def load_rows(ref, first, last) -> jax.Array:
     """`(64,)` float32 or int32, one value a row, from row `first` of a view of global memory on.
 
@@ -387,10 +584,15 @@ def load_elements(ref, first_row, first_column, columns: int, *, transposed: boo
     """
     if interpreting():
         array = ref[...].T if transposed else ref[...]
-        last_row, last_column = (size - 1 for size in array.shape)
-        row, column = first_row + jnp.arange(64), first_column + jnp.arange(columns)
-        tile = array[jnp.minimum(row, last_row)[:, None], jnp.minimum(column, last_column)]
-        return jnp.where((column <= last_column) | (last_column == 0), tile, 0)
+        row_count, column_count = array.shape
+        row = jnp.minimum(first_row + jnp.arange(64), row_count - 1)
+        column = jnp.arange(columns) + first_column
+        # What no test keeps from being read out of bounds is NaN.
+        place = row[:, None], column if column_count > 1 else 0
+        tile = array.at[place].get(mode="fill", fill_value=jnp.nan)
+        if _needs_limit(column_count, columns):
+            tile = jnp.where(column < column_count, tile, 0)
+        return jnp.broadcast_to(tile, (64, columns))
 
     zeros = plgpu.layout_cast(jnp.zeros((64, columns), ref.dtype), _TILE)
     shape = plgpu.ShapeDtypeStruct((64, columns), ref.dtype, layout=_TILE)
@@ -408,7 +610,9 @@ def load_elements(ref, first_row, first_column, columns: int, *, transposed: boo
         by_pair = column_count > 1 and column_stride == 1 and column_count % 2 == 0
         own_column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
         column = arith.addi(first_column.registers[()], own_column)
-        limit = arith.subi(_i32(column_count), column) if column_count % columns else None
+        limit = None
+        if _needs_limit(column_count, columns):
+            limit = arith.subi(_i32(column_count), column)
 
         def bytes_to(index, stride):
             unit = arith.constant(i64, ir.IntegerAttr.get(i64, stride * bits // 8))
@@ -469,6 +673,11 @@ def load_elements(ref, first_row, first_column, columns: int, *, transposed: boo
         return _like(like, out)
 
     return load(ref, jnp.int32(first_row), jnp.int32(first_column), zeros)
+
+
+def _needs_limit(column_count: int, columns: int) -> bool:
+    """Whether tiles may reach beyond the last column, of an array that has more than one."""
+    return column_count > 1 and column_count % columns > 0
 
 
 def load_bits(ref, first_row, first_column, columns: int) -> jax.Array:
@@ -566,7 +775,8 @@ def row_products(a_ref, b_ref, first, last) -> jax.Array:
     """`(64,)` float32 rowsum(a * b) of rows of two 16-bit views `(rows, n)` of global memory.
 
     From row `first` on; rows after `last` read as `last`. n / 8 lanes read a row together, 16 bytes
-    each, so that a warp reads whole rows. Each quad of them then gets the sum of one row.
+    each, so that a warp reads whole rows. Each quad of them then gets the sum of one row. Where
+    n / 8 is no power of two, or below 4, lanes that read the last bytes again fill up.
     """
     if interpreting():
         rows = jnp.minimum(first + jnp.arange(64), last)
@@ -583,12 +793,17 @@ def row_products(a_ref, b_ref, first, last) -> jax.Array:
         first, last = first.registers[()], last.registers[()]
         row_type = ir.MemRefType(a_ref.type)
         strides, _ = row_type.get_strides_and_offset()
-        lanes = row_type.shape[1] // 8  # that read a row together
+        pieces = row_type.shape[1] // 8  # of a row, of 16 bytes
+        lanes = max(4, 1 << (pieces - 1).bit_length())  # that read a row together
         rows = lanes // 4  # that they read one after the other
         lane = arith.andi(_thread(), _i32(31))
         quad = arith.andi(arith.shrui(lane, _i32(2)), _i32(rows - 1))  # among those lanes
         first_row = arith.subi(arith.addi(first, _own_row()), quad)
-        column = arith.extui(i64, arith.muli(arith.andi(lane, _i32(lanes - 1)), _i32(16)))
+        piece = arith.andi(lane, _i32(lanes - 1))
+        if pieces < lanes:
+            has_piece = arith.cmpi(arith.CmpIPredicate.slt, piece, _i32(pieces))
+            piece = arith.minsi(piece, _i32(pieces - 1))
+        column = arith.extui(i64, arith.muli(piece, _i32(16)))
         bases = [
             arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)), column)
             for ref in (a_ref, b_ref)
@@ -616,6 +831,9 @@ def row_products(a_ref, b_ref, first, last) -> jax.Array:
                 for e in range(2):
                     x, y = (arith.extf(f32, _extract(pair, e)) for pair in pairs)
                     total = arith.mulf(x, y) if total is None else llvm.intr_fma(x, y, total)
+            if pieces < lanes:
+                zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+                total = arith.select(has_piece, total, zero)
             return total
 
         def one_row_a_quad(sums):
@@ -676,89 +894,22 @@ def store_fragment(ref, tile: jax.Array) -> None:
     store(ref, tile)
 
 
-@dataclasses.dataclass(frozen=True)
-class ZeroAhead:
-    """Zeroes an array in global memory section by section, a little ahead of those who add to it.
+def zero_fragment(ref) -> None:
+    """Stores zeros to a float32 tile in fragment order in global memory."""
+    if interpreting():
+        ref[...] = jnp.zeros(ref.shape, ref.dtype)
+        return
 
-    All thread blocks share the work: a warp draws a ticket for the next chunk, from a counter in
-    global memory, and counts what it has zeroed in the chunk's section. Who needs a section goes on
-    drawing until it is done. So a warp waits only for others that are at work, in whatever order
-    thread blocks run, and also where they are not all resident.
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def store(_, ref):
+        address = _global_address(ref, arith.muli(_thread(), _i32(16)))
+        zero = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 0.0))
+        pieces = 4 * math.prod(ir.MemRefType(ref.type).shape) // _PIECE_BYTES
+        for piece in range(pieces):
+            text = f"st.global.v4.f32 [$0+{piece * _PIECE_BYTES}], {{$1, $1, $1, $1}};"
+            _asm(text, "l,f,~{memory}", [address, zero])
 
-    Attributes:
-      sections: how many there are.
-      section_bytes: a multiple of 512.
-      chunk_bytes: a multiple of 512; the last chunk of a section may be smaller.
-    """
-
-    sections: int
-    section_bytes: int
-    chunk_bytes: int
-
-    @property
-    def chunks(self) -> int:
-        """Of a section."""
-        return -(-self.section_bytes // self.chunk_bytes)
-
-    def progress(self) -> jax.Array:
-        """What `advance` starts with: tickets drawn, and chunks done of each section."""
-        return jnp.zeros((1 + self.sections,), jnp.int32)
-
-    def advance(self, ref, progress_ref, section) -> None:
-        """Zeroes a chunk for each warp of this warpgroup, then more until `section` is zero.
-
-        TMA may then add to the section. In interpret mode the array must hold zeros.
-        """
-        if interpreting():
-            return
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-        def zero(_, ref, progress_ref, section):
-            no_bytes = _i32(0)
-            addresses = [_global_address(x, no_bytes) for x in (ref, progress_ref)]
-            _asm(self._text(), "l,l,r,~{memory}", [*addresses, section.registers[()]])
-
-        zero(ref, progress_ref, jnp.int32(section))
-
-    def _text(self) -> str:
-        """PTX; $0 is the address of the array, $1 that of its progress, $2 the section."""
-        return " ".join(
-            f"""{{
-            .reg .pred first, p; .reg .b32 lane, drawn, n, ticket, number, zero;
-            .reg .b64 wanted, done, place, end, section_end;
-            mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0;
-            mov.u32 drawn, 0; mov.u32 ticket, 0; mov.u32 zero, 0;
-            mad.wide.u32 wanted, $2, 4, $1;
-
-            NEXT: setp.eq.u32 p, drawn, 0; @p bra DRAW;
-            ld.acquire.gpu.global.u32 n, [wanted+4];
-            setp.ge.u32 p, n, {self.chunks}; @p bra READY;
-
-            DRAW: mov.u32 drawn, 1;
-            @first atom.relaxed.gpu.global.add.u32 ticket, [$1], 1;
-            shfl.sync.idx.b32 ticket, ticket, 0, 31, 0xffffffff;
-            setp.ge.u32 p, ticket, {self.sections * self.chunks}; @p bra WAIT;
-
-            div.u32 number, ticket, {self.chunks}; rem.u32 n, ticket, {self.chunks};
-            mad.wide.u32 done, number, 4, $1;
-            cvt.u64.u32 place, number; mad.lo.u64 place, place, {self.section_bytes}, $0;
-            add.u64 section_end, place, {self.section_bytes};
-            mad.wide.u32 place, n, {self.chunk_bytes}, place;
-            add.u64 end, place, {self.chunk_bytes}; min.u64 end, end, section_end;
-            mad.wide.u32 place, lane, 16, place;
-            ZERO: st.global.v4.b32 [place], {{zero, zero, zero, zero}};
-            add.u64 place, place, 512; setp.lt.u64 p, place, end; @p bra ZERO;
-
-            fence.proxy.async.global; bar.warp.sync 0xffffffff;
-            @first red.release.gpu.global.add.u32 [done+4], 1;
-            bra NEXT;
-
-            WAIT: ld.acquire.gpu.global.u32 n, [wanted+4];
-            setp.lt.u32 p, n, {self.chunks}; @p bra WAIT;
-
-            READY: fence.proxy.async.global;
-            }}""".split()
-        )
+    store(ref)
 
 
 def load_fragment(ref, columns: int) -> jax.Array:

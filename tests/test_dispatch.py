@@ -164,6 +164,24 @@ def test_what_the_kernels_take(monkeypatch, options, reason):
 
 
 @pytest.mark.parametrize(
+    ("width", "value_width", "reason"),
+    [
+        (8, 8, None),
+        (192, 128, None),
+        (64, 256, None),
+        (264, 64, "head width 264: the kernels take multiples of 8 up to 256"),
+        (100, 64, "head width 100: the kernels take multiples of 8 up to 256"),
+        (64, 4, "value width 4: the kernels take multiples of 8 up to 256"),
+    ],
+)
+def test_widths_the_kernels_take(monkeypatch, width, value_width, reason):
+    monkeypatch.setattr(device, "device_of", lambda array: H100)
+    query, key, _ = shapes(width=width)
+    explanation = jax_flash.explain(query, key, shapes(width=value_width)[2])
+    assert explanation.reasons.get("mosaic_gpu") == reason
+
+
+@pytest.mark.parametrize(
     ("implementation", "here"),
     [
         ("mosaic_gpu", H100),

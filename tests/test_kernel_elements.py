@@ -200,7 +200,7 @@ def test_bias(T, S, N, K, H, dtype, axes, bias_dtype, options):
 
 @pytest.mark.parametrize("H", [64, 256])
 def test_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H):
-    """Also in rows that see nothing, which share tiles with others; -inf hides a key like a mask."""
+    """Also in rows that see nothing, which share tiles with others; -inf hides a key."""
     arrays = inputs(2, 80, 150, 1, 1, H, jnp.bfloat16)
     options = with_lengths(query_seq_lengths=[50, 80], key_value_seq_lengths=[140, 0])
     attention = functools.partial(
@@ -222,3 +222,20 @@ def test_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H):
     assert np.isneginf(lse[:, 3]).all() and np.isfinite(lse[0, 4:50]).all()
     assert not np.asarray(gradients[3])[..., 9:30].any()
     assert not np.asarray(gradients[3])[np.asarray(hidden)].any()
+
+
+@pytest.mark.parametrize(
+    ("H", "h", "mask_axes", "bias_axes", "options"),
+    [
+        (40, 72, "bts", "bs", dict(is_causal=True)),
+        (96, 96, None, HEADS, {}),
+        (192, 128, WHOLE, KEYS, dict(deterministic=True)),
+        (160, 224, KEYS, ROWS, dict(local_window_size=(60, 20))),
+    ],
+)
+def test_other_widths(H, h, mask_axes, bias_axes, options):
+    T, S, N, K = 70, 133, 2, 1
+    mask = random_mask(shape_of(mask_axes, 2, N, T, S)) if mask_axes else None
+    bias = random_bias(shape_of(bias_axes, 2, N, T, S))
+    with interpret_mode():
+        check(inputs(2, T, S, N, K, H, jnp.bfloat16, h=h), mask=mask, bias=bias, **options)

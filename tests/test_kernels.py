@@ -17,9 +17,10 @@ from tests.support.interpret import interpret_mode
 from tests.support.rounding import assert_as_accurate_as_plain, plain_attention
 
 
-def inputs(B, T, S, N, K, H, dtype, seed=0):
-    """Query, key, value and the cotangents of output and LSE."""
-    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)
+def inputs(B, T, S, N, K, H, dtype, seed=0, h=None):
+    """Query, key, value and the cotangents of output and LSE; values have h columns, or H."""
+    h = h or H
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, h), (B, T, N, h)
     keys = jax.random.split(jax.random.key(seed), 5)
     arrays = [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=False)]
     return (*arrays, jax.random.normal(keys[4], (B, T, N), jnp.float32))
@@ -235,9 +236,9 @@ def test_maxima_that_jump_and_other_heads(H, dtype, is_causal):
     )
 
 
-def few_thread_blocks(width: int, count: int) -> config.Config:
+def few_thread_blocks(width: int, count: int, value_width: int = 0) -> config.Config:
     """The default settings, with so few thread blocks that each walks several tiles."""
-    settings = config.default(width)
+    settings = config.default(width, value_width)
     forward = dataclasses.replace(settings.forward, thread_blocks=count)
     backward = dataclasses.replace(settings.backward, thread_blocks=count)
     return dataclasses.replace(settings, forward=forward, backward=backward)
@@ -324,6 +325,7 @@ def test_backward_key_settings_that_cannot_be(change, name):
         (dict(block_kv=96), "block_kv"),
         (dict(stages=1), "stages"),
         (dict(query_buffers=3), "query_buffers"),
+        (dict(staged_columns=96), "staged_columns"),
         (dict(section_bytes=-1), "section_bytes"),
         (dict(thread_blocks=0), "thread_blocks"),
     ],

@@ -22,6 +22,8 @@ ELEMENTS: dict[str, tuple[str | None, str | None, Any]] = {
     "key-bias": (None, "bs", jnp.float32),
     "mask-bias": ("bts", "nts", jnp.float32),
 }
+# Query and value widths beside those of `config.WIDTHS`.
+OTHER_WIDTHS = [(192, 128), (192, 192), (96, 96), (160, 160), (40, 72)]
 
 BATCH = 2  # a batch of one takes fewer registers
 
@@ -59,6 +61,29 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
             if lengths is not None:
                 case_name = f"H{width}-lengths-{shape}-sinks"
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
+    return cases + _cases_of_other_widths()
+
+
+def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
+    """Every mask with tails, which takes most registers, one case without, and one with sinks."""
+    cases = []
+    for width, value_width in OTHER_WIDTHS:
+        for mask, shape in [("full", "even"), *((m, "ragged") for m in (*MASKS, "lengths"))]:
+            T, S, N, K, dtype = SHAPES[shape]
+            shapes = (T, N, width), (S, K, width), (S, K, value_width), (T, N, value_width)
+            args = [jax.ShapeDtypeStruct((BATCH, *s), dtype) for s in shapes]
+            args.append(jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32))
+            if mask == "lengths":
+                args.append(jax.ShapeDtypeStruct((BATCH,), jnp.int32))
+            deterministic = shape == "even"
+            fn = _forward_and_backward(MASKS.get(mask, {}), deterministic)
+            name = f"H{width}-h{value_width}-{mask}-{shape}{'-deterministic' * deterministic}"
+            cases.append((name, fn, tuple(args)))
+        # The arguments of the last one: lengths by batch entry.
+        query, key, value, _, _, lengths = args
+        sinks = jax.ShapeDtypeStruct((N,), jnp.float32)
+        name = f"H{width}-h{value_width}-lengths-ragged-sinks"
+        cases.append((name, _forward_with_sinks({}), (query, key, value, sinks, lengths)))
     return cases
 
 
@@ -84,6 +109,54 @@ def _cases_of_elements(name: str, fn: Callable, args, lengths, deterministic: bo
             case_name = f"{name}-lengths-{kind}{'-deterministic' * deterministic}"
             cases.append((case_name, fn, (*args, lengths, mask, bias)))
     return cases
+
+
+# Tokens, page size, splits and options of decode_attention, from nothing to everything at once.
+_OPTIONS = {"local_window_size": 1000, "logits_soft_cap": 30.0}
+DECODE: dict[str, tuple[int, int | None, int, dict[str, Any]]] = {
+    "one": (1, None, 1, {}),
+    "splits": (1, None, 16, {}),
+    "paged": (8, 64, 2, {}),
+    "all": (30, 16, 1, _OPTIONS),
+    "float8": (1, None, 1, {}),
+    "float8-all": (30, 16, 1, _OPTIONS),
+}
+
+
+def decode_cases() -> list[tuple[str, Callable, Any]]:
+    """The same for decode_attention."""
+    cases = []
+    for width, kind in itertools.product(config.WIDTHS, DECODE):
+        tokens, page_size, splits, options = DECODE[kind]
+        dtype = jnp.float16 if kind == "all" else jnp.bfloat16
+        cache_dtype = jnp.float8_e4m3fn if "float8" in kind else dtype
+        shape = jax.ShapeDtypeStruct
+        cache = shape((BATCH, 8192, 4, width), cache_dtype)
+        args: dict[str, Any] = {}
+        if page_size is not None:
+            cache = shape((300, page_size, 4, width), cache_dtype)
+            args["page_table"] = shape((BATCH, 8192 // page_size), jnp.int32)
+        if kind.endswith("all"):
+            args["sinks"] = shape((12,), jnp.float32)
+        if "float8" in kind:
+            args["key_scale"] = args["value_scale"] = shape((4,), jnp.float32)
+        args |= {
+            "query": shape((BATCH, tokens, 12, width), dtype),
+            "key_cache": cache,
+            "value_cache": cache,
+            "lengths": shape((BATCH,), jnp.int32),
+        }
+        cases.append((f"decode-H{width}-{kind}", _decode(splits, options), (args,)))
+    return cases
+
+
+def _decode(splits: int, options: dict[str, Any]) -> Callable:
+    def run(args):
+        return jax_flash.decode_attention(
+            **args, num_splits=splits, **options, implementation="mosaic_gpu"
+        )
+
+    return run
 
 
 def _forward_with_sinks(mask: dict[str, Any]) -> Callable:

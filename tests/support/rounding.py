@@ -28,13 +28,13 @@ def plain_attention(
     """Textbook attention with every product and the weights in the dtype of the inputs.
 
     Args:
-      query, key, value: `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, H]`.
+      query, key, value: `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, h]`.
       seen: bool, broadcastable to `[B, N, T, S]`.
       sinks: None or `[N]`.
       bias: None, or broadcastable to `[B, N, T, S]`.
 
     Returns:
-      Output `[B, T, N, H]` and LSE `[B, T, N]` float32, finite where nothing is seen.
+      Output `[B, T, N, h]` and LSE `[B, T, N]` float32, finite where nothing is seen.
     """
     group = query.shape[2] // key.shape[2]
     key, value = jnp.repeat(key, group, axis=2), jnp.repeat(value, group, axis=2)
