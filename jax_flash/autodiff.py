@@ -71,7 +71,6 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     lowest, highest, intervals = _intervals(call)
     elements = _elements(call)
     has_mask, has_bias = elements.mask is not None, elements.bias is not None
-    has_elements = has_mask or has_bias
     settings = _Settings(
         scale=float(call.scale),
         lowest=lowest,
@@ -80,7 +79,13 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
         has_mask=has_mask,
         has_bias=has_bias,
         deterministic=call.deterministic,
-        config=call.config or default(call.query.shape[-1], call.value.shape[-1], has_elements),
+        config=call.config
+        or default(
+            call.query.shape[-1],
+            call.value.shape[-1],
+            has_elements=has_mask or has_bias,
+            forward_loads_elements=has_mask or (has_bias and not elements.has_bias_of_keys),
+        ),
     )
     sinks: tuple[jax.Array, ...] = ()
     if call.sinks is not None:

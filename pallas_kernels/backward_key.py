@@ -300,10 +300,11 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
 
                 def whole_tile(index, j):
                     plgpu.barrier_wait(k_full)
-                    source = key_parts.resident(k_smem, _RIGHT)
-                    k_right = [
-                        plgpu.load(source.at[n], layout=_TILE) for n in range(right_key.tiles)
-                    ]
+                    k_right = key_parts.resident(k_smem, _RIGHT)
+                    if not problem.has_elements:
+                        k_right = [
+                            plgpu.load(k_right.at[n], layout=_TILE) for n in range(right_key.tiles)
+                        ]
                     settings = dict(k_right=k_right, end=j + walk.steps(index))
                     return walk.loop_over_steps(
                         functools.partial(step, **settings),

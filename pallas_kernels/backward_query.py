@@ -179,6 +179,8 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
     key_columns = Columns.whole(problem.width)
     value_columns = Columns.whole(problem.value_width)
     factor = problem.scale * LOG2E
+    # With 256 columns of dQ there are no registers for elements and dP at a time.
+    weights_first = problem.has_elements and key_columns.size > 192
 
     tiles = -(-problem.query_length // block_q)
     first_rows = np.arange(tiles) * block_q
@@ -300,24 +302,33 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     first_key = (end_block - 1 - j) * block_kv
                     return elements.load(batch, head, first_row_of(warpgroup), first_key, block_kv)
 
+                def issue_d_weights(own_rows, vs):
+                    plgpu.barrier_wait(v_full.at[vs])
+                    value_columns.contract(dp_acc, o_smem.at[own_rows], v_smem.at[vs])
+
                 def step(j, _, *, needs_mask):
                     # Addresses made anew each step: registers are short.
                     ks, vs, own_rows = k_slot(j), v_slot(j), warpgroup + fresh_zero()
                     plgpu.barrier_wait(k_full.at[ks])
                     # Both before the first product, or ptxas injects a wait.
                     s_acc[...] = zero_tile(_ROWS, block_kv)
-                    dp_acc[...] = zero_tile(_ROWS, block_kv)
+                    if not weights_first:
+                        dp_acc[...] = zero_tile(_ROWS, block_kv)
                     key_columns.contract(s_acc, q_smem.at[own_rows], k_smem.at[ks])
-                    plgpu.barrier_wait(v_full.at[vs])
-                    value_columns.contract(dp_acc, o_smem.at[own_rows], v_smem.at[vs])
+                    if not weights_first:
+                        issue_d_weights(own_rows, vs)
 
                     loaded = load_elements(j) if problem.has_elements else NOTHING_LOADED
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=value_columns.tiles)
+                    open_products = 0 if weights_first else value_columns.tiles
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
                     logits, to_log2 = biased(logits, factor, loaded)
                     weights = jnp.exp2(logits * to_log2 + spread(start, logits.shape))
                     if needs_mask:
                         weights = masked(weights, end_block - 1 - j)
                     weights = masked_by_element(weights, loaded, 0.0)
+                    if weights_first:
+                        dp_acc[...] = zero_tile(_ROWS, block_kv)
+                        issue_d_weights(own_rows, vs)
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     v_free.arrive(vs)
                     d_logits = weights * (d_weights + spread(minus_delta, weights.shape))

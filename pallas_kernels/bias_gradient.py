@@ -59,6 +59,7 @@ _CONSUMERS = BACKWARD_CONSUMERS
 _ROWS = 64  # query rows of a consumer: the M of a wgmma
 BLOCK_Q = _CONSUMERS * _ROWS
 _WARPS = 4  # of a consumer
+_REGISTERS = (232, 40)  # of a thread of a consumer, and of the producer
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -236,6 +237,8 @@ def _build(pieces: _Pieces, interpret: bool):
 
         @pl.when(warpgroup < _CONSUMERS)
         def _consumer():
+            plgpu.set_max_registers(_REGISTERS[0], action="increase")
+
             def add_step(j, total, s_acc, dp_acc):
                 batch, head, row_block, key_block = pieces.place(piece, first_step + j)
                 first_row = row_block * BLOCK_Q + warpgroup * _ROWS
@@ -292,6 +295,8 @@ def _build(pieces: _Pieces, interpret: bool):
 
         @pl.when(warpgroup == _CONSUMERS)
         def _producer():
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+
             @pl.loop(jnp.int32(0), count)
             def _(j):
                 batch, head, row_block, key_block = pieces.place(piece, first_step + j)

@@ -352,17 +352,26 @@ BIAS_GRADIENT = {
 WIDTHS = (64, 128, 256)  # of which every variant is compiled, and which are tuned
 
 
-def default(width: int, value_width: int = 0, has_elements: bool = False) -> Config:
+def default(
+    width: int,
+    value_width: int = 0,
+    *,
+    has_elements: bool = False,
+    forward_loads_elements: bool = False,
+) -> Config:
     """Settings for query and key of `width` and value of `value_width`, as width if it is 0.
 
     Args:
       has_elements: there is a bias or a dense mask.
+      forward_loads_elements: and it is not just a bias of one value a key.
     """
     widest = whole_tiles(max(width, value_width))
     is_latent = whole_tiles(width) == 192 and 0 < value_width <= 128
-    forward = FORWARD_LATENT if is_latent else FORWARD[widest]
-    if has_elements and not is_latent:
+    forward = FORWARD[widest]
+    if forward_loads_elements:
         forward = FORWARD_ELEMENTS[widest]
+    elif is_latent and not has_elements:  # there is no shared memory for a bias of keys
+        forward = FORWARD_LATENT
     in_boxes = width % 64 > 0 or value_width % 64 > 0 or width < value_width
     backward = BACKWARD_BOXES if widest == 128 and in_boxes else BACKWARD[widest]
     backward_query = (BACKWARD_QUERY_ELEMENTS if has_elements else BACKWARD_QUERY)[widest]

@@ -7,6 +7,9 @@ Threads read both straight from global memory (in fact from L2), in the layout o
 accumulator, before they wait for the product that makes the logits. The mask comes as bits, packed
 before the kernel along the axis that runs through the columns of its tiles: so a thread needs 16
 bytes of a row for 128 columns, and no test of what is beyond the end, as such bits are not set.
+
+A bias of one value a key is less work in the forward: by TMA, beside the keys, as what accumulators
+of the logits begin with.
 """
 
 import dataclasses
@@ -15,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
@@ -43,6 +47,17 @@ class Elements(NamedTuple):
         axis = 2 if transposed else 3
         mask = () if self.mask is None else (pack(self.mask, axis),)
         return mask if self.bias is None else (*mask, _whole_tiles(self.bias, axis))
+
+    @property
+    def has_bias_of_keys(self) -> bool:
+        """Whether the bias is one value a key."""
+        return self.bias is not None and self.bias.shape[2] == 1 and self.bias.shape[3] > 1
+
+    def forward_operands(self, scale: float) -> tuple[jax.Array, ...]:
+        """`operands` with a bias of keys as what the accumulators of logits begin with."""
+        if self.bias is None or not self.has_bias_of_keys:
+            return self.operands()
+        return self._replace(bias=self.bias.astype(jnp.float32) / scale).operands()
 
 
 def _whole_tiles(bias: jax.Array, axis: int) -> jax.Array:
@@ -91,11 +106,13 @@ class ElementRefs:
     Attributes:
       refs: of `Elements.operands`, in global memory.
       transposed: tiles are of keys by queries.
+      has_bias_of_keys: the bias is of `Elements.forward_operands`, which `load` leaves out.
     """
 
     problem: Problem
     refs: tuple[Any, ...]
     transposed: bool = False
+    has_bias_of_keys: bool = False
 
     @property
     def wide(self) -> bool:
@@ -106,10 +123,14 @@ class ElementRefs:
         return bias.dtype == jnp.float32 and 1 not in bias.shape[2:]
 
     @classmethod
-    def split(cls, problem: Problem, refs, transposed: bool = False) -> "tuple[ElementRefs, list]":
+    def split(cls, problem: Problem, refs, **options: bool) -> "tuple[ElementRefs, list]":
         """The elements that a kernel's refs begin with, and the other refs."""
         count = int(problem.has_mask) + int(problem.has_bias)
-        return cls(problem, tuple(refs[:count]), transposed), list(refs[count:])
+        return cls(problem, tuple(refs[:count]), **options), list(refs[count:])
+
+    def bias_of_keys(self, batch, head, first: Any, keys: int):
+        """A view of `keys` of them in global memory, in whole tiles."""
+        return self._of(self.refs[-1], batch, head).at[0, pl.ds(first, keys)]
 
     def load(
         self, batch, head, first_row, first_column, columns: int, *, early: bool = False
@@ -124,7 +145,7 @@ class ElementRefs:
         if self.problem.has_mask:
             view = self._of(refs.pop(0), batch, head)
             found = found._replace(bits=functools.partial(load_bits, view, *place))
-        if self.problem.has_bias:
+        if self.problem.has_bias and not self.has_bias_of_keys:
             view = self._of(refs.pop(0), batch, head)
             bias = functools.partial(load_elements, view, *place, transposed=self.transposed)
             found = found._replace(bias=bias)

@@ -47,6 +47,7 @@ from pallas_kernels.primitives import (
     BlockVote,
     NamedBarriers,
     div_rem,
+    fence_async_shared,
     fresh_zero,
     interpreting,
     keep_columns_from,
@@ -58,6 +59,7 @@ from pallas_kernels.primitives import (
 
 _ROWS = 64  # query rows of a consumer: the M of a wgmma
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+_PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 _TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
 
 
@@ -192,8 +194,17 @@ def attention(
       Output `[B, T, N, h]` and natural-log LSE `[B, N, ceil(T / block_q) * block_q]` float32. Rows
       from problem.query_length on are arbitrary in both. A row that sees no key: 0 and -inf.
     """
-    kernel = _build(problem, config, query.shape[1], sinks is not None, interpreting())
-    optional = elements.operands() if sinks is None else (*elements.operands(), sinks * LOG2E)
+    kernel = _build(
+        problem,
+        config,
+        query.shape[1],
+        sinks is not None,
+        elements.has_bias_of_keys,
+        interpreting(),
+    )
+    optional = elements.forward_operands(problem.scale)
+    if sinks is not None:
+        optional = (*optional, sinks * LOG2E)
     if intervals is None:
         return kernel(query, key, value, *optional)
     key_blocks = Tiles(problem, config).key_blocks_of(intervals)
@@ -206,6 +217,7 @@ def _build(
     config: ForwardConfig,
     padded_query_length: int,
     with_sinks: bool,
+    has_bias_of_keys: bool,
     interpret: bool,
 ):
     tiles = Tiles(problem, config)
@@ -220,14 +232,16 @@ def _build(
     # The bias of rows that see nothing may be NaN, which `online_softmax.close` does not stop. And
     # with a window, loops of their own for other steps take registers that a bias needs.
     mask_throughout = problem.has_bias and has_far_edge
+    loads_elements = problem.has_mask or (problem.has_bias and not has_bias_of_keys)
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
     registers_are_short = query_buffers == 1 and config.block_kv > 64
     block_kv, dtype = config.block_kv, problem.dtype
     key_columns = Columns.whole(problem.width)
     value_columns = Columns.whole(problem.value_width)
-    # The output is staged some columns at a time.
-    staged_size = math.gcd(value_columns.size, config.staged_columns)
+    # The output is staged some columns at a time. A bias of keys is where half of it would be.
+    most_columns = 64 if has_bias_of_keys else config.staged_columns
+    staged_size = math.gcd(value_columns.size, most_columns)
     staged_columns = [
         Columns(problem.value_width, staged_size, first)
         for first in range(0, value_columns.size, staged_size)
@@ -251,21 +265,27 @@ def _build(
         q_full=plgpu.Barrier(
             num_arrivals=consumers * key_columns.tiles, num_barriers=query_buffers
         ),
-        k_full=plgpu.Barrier(num_arrivals=key_columns.tiles, num_barriers=stages),
+        k_full=plgpu.Barrier(
+            num_arrivals=key_columns.tiles + int(has_bias_of_keys), num_barriers=stages
+        ),
         v_full=plgpu.Barrier(num_arrivals=value_columns.tiles, num_barriers=stages),
     )
+    if has_bias_of_keys:
+        scratch["bias_smem"] = plgpu.SMEM((stages, block_kv), jnp.float32)
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_forward(
         schedule_ref, key_blocks_ref, q_ref, k_ref, v_ref, *more_refs,
-        q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, twins=None,
+        q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, bias_smem=None, twins=None,
     ):  # fmt: skip
         *optional_refs, o_ref, lse_ref = more_refs
-        elements, _ = ElementRefs.split(problem, optional_refs[int(dynamic) :])
+        elements, _ = ElementRefs.split(
+            problem, optional_refs[int(dynamic) :], has_bias_of_keys=has_bias_of_keys
+        )
         # Elements that come late take the registers of weights that no product reads any more.
         elements_early = config.elements_early and not elements.wide
-        late = problem.has_elements and not elements_early
+        late = loads_elements and not elements_early
         open_products = 0 if late else value_columns.tiles
         turn, k_free, v_free, q_free, block_vote = (
             dataclasses.replace(barriers, twins=twins and twins[name])
@@ -358,7 +378,7 @@ def _build(
 
             def load_elements(number, j):
                 """Mask and bias of step j of a tile, asked for before the product is there."""
-                if not problem.has_elements:
+                if not loads_elements:
                     return NOTHING_LOADED
                 tile, batch, head = tiles.locate(number())
                 first_row = tiles.first_row(tile, warpgroup)
@@ -386,7 +406,12 @@ def _build(
                     return schedule_ref[own, 1 + index - begin]
 
                 def issue_logits(buffer, k_slot):
-                    s_acc[...] = zero_tile(_ROWS, block_kv)
+                    if has_bias_of_keys:
+                        bias = plgpu.load(bias_smem.at[k_slot], layout=_PER_KEY)
+                        s_acc[...] = lax.broadcast_in_dim(bias, (_ROWS, block_kv), [1])
+                        fence_async_shared()  # TMA will overwrite the bias that was read
+                    else:
+                        s_acc[...] = zero_tile(_ROWS, block_kv)
                     key_columns.contract(s_acc, q_smem.at[buffer, warpgroup], k_smem.at[k_slot])
 
                 def issue_output(weights, v_slot):
@@ -417,7 +442,7 @@ def _build(
                 def key_step(j, carry, *, steps, index, tile, batch, end_block, exact, far=False):
                     """Logits of step j's key block together with the output of the step before."""
                     weights, state = carry
-                    if problem.has_elements:  # read anew: registers are short
+                    if loads_elements:  # read anew: registers are short
                         number = number_of(index + fresh_zero())
                         tile, batch, _ = tiles.locate(number)
                         end_block = end_of(tile, batch)
@@ -557,7 +582,7 @@ def _build(
                     if has_far_edge and not mask_throughout:
                         step_far = functools.partial(step, exact=False, far=True)
                         carry = lax.fori_loop(near, blocks, step_far, carry)
-                    if problem.has_elements:  # read anew: registers are short
+                    if loads_elements:  # read anew: registers are short
                         number = number_of(index + fresh_zero())
                         following = number_of(index + 1 + fresh_zero())
                     weights, state, too_low = end_tile(
@@ -609,7 +634,14 @@ def _build(
                         source = ref.at[batch, rows, kv_head]
                         columns.load(source, buffers.at[slot(step)], full.at[slot(step)])
 
-                    load_key = functools.partial(load, k_ref, k_smem, key_columns, k_full, k_free)
+                    def load_key(j):
+                        load(k_ref, k_smem, key_columns, k_full, k_free, j)
+                        if has_bias_of_keys:
+                            first_key, buffer = (end_block - 1 - j) * block_kv, slot(steps + j)
+                            source = elements.bias_of_keys(batch, head, first_key, block_kv)
+                            full = k_full.at[buffer]
+                            plgpu.copy_gmem_to_smem(source, bias_smem.at[buffer], full)
+
                     load_value = functools.partial(
                         load, v_ref, v_smem, value_columns, v_full, v_free
                     )
