@@ -116,11 +116,12 @@ class ElementRefs:
 
     @property
     def wide(self) -> bool:
-        """Whether a tile of the bias takes a register an element."""
+        """Whether a dense bias takes a register or a load an element, or is beside a mask."""
         if not self.problem.has_bias:
             return False
         bias = self.refs[-1]
-        return bias.dtype == jnp.float32 and 1 not in bias.shape[2:]
+        takes_more = bias.dtype == jnp.float32 or bias.shape[-1] % 2 == 1
+        return 1 not in bias.shape[2:] and (takes_more or self.problem.has_mask)
 
     @classmethod
     def split(cls, problem: Problem, refs, **options: bool) -> "tuple[ElementRefs, list]":

@@ -231,8 +231,8 @@ def _build(
     exact_throughout = problem.has_elements
     # The bias of rows that see nothing may be NaN, which `online_softmax.close` does not stop. And
     # with a window, loops of their own for other steps take registers that a bias needs.
-    mask_throughout = problem.has_bias and has_far_edge
     loads_elements = problem.has_mask or (problem.has_bias and not has_bias_of_keys)
+    mask_throughout = problem.has_bias and has_far_edge
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
     registers_are_short = query_buffers == 1 and config.block_kv > 64
@@ -485,6 +485,8 @@ def _build(
                     sink = in_each_row(optional_refs[-1][batch, head]) if with_sinks else None
                     inverse, lse, too_low = online_softmax.finish(state, limit, sink)
                     store_rows(lse_ref.at[batch, head, rows_of(tile)], lse)
+                    if exact_throughout:  # no reference is
+                        return inverse, any_too_low
                     return inverse, any_too_low | too_low.astype(jnp.int32)
 
                 def store_output(output, inverse, tile, batch, head):

@@ -370,7 +370,7 @@ ELEMENTS = {
 
 
 @pytest.mark.parametrize("kind", ELEMENTS)
-@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("H", [64, 128, 160, 256])
 def test_mask_and_bias(H, kind):
     """With rows that see nothing, odd lengths, and the gradient of the bias."""
     options = as_arrays(ELEMENTS[kind])

@@ -16,11 +16,20 @@ MASKS: dict[str, dict[str, Any]] = {
     "window": {"is_causal": True, "local_window_size": (700, 0)},
 }
 
-# Which axes of [B, N, T, S] mask and bias have, and the dtype of the bias.
-ELEMENTS: dict[str, tuple[str | None, str | None, Any]] = {
-    "mask": ("bnts", None, None),
-    "key-bias": (None, "bs", jnp.float32),
-    "mask-bias": ("bts", "nts", jnp.float32),
+# Mask, axes of [B, N, T, S] that a dense mask and a bias have, dtype of the bias (None for that of
+# the inputs), and whether gradients are deterministic.
+ELEMENTS: dict[str, tuple[str, str | None, str | None, Any, bool]] = {
+    "dense-mask": ("window", "bnts", None, None, False),
+    "key-bias": ("lengths", None, "bs", jnp.float32, False),
+    "dense-bias": ("causal", None, "nts", jnp.float32, True),
+    "mask-bias": ("full", "bts", "nts", None, False),
+}
+# The widths that each is compiled at. Dense biases spill at 256, and with a mask at 128.
+ELEMENT_WIDTHS = {
+    "dense-mask": (64, 256),
+    "key-bias": (64, 128, 256),
+    "dense-bias": (128, 160),
+    "mask-bias": (64, 160),
 }
 # Query and value widths beside those of `config.WIDTHS`.
 OTHER_WIDTHS = [(192, 128), (192, 192), (96, 96), (160, 160), (40, 72)]
@@ -52,8 +61,6 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
             if lengths is not None:
                 case_name = f"H{width}-lengths-{shape}{'-deterministic' * deterministic}"
                 cases.append((case_name, fn, (*args, lengths)))
-            if shape == "ragged":
-                cases += _cases_of_elements(name, fn, args, lengths, deterministic)
         if shape == "ragged":
             sinks = jax.ShapeDtypeStruct((N,), jnp.float32)
             fn = _forward_with_sinks(MASKS[mask])
@@ -61,7 +68,7 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
             if lengths is not None:
                 case_name = f"H{width}-lengths-{shape}-sinks"
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
-    return cases + _cases_of_other_widths()
+    return cases + _cases_of_other_widths() + _cases_of_elements()
 
 
 def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
@@ -87,27 +94,26 @@ def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
     return cases
 
 
-def _cases_of_elements(name: str, fn: Callable, args, lengths, deterministic: bool) -> list:
-    """With each of `ELEMENTS`; for deterministic gradients with both alone."""
-    (B, T, N, _), S = args[0].shape, args[1].shape[1]
-    sizes = dict(b=B, n=N, t=T, s=S)
+def _cases_of_elements() -> list[tuple[str, Callable, Any]]:
+    """With tails, which take most registers."""
+    cases = []
+    T, S, N, K, dtype = SHAPES["ragged"]
+    sizes = dict(b=BATCH, n=N, t=T, s=S)
 
     def array(axes: str | None, dtype):
         shape = tuple(size if axis in axes else 1 for axis, size in sizes.items()) if axes else ()
         return jax.ShapeDtypeStruct(shape, dtype) if axes else None
 
-    cases = []
-    for kind, (mask_axes, bias_axes, bias_dtype) in ELEMENTS.items():
-        if deterministic and kind != "mask-bias":
-            continue
-        if kind == "mask-bias" and name.startswith(("H256-", "H128-window-")):
-            continue  # their forward spills, 4 to 72 bytes, which is still to be brought to none
-        mask, bias = array(mask_axes, bool), array(bias_axes, bias_dtype or args[0].dtype)
-        case_name = f"{name}-{kind}{'-deterministic' * deterministic}"
-        cases.append((case_name, fn, (*args, None, mask, bias)))
-        if lengths is not None:
-            case_name = f"{name}-lengths-{kind}{'-deterministic' * deterministic}"
-            cases.append((case_name, fn, (*args, lengths, mask, bias)))
+    for kind, width in ((k, width) for k, widths in ELEMENT_WIDTHS.items() for width in widths):
+        mask, mask_axes, bias_axes, bias_dtype, deterministic = ELEMENTS[kind]
+        query = jax.ShapeDtypeStruct((BATCH, T, N, width), dtype)
+        key = jax.ShapeDtypeStruct((BATCH, S, K, width), dtype)
+        lse = jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32)
+        lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if mask == "lengths" else None
+        dense_mask, bias = array(mask_axes, bool), array(bias_axes, bias_dtype or dtype)
+        fn = _forward_and_backward(MASKS.get(mask, {}), deterministic)
+        args = query, key, key, query, lse, lengths, dense_mask, bias
+        cases.append((f"H{width}-{mask}-{kind}", fn, args))
     return cases
 
 
