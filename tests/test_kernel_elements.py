@@ -239,3 +239,12 @@ def test_other_widths(H, h, mask_axes, bias_axes, options):
     bias = random_bias(shape_of(bias_axes, 2, N, T, S))
     with interpret_mode():
         check(inputs(2, T, S, N, K, H, jnp.bfloat16, h=h), mask=mask, bias=bias, **options)
+
+
+@pytest.mark.parametrize("H", [64, 256])
+def test_bias_of_keys_over_many_tiles(H):
+    """Whose -inf hides all keys of the first steps, and one key of the last stands far above."""
+    arrays = inputs(1, 300, 277, 2, 1, H, jnp.bfloat16)
+    bias = random_bias((1, 2, 1, 277)).at[..., 100:].set(-jnp.inf).at[..., 5].set(200.0)
+    with interpret_mode():
+        check(arrays, bias=bias, config=few_thread_blocks(H, 1))
