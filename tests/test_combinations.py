@@ -54,7 +54,7 @@ def draw(number: int, longest: int, most: int) -> tuple[tuple, dict[str, Any]]:
     return arrays, options
 
 
-@pytest.mark.parametrize("number", range(24))
+@pytest.mark.parametrize("number", [0, 1, 3, 4, 5, 6, 8, 12, 19, 23])
 def test_combinations_in_interpret_mode(number):
     arrays, options = draw(number, 70, 2)
     with interpret_mode():
