@@ -22,6 +22,7 @@ from jax.interpreters import mlir
 
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
+from jax_flash.sharding import over_devices, placed, vary_alike
 from pallas_kernels import backward, forward
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels.config import SUPPORTED_WIDTHS, Config, Problem, default
@@ -67,6 +68,28 @@ def unsupported(call: Call) -> str | None:
 
 def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     """Attention on the kernels; call must be one that `unsupported` has no reason against."""
+    settings, operands = _prepared(call)
+    out, lse = _attention(settings, *operands)
+    return out, lse.transpose(0, 2, 1)
+
+
+def gradients(
+    call: Call, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value where the keys of the call are a part of all keys.
+
+    Args:
+      call: as for `attention`, without sinks.
+      out, lse: results over all keys, `[B, T, N, h]` and `[B, T, N]`.
+      d_out, d_lse: their cotangents.
+    """
+    settings, operands = _prepared(call)
+    lse, d_lse = (x.transpose(0, 2, 1) for x in (lse, d_lse))
+    return _attention_backward(settings, (*operands, out, lse), (d_out, d_lse))[:3]
+
+
+def _prepared(call: Call):
+    """The arguments of `_attention`: settings and operands."""
     assert isinstance(call.scale, (int, float))  # else unsupported
     lowest, highest, intervals = _intervals(call)
     settings = _Settings(
@@ -79,19 +102,18 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     )
     sinks: tuple[jax.Array, ...] = ()
     if call.sinks is not None:
-        # For each batch entry, as vmap makes the batch longer.
-        batch_and_heads = call.query.shape[0], call.query.shape[2]
-        sinks = (jnp.broadcast_to(call.sinks.astype(jnp.float32), batch_and_heads),)
+        # For each batch entry, as vmap makes the batch longer, and sharded as the query is.
+        batch_and_heads = jnp.zeros_like(call.query[:, 0, :, 0], jnp.float32)
+        sinks = (batch_and_heads + call.sinks.astype(jnp.float32),)
     problem = settings.problem(call.query, call.key, call.value)
-    out, lse = _attention(
-        settings,
+    operands = (
         _zero_unseeing(call.query, problem, intervals),
         _zero_unseen(call.key, problem, intervals),
         _zero_unseen(call.value, problem, intervals),
         sinks,
         intervals,
     )
-    return out, lse.transpose(0, 2, 1)
+    return settings, placed(operands, _OPERANDS)
 
 
 def _intervals(call: Call) -> tuple[int | None, int | None, tuple[jax.Array, ...]]:
@@ -219,8 +241,18 @@ def _sink_gradient(sink, out, lse, d_out, d_lse):
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
+# Letters of `sharding.over_devices`: of several arrays, and of the operands of `_attention`.
+_QUERY, _KEY, _ROWS, _INTERVALS = "b.n.", "b.k.", "bn.", "b.."
+_OPERANDS = _QUERY, _KEY, _KEY, "bn", _INTERVALS
+
+
 @functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
-def _run_forward(settings, query, key, value, sinks, intervals):
+def _run_forward(settings, *args):
+    run = functools.partial(_local_forward, settings)
+    return over_devices(run, _OPERANDS, (_QUERY, _ROWS))(*args)
+
+
+def _local_forward(settings, query, key, value, sinks, intervals):
     problem = settings.problem(query, key, value)
 
     def kernel(query, key, value, sinks, intervals):
@@ -246,7 +278,13 @@ def _run_forward(settings, query, key, value, sinks, intervals):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_backward(settings, query, key, value, intervals, out, lse, d_out, d_lse):
+def _run_backward(settings, *args):
+    operands = _QUERY, _KEY, _KEY, _INTERVALS, _QUERY, _ROWS, _QUERY, _ROWS
+    run = functools.partial(_local_backward, settings)
+    return over_devices(run, operands, (_QUERY, _KEY, _KEY))(*args)
+
+
+def _local_backward(settings, query, key, value, intervals, out, lse, d_out, d_lse):
     problem = settings.problem(query, key, value)
 
     def kernel(query, key, value, intervals, out, lse, d_out, d_lse):
@@ -310,10 +348,13 @@ def _folding_vmap(function):
 
 def _on_hopper(kernel, out_types, *args):
     """Runs `kernel`; lowered for anything but CUDA (no interpret mode either) it says so."""
+    run = lambda *args: vary_alike(kernel(*args), args)
     if interpreting():
-        return kernel(*args)
+        return run(*args)
     refuse = lambda *args: tuple(_refuse_p.bind(*jax.tree.leaves(args), out_types=out_types))
-    return lax.platform_dependent(*args, cuda=kernel, default=refuse)
+    return lax.platform_dependent(
+        *args, cuda=run, default=lambda *args: vary_alike(refuse(*args), args)
+    )
 
 
 # Stands where the kernels would be on a platform that cannot run them.
