@@ -309,7 +309,7 @@ def to_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
 
 
 def from_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
-    """Positions in their own order again; see `to_zigzag`."""
+    """Positions in their own order again, of an array that is not sharded; see `to_zigzag`."""
     return _reordered(x, np.argsort(_zigzag_chunks(devices)), axis)
 
 

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import logging
+import pathlib
+import re
 
 import chex
 import jax
@@ -282,6 +284,33 @@ def test_export_with_shardings():
     exported = jax.export.export(run)(*arrays)
     assert exported.nr_devices == 8
     chex.assert_trees_all_close(exported.call(*arrays), run(*arrays), atol=1e-6)
+
+
+def test_examples_of_the_readme():
+    """They run as they stand, with what they take for granted, and give what they say."""
+    readme = pathlib.Path(__file__).parents[1].joinpath("README.md").read_text()
+    section = readme.split("## Over several devices")[1].split("\n## ")[0]
+    parallel, context = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names = {"jax": jax, "jnp": jnp, "jax_flash": jax_flash}
+    exec(parallel, names)
+    assert names["out"].sharding.spec[0] == ("data", "model")
+    whole = [np.asarray(x) for x in (names["w_qkv"], names["w_out"], names["tokens"])]
+
+    def loss(weights, tokens):
+        query, key, value = jnp.einsum("btd,xdnh->xbtnh", tokens, weights[0])
+        out = jax_flash.attention(query, key, value, is_causal=True)
+        return (jnp.einsum("btnh,nhd->btd", out, weights[1]) ** 2).sum()
+
+    expected = jax.grad(loss)(tuple(whole[:2]), whole[2])
+    chex.assert_trees_all_close(names["gradients"], expected, rtol=1e-3, atol=1e-2)
+
+    exec(context, names)
+    query, key, value = jax.random.normal(jax.random.key(6), (3, 1, 1024, 4, 64))
+    ids = jnp.arange(1024)[None] // 300
+    expected = jax_flash.attention(
+        query, key, value, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids
+    )
+    chex.assert_trees_all_close(names["out"], expected, atol=1e-4)
 
 
 # --- compiled for GPUs ----------------------------------------------------------------------------
