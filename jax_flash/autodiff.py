@@ -246,10 +246,10 @@ _QUERY, _KEY, _ROWS, _INTERVALS = "b.n.", "b.k.", "bn.", "b.."
 _OPERANDS = _QUERY, _KEY, _KEY, "bn", _INTERVALS
 
 
-@functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
-def _run_forward(settings, *args):
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
+def _run_forward(settings, leading, *args):
     run = functools.partial(_local_forward, settings)
-    return over_devices(run, _OPERANDS, (_QUERY, _ROWS))(*args)
+    return over_devices(run, _OPERANDS, (_QUERY, _ROWS), leading)(*args)
 
 
 def _local_forward(settings, query, key, value, sinks, intervals):
@@ -277,11 +277,11 @@ def _local_forward(settings, query, key, value, sinks, intervals):
     return _on_hopper(kernel, out_types, query, key, value, sinks, intervals)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _run_backward(settings, *args):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_backward(settings, leading, *args):
     operands = _QUERY, _KEY, _KEY, _INTERVALS, _QUERY, _ROWS, _QUERY, _ROWS
     run = functools.partial(_local_backward, settings)
-    return over_devices(run, operands, (_QUERY, _KEY, _KEY))(*args)
+    return over_devices(run, operands, (_QUERY, _KEY, _KEY), leading)(*args)
 
 
 def _local_backward(settings, query, key, value, intervals, out, lse, d_out, d_lse):
@@ -326,22 +326,20 @@ def _pad_rows(x):
     return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
 
 
-def _folding_vmap(function):
-    """`function` of arrays `[B, ...]`, where vmap makes the batch longer instead of a new axis.
+def _folding_vmap(run, leading: int = 0):
+    """`run(leading, *arrays)` of arrays `[B, ...]`, where vmap gives all one more leading axis.
 
-    Its arguments may be tuples of such arrays.
+    Each device makes the leading axes part of its batch (`over_devices`): done here, that would
+    gather a batch that is sharded. Its arguments may be tuples of such arrays.
     """
-    function = jax.custom_batching.custom_vmap(function)
+    function = jax.custom_batching.custom_vmap(functools.partial(run, leading))
 
     @function.def_vmap
     def _(axis_size, in_batched, *args):
-        def fold(x, batched):
-            x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        out = function(*jax.tree.map(fold, tuple(args), tuple(in_batched)))
-        unfold = lambda x: x.reshape(axis_size, -1, *x.shape[1:])
-        return jax.tree.map(unfold, out), jax.tree.map(lambda _: True, out)
+        spread = lambda x, batched: x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+        args = jax.tree.map(spread, tuple(args), tuple(in_batched))
+        out = _folding_vmap(run, leading + 1)(*args)
+        return out, jax.tree.map(lambda _: True, out)
 
     return function
 

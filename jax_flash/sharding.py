@@ -38,7 +38,7 @@ from pallas_kernels.primitives import interpreting
 _logger = logging.getLogger("jax_flash")
 
 
-def over_devices(function: Callable, operands: Any, results: Any) -> Callable:
+def over_devices(function: Callable, operands: Any, results: Any, leading: int = 0) -> Callable:
     """`function`, run by each device on its own batch entries and heads.
 
     Args:
@@ -48,23 +48,50 @@ def over_devices(function: Callable, operands: Any, results: Any) -> Callable:
       operands: letters of the axes of each array (see the module), such as "b.n.": a tuple, or any
         tree that the arguments' begins with. An axis of size 1 is whole on every device.
       results: likewise of what it gives. A result that lacks a split axis is a sum over it.
+      leading: axes before those, of all operands and results, whose first axis is the batch. They
+        are split like the query's, and each device makes them part of its batch.
 
     Returns:
       A function of the same arguments. Under `jax.shard_map` it is the same function.
+
+    Raises:
+      NotImplementedError: under a `jax.shard_map` over some mesh axes, where others are left.
     """
+    prefix = "".join(map(str, range(leading)))
 
     def run(*args):
         arrays, letters, tree = _flat(args, operands)
-        result_letters = jax.tree.leaves(results)
+        letters = [prefix + axes for axes in letters]
+        result_letters = [prefix + axes for axes in jax.tree.leaves(results)]
         sizes = _Sizes.of(arrays, letters)
-        flat = lambda *arrays: tuple(jax.tree.leaves(function(*jax.tree.unflatten(tree, arrays))))
-        if interpreting() or jax.sharding.get_abstract_mesh().are_all_axes_manual:
-            return function(*args)
-        partition = _explicit if _is_explicit(arrays) else _automatic
-        out = partition(flat, sizes, letters, result_letters)(*arrays)
+
+        def flat(*arrays):
+            lead = arrays[sizes.query].shape[:leading]
+            folded = [x.reshape(-1, *x.shape[leading + 1 :]) for x in arrays]
+            out = jax.tree.leaves(function(*jax.tree.unflatten(tree, folded)))
+            return tuple(x.reshape(*lead, -1, *x.shape[1:]) for x in out)
+
+        if interpreting() or _is_on_one_device():
+            out = flat(*arrays)
+        else:
+            partition = _explicit if _is_explicit(arrays) else _automatic
+            out = partition(flat, sizes, letters, result_letters)(*arrays)
         return jax.tree.unflatten(jax.tree.structure(results), out)
 
     return run
+
+
+def _is_on_one_device() -> bool:
+    """Whether what is traced is for one device, under a `jax.shard_map` over all mesh axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    others = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+    if not mesh.manual_axes or all(mesh.shape[name] == 1 for name in others):
+        return bool(mesh.manual_axes)
+    raise NotImplementedError(
+        f"implementation='mosaic_gpu': inside a jax.shard_map over {', '.join(mesh.manual_axes)}"
+        f" alone, XLA cannot split kernels over {', '.join(others)}. Name all mesh axes in it, or"
+        " use implementation='xla'."
+    )
 
 
 def placed(args: tuple, operands: Any) -> tuple:
@@ -92,77 +119,76 @@ def _flat(args, operands):
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Whole sizes of what may be split, and which operand is the query."""
+    """Whole sizes of what may be split.
+
+    Attributes:
+      query: which operand is the query.
+      whole: size of the axes of each letter but ".".
+    """
 
     query: int
-    batch: int
-    heads: int
-    kv_heads: int
+    whole: dict[str, int]
 
     @staticmethod
     def of(arrays, letters) -> "_Sizes":
         query = next(i for i, axes in enumerate(letters) if {"b", "n"} <= set(axes))
-        batch, heads = (arrays[query].shape[letters[query].index(axis)] for axis in "bn")
-        (kv_heads,) = {
-            size
-            for x, axes in zip(arrays, letters, strict=True)
-            for size, axis in zip(x.shape, axes, strict=True)
-            if axis == "k"
+        keys = next(i for i, axes in enumerate(letters) if "k" in axes)
+        whole = {
+            axis: size
+            for i in (keys, query)
+            for axis, size in zip(letters[i], arrays[i].shape, strict=True)
+            if axis != "."
         }
-        return _Sizes(query, batch, heads, kv_heads)
+        return _Sizes(query, whole)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.whole["k"]
 
     @property
     def group(self) -> int:
-        return self.heads // self.kv_heads
+        return self.whole["n"] // self.whole["k"]
 
     def is_split(self, axis: str, size: int) -> bool:
-        """Whether an axis of this letter and size is whole in the sense that it can be split."""
-        return axis != "." and size == {"b": self.batch, "n": self.heads, "k": self.kv_heads}[axis]
+        """Whether an axis of this letter and size is one of those that can be split."""
+        return axis != "." and size == self.whole[axis]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """Mesh axes that split batch, query heads and key heads, and their sizes.
+    """Mesh axes that split the axes of each letter.
 
     Attributes:
       sizes: of the whole.
       mesh: size of each mesh axis.
-      batch: axes of the batch.
-      heads: axes of the query heads.
-      kv_heads: those of them, from the first on, that split the key heads.
+      names: mesh axes of each letter; those of "k" are those of "n", from the first on.
     """
 
     sizes: _Sizes
     mesh: Mapping[str, int]
-    batch: tuple[str, ...]
-    heads: tuple[str, ...]
-    kv_heads: tuple[str, ...]
+    names: Mapping[str, tuple[str, ...]]
 
     @staticmethod
     def of(sizes: _Sizes, mesh: Mapping[str, int], specs, letters) -> "_Split":
-        """Batch and heads split as those of the query are: by the first axes that divide them."""
-        names = dict(zip(letters[sizes.query], map(_names, specs[sizes.query]), strict=True))
-        heads = _dividing(names["n"], mesh, sizes.heads)
-        return _Split(
-            sizes=sizes,
-            mesh=mesh,
-            batch=_dividing(names["b"], mesh, sizes.batch),
-            heads=heads,
-            kv_heads=_dividing(heads, mesh, sizes.kv_heads),
-        )
+        """All as the query's are: by the first of its mesh axes, as many as divide the size."""
+        names = {
+            axis: _dividing(_names(entry), mesh, sizes.whole[axis])
+            for axis, entry in zip(letters[sizes.query], specs[sizes.query], strict=True)
+            if axis != "."
+        }
+        return _Split(sizes, mesh, names | {"k": _dividing(names["n"], mesh, sizes.kv_heads)})
 
     @property
     def sharing(self) -> tuple[str, ...]:
         """Axes along which devices hold the same key heads for other query heads."""
-        return self.heads[len(self.kv_heads) :]
+        return self.names["n"][len(self.names["k"]) :]
 
     def specs(self, letters, arrays) -> list[PartitionSpec]:
         """How arrays, of which `letters` has one string each, are split."""
-        names = {"b": self.batch, "n": self.heads, "k": self.kv_heads}
         return [
             PartitionSpec(
                 *(
-                    (names[axis] or None) if self.sizes.is_split(axis, size) else None
+                    (self.names[axis] or None) if self.sizes.is_split(axis, size) else None
                     for axis, size in zip(axes, x.shape, strict=True)
                 )
             )
@@ -180,7 +206,7 @@ class _Split:
 
     def _heads_read(self) -> jax.Array:
         """Which of a device's key heads its query heads read: one, or one for each."""
-        heads = self.sizes.heads // self._count(self.heads)
+        heads = self.sizes.whole["n"] // self._count("n")
         group = self.sizes.group
         first = lax.axis_index(self.sharing) * heads
         count = 1 if group % heads == 0 else heads
@@ -193,20 +219,21 @@ class _Split:
 
     def _summed(self, x, letters: str, spec: PartitionSpec):
         """A result in its place, added up over the devices that have parts of it."""
-        missing = {*self.batch, *self.heads} - {name for entry in spec for name in _names(entry)}
+        used = {name for entry in spec for name in _names(entry)}
+        missing = {name for names in self.names.values() for name in names} - used
         if not missing:
             return x
         total = x.astype(jnp.float32)
         if "k" in letters:
             axis = letters.index("k")
             shape = list(x.shape)
-            shape[axis] = self.sizes.kv_heads // self._count(self.kv_heads)
+            shape[axis] = self.sizes.kv_heads // self._count("k")
             where = (slice(None),) * axis + (self._heads_read(),)
             total = jnp.zeros(shape, jnp.float32).at[where].add(total)
         return lax.psum(total, tuple(sorted(missing))).astype(x.dtype)
 
-    def _count(self, names: tuple[str, ...]) -> int:
-        return math.prod(self.mesh[name] for name in names)
+    def _count(self, axis: str) -> int:
+        return math.prod(self.mesh[name] for name in self.names[axis])
 
 
 def _names(entry) -> tuple[str, ...]:
@@ -269,7 +296,7 @@ def _automatic(function, sizes: _Sizes, letters, result_letters) -> Callable:
 
 def _rule(sizes: _Sizes, mesh, operands, letters, results, result_letters) -> SdyShardingRule:
     """Which axes of operands and results are split alike; operands without letters are whole."""
-    factors: dict[str, Any] = {"b": "b", "k": "k"}
+    factors: dict[str, Any] = {axis: f"all_{axis}" for axis in sizes.whole} | {"k": "k"}
     compound: dict[str, Any] = {}
     if 1 in (sizes.group, sizes.kv_heads):
         factors["n"] = "k" if sizes.group == 1 else "g"

@@ -125,6 +125,33 @@ def test_kernels_run_on_what_a_device_holds(layout, axis_type):
         )
 
 
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", "y")], ids=str)
+def test_vmap_keeps_what_is_sharded(spec):
+    """Be it the mapped axis or the batch."""
+    mesh = mesh_of((2, 4))
+    mapped = jax.vmap(results_and_gradients("mosaic_gpu"), in_axes=(0, 0, 0, None))
+    *arrays, sinks = operands((4, 2), jnp.bfloat16)
+    more = [jnp.stack([x, x[::-1]]) for x in arrays]
+    sharded = put(mesh, *((x, spec) for x in more), (sinks, P()))
+    with plain_kernels():
+        program = compiled(mesh, mapped, sharded)
+        expected = jax.jit(mapped)(*more, sinks)
+    assert set(collectives(program)) <= {"all-reduce"}  # of the gradient of sinks
+    chex.assert_trees_all_close(
+        *(jax.tree.map(lambda x: x.astype(jnp.float32), y) for y in (program(*sharded), expected)),
+        atol=0.02,
+        rtol=0.02,
+    )
+
+
+def test_shard_map_over_some_axes_alone_is_refused():
+    mesh = mesh_of((2, 4))
+    run = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
+    part = jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"})
+    with pytest.raises(NotImplementedError, match="over x alone, XLA cannot split kernels over y"):
+        jax.jit(part)(*operands((4, 2), jnp.bfloat16)[:3])
+
+
 def test_heads_that_the_mesh_does_not_divide_are_gathered_and_said_to_be(caplog):
     mesh = mesh_of((8,))
     query = jax.device_put(draw(0, 2, T, 12 * 64), NamedSharding(mesh, P(None, None, "x")))
@@ -284,6 +311,25 @@ def test_export_with_shardings():
     exported = jax.export.export(run)(*arrays)
     assert exported.nr_devices == 8
     chex.assert_trees_all_close(exported.call(*arrays), run(*arrays), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Explicit", "shard_map"])
+def test_export_of_kernels_for_gpus(kind):
+    mesh = mesh_of((2, 2), AxisType.Explicit if kind == "Explicit" else AxisType.Auto)
+    spec = P("x", None, "y")
+    run = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
+    if kind == "shard_map":
+        run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
+    shapes = [
+        jax.ShapeDtypeStruct((2, 64, heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for heads in (4, 2, 2)
+    ]
+    kernels = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    with jax.set_mesh(mesh) if kind == "Explicit" else contextlib.nullcontext():
+        exported = jax.export.export(jax.jit(run), platforms=("cuda",), disabled_checks=[kernels])(
+            *shapes
+        )
+    assert exported.nr_devices == 4 and "mosaic_gpu_v2" in exported.mlir_module()
 
 
 def test_examples_of_the_readme():

@@ -41,7 +41,7 @@ def collectives(compiled) -> dict[str, int]:
 def plain_kernels() -> Iterator[None]:
     """The kernels of `attention` in plain JAX: interpret mode runs on one device at a time."""
     # Programs must not outlive the kernels that they were traced with.
-    fresh = lambda run: jax.jit(lambda *args: run(*args), static_argnums=0)
+    fresh = lambda run: jax.jit(lambda *args: run(*args), static_argnums=(0, 1))
     with (
         mock.patch.object(autodiff, "_run_forward", fresh(autodiff._run_forward.__wrapped__)),
         mock.patch.object(autodiff, "_run_backward", fresh(autodiff._run_backward.__wrapped__)),
