@@ -52,12 +52,12 @@ def ring_attention(
     devices, to the next one while attention to those that are there runs; the parts are merged by
     their LSE in float32. In the backward pass the gradients of keys and values go round too. What a
     device holds is linear in its own part of the sequence, whatever the number of devices, so this
-    is the one for the longest contexts. What a mask hides whole is neither sent, where that holds
-    for all devices, nor computed.
+    is the one for the longest contexts. Keys that a window hides from all devices are not sent, and
+    the kernels do not compute what is hidden.
 
-    Use it when the attention of T x T positions takes longer than to send T keys and values: on
-    H100s with NVLink, from some thousand positions a device on. For shorter sequences, see
-    `ulysses_attention` and `all_gather_attention`.
+    Use it when the attention of T x T positions takes longer than to send T keys and values: by the
+    rates of an H100 with NVLink, from a few thousand positions a device on. For shorter sequences,
+    see `ulysses_attention` and `all_gather_attention`.
 
     A causal mask gives the last device the most to do. `zigzag` says that the sequence is in an
     order that gives all the same, in which device i of n has the chunks i and 2n - 1 - i of 2n: see

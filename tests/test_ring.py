@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_flash
 from jax_flash import ring
+from tests.support.interpret import interpret_mode
 from tests.support.sharded import collectives, mesh_of, plain_kernels
 
 B, N, K, H = 2, 4, 2, 8
@@ -136,6 +137,22 @@ def test_ring(mask, zigzag, implementation):
         tolerance = 0.03 if on_kernels else 1e-5
         np.testing.assert_allclose(
             actual.astype(jnp.float32), expected, atol=tolerance * np.abs(expected).max()
+        )
+
+
+def test_ring_on_the_kernels_in_interpret_mode():
+    """One device, where zigzag order and a window make it four pairs of parts all the same."""
+    arrays = [draw(i, 1, 48, 1, 64, dtype=jnp.bfloat16) for i in range(3)]
+    mask = dict(is_causal=True, local_window_size=(30, 0))
+    run = sharded(
+        jax_flash.ring_attention, mesh_of((1,)), zigzag=True, implementation="mosaic_gpu", **mask
+    )
+    with interpret_mode():
+        results = jax.jit(functools.partial(with_gradients, run))(*arrays)
+    exact = with_gradients(whole(**mask), *(x.astype(jnp.float32) for x in arrays))
+    for actual, expected in zip(results, exact, strict=True):
+        np.testing.assert_allclose(
+            actual.astype(jnp.float32), expected, atol=0.03 * np.abs(expected).max()
         )
 
 

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
+from jax_flash import xla
 from tests.support import compile as support
 from tests.support.interpret import interpret_mode
 from tests.support.sharded import collectives, mesh_of, plain_kernels, put
@@ -150,6 +151,46 @@ def test_shard_map_over_some_axes_alone_is_refused():
     part = jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"})
     with pytest.raises(NotImplementedError, match="over x alone, XLA cannot split kernels over y"):
         jax.jit(part)(*operands((4, 2), jnp.bfloat16)[:3])
+
+
+@pytest.mark.parametrize("logits_bytes", [xla.LOGITS_BYTES, 4 * B * 4 * S * 16])
+def test_xla_partitions_with_every_array(monkeypatch, logits_bytes):
+    """Also where it goes over the queries in chunks."""
+    monkeypatch.setattr(xla, "LOGITS_BYTES", logits_bytes)
+    mesh, rows = mesh_of((2, 4)), T * 3
+    query, key, value = draw(0, B, rows, 8, 8), draw(1, B, S, 4, 8), draw(2, B, S, 4, 8)
+    heads, batch = P("x", None, "y"), P("x")
+    specs = {"bias": P("x", "y"), "mask": batch, "sinks": P("y"), "query_seq_lengths": batch}
+    specs |= {"query_segment_ids": batch, "key_value_segment_ids": batch}
+    options = {
+        "bias": draw(3, B, 8, rows, S),
+        "mask": draw(4, B, 1, rows, S) < 1,
+        "sinks": draw(5, 8),
+        "query_seq_lengths": jnp.arange(B) * 5 + 1,
+        "query_segment_ids": jnp.arange(B * rows).reshape(B, rows) // 20 % 2,
+        "key_value_segment_ids": jnp.arange(B * S).reshape(B, S) // 7 % 2,
+    }
+
+    def run(query, key, value, options):
+        def attention(query, key, value, bias, sinks):
+            return jax_flash.attention(
+                query,
+                key,
+                value,
+                **options | {"bias": bias, "sinks": sinks},
+                logits_soft_cap=20.0,
+                implementation="xla",
+            )
+
+        out, vjp = jax.vjp(attention, query, key, value, options["bias"], options["sinks"])
+        return out, vjp(jnp.cos(out))
+
+    sharded = put(mesh, (query, heads), (key, heads), (value, heads))
+    placed_options = {name: put(mesh, (x, specs[name]))[0] for name, x in options.items()}
+    program = compiled(mesh, run, (*sharded, placed_options))
+    assert set(collectives(program)) <= {"all-reduce"}  # of the gradient of sinks
+    expected = jax.jit(run)(query, key, value, options)
+    chex.assert_trees_all_close(program(*sharded, placed_options), expected, atol=1e-4)
 
 
 def test_heads_that_the_mesh_does_not_divide_are_gathered_and_said_to_be(caplog):
