@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -26,6 +27,7 @@ from jax_flash.sharding import over_devices, placed, vary_alike
 from pallas_kernels import backward, forward
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels.config import SUPPORTED_WIDTHS, Config, Problem, default
+from pallas_kernels.elements import BIAS_DTYPES, Elements
 from pallas_kernels.primitives import interpreting
 
 OUT_NAME = "jax_flash_out"
@@ -57,8 +59,6 @@ def unsupported(call: Call) -> str | None:
         # The exponent's multiplier is a float32, and -LSE / scale is added up in one.
         f"scale {call.scale} is not in {_SCALES}": isinstance(call.scale, (int, float))
         and not (_SCALES[0] <= call.scale <= _SCALES[1]),
-        "bias": call.bias is not None,
-        "mask": see.mask is not None,
         "segment ids": see.query_segment_ids is not None,
         "logits_soft_cap": call.logits_soft_cap is not None,
         "dropout": call.dropout_rate > 0,
@@ -85,20 +85,34 @@ def gradients(
     """
     settings, operands = _prepared(call)
     lse, d_lse = (x.transpose(0, 2, 1) for x in (lse, d_lse))
-    return _attention_backward(settings, (*operands, out, lse), (d_out, d_lse))[:3]
+    residuals = _Static(False), *operands, out, lse
+    return _attention_backward(settings, residuals, (d_out, d_lse))[:3]
 
 
 def _prepared(call: Call):
     """The arguments of `_attention`: settings and operands."""
     assert isinstance(call.scale, (int, float))  # else unsupported
     lowest, highest, intervals = _intervals(call)
+    width, value_width = call.query.shape[-1], call.value.shape[-1]
+    window = None if lowest is None or highest is None else highest - lowest + 1
+    elements = _elements(call)
+    has_mask, has_bias = elements.mask is not None, elements.bias is not None
     settings = _Settings(
         scale=float(call.scale),
         lowest=lowest,
         highest=highest,
         dynamic=bool(intervals),
+        has_mask=has_mask,
+        has_bias=has_bias,
         deterministic=call.deterministic,
-        config=call.config or default(call.query.shape[-1], call.value.shape[-1]),
+        config=call.config
+        or default(
+            width,
+            value_width,
+            window=window,
+            has_elements=has_mask or has_bias,
+            forward_loads_elements=has_mask or (has_bias and not elements.has_bias_of_keys),
+        ),
     )
     sinks: tuple[jax.Array, ...] = ()
     if call.sinks is not None:
@@ -106,12 +120,16 @@ def _prepared(call: Call):
         batch_and_heads = jnp.zeros_like(call.query[:, 0, :, 0], jnp.float32)
         sinks = (batch_and_heads + call.sinks.astype(jnp.float32),)
     problem = settings.problem(call.query, call.key, call.value)
+    key, value = call.key, call.value
+    if has_mask:
+        key, value = (_zero_masked(x, call.visibility, problem) for x in (key, value))
     operands = (
         _zero_unseeing(call.query, problem, intervals),
-        _zero_unseen(call.key, problem, intervals),
-        _zero_unseen(call.value, problem, intervals),
+        _zero_unseen(key, problem, intervals),
+        _zero_unseen(value, problem, intervals),
         sinks,
         intervals,
+        elements,
     )
     return settings, placed(operands, _OPERANDS)
 
@@ -129,6 +147,24 @@ def _intervals(call: Call) -> tuple[int | None, int | None, tuple[jax.Array, ...
     bounds = see.row_intervals(query_length, key_length)
     whole = [jnp.broadcast_to(x, (batch, query_length)).astype(jnp.int32) for x in bounds]
     return None, None, (jnp.stack(whole, axis=1),)
+
+
+def _elements(call: Call) -> Elements:
+    """Mask and bias, a bias of a dtype that the kernels do not read as float32."""
+    bias = call.bias
+    if bias is not None and bias.dtype not in BIAS_DTYPES:
+        bias = bias.astype(jnp.float32)
+    return Elements(call.visibility.mask, bias)
+
+
+def _zero_masked(x: jax.Array, see: Visibility, problem: Problem) -> jax.Array:
+    """x `[B, S, K, ...]` with zeros where no query sees the key, masked or not."""
+    visible = see.tile(0, problem.query_length, 0, problem.key_length)
+    assert visible is not None  # as there is a mask
+    heads = (problem.kv_heads, problem.group) if visible.shape[1] > 1 else (1, 1)
+    visible = visible.reshape(visible.shape[0], *heads, *visible.shape[2:])
+    seen = visible.any((2, 3)).swapaxes(1, 2)  # [B, S, K], axes whole or 1
+    return jnp.where(seen[..., None], x, 0)
 
 
 def _bounds(
@@ -183,6 +219,8 @@ class _Settings:
     lowest: int | None
     highest: int | None
     dynamic: bool
+    has_mask: bool
+    has_bias: bool
     deterministic: bool
     config: Config
 
@@ -200,34 +238,66 @@ class _Settings:
             lowest=self.lowest,
             highest=self.highest,
             dynamic=self.dynamic,
+            has_mask=self.has_mask,
+            has_bias=self.has_bias,
             value_width=value.shape[-1],
         )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings, query, key, value, sinks, intervals):
+def _attention(settings, query, key, value, sinks, intervals, elements):
     """Output `[B, T, N, h]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
 
     Intervals are one `[B, 2, T]`, or none where they are static.
     """
-    return _attention_forward(settings, query, key, value, sinks, intervals)[0]
+    return _attention_forward(settings, query, key, value, sinks, intervals, elements)[0]
 
 
-def _attention_forward(settings, query, key, value, sinks, intervals):
+def _attention_with_residuals(settings, *args):
+    """What `_attention_forward` gives, and whether anything asks for the gradient of the bias.
+
+    Args:
+      settings, *args: as for `_attention`, with leaves that are `CustomVJPPrimal`.
+    """
+    *_, elements = args
+    bias_wanted = elements.bias is not None and elements.bias.perturbed
+    results, residuals = _attention_forward(settings, *jax.tree.map(lambda x: x.value, args))
+    return results, (_Static(bias_wanted), *residuals)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """A truth that is part of a tree's structure."""
+
+    holds: bool
+
+
+def _attention_forward(settings, query, key, value, sinks, intervals, elements):
     run = _folding_vmap(functools.partial(_run_forward, settings))
-    out, lse = run(query, key, value, sinks, intervals)
+    out, lse = run(query, key, value, sinks, intervals, elements)
     out = checkpoint_name(out, OUT_NAME)
     lse = checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (query, key, value, sinks, intervals, out, lse)
+    return (out, lse), (query, key, value, sinks, intervals, elements, out, lse)
 
 
 def _attention_backward(settings, residuals, cotangents):
-    query, key, value, sinks, intervals, *results = residuals
+    bias_wanted, query, key, value, sinks, intervals, elements, *results = residuals
+    cotangents = [
+        jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
+    ]
+    # A bias whose gradient is wanted is folded like all others, as under vmap each has its own.
+    differentiated: tuple[jax.Array, ...] = ()
+    if bias_wanted.holds:
+        differentiated, elements = (elements.bias,), elements._replace(bias=None)
     run = _folding_vmap(functools.partial(_run_backward, settings))
     # A sink is in the LSE: to the gradients of the others it is no more than that.
-    gradients = run(query, key, value, intervals, *results, *cotangents)
+    d_query, d_key, d_value, *d_bias = run(
+        query, key, value, intervals, elements, differentiated, *results, *cotangents
+    )
     d_sinks = tuple(_sink_gradient(sink, *results, *cotangents) for sink in sinks)
-    return *gradients, d_sinks, None
+    d_elements = Elements(None, *d_bias) if d_bias else None
+    return d_query, d_key, d_value, d_sinks, None, d_elements
 
 
 def _sink_gradient(sink, out, lse, d_out, d_lse):
@@ -238,12 +308,12 @@ def _sink_gradient(sink, out, lse, d_out, d_lse):
     return jnp.where(jnp.isneginf(lse), 0.0, weights * d_logits).sum(-1)
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+_attention.defvjp(_attention_with_residuals, _attention_backward, symbolic_zeros=True)
 
 
 # Letters of `sharding.over_devices`: of several arrays, and of the operands of `_attention`.
-_QUERY, _KEY, _ROWS, _INTERVALS = "b.n.", "b.k.", "bn.", "b.."
-_OPERANDS = _QUERY, _KEY, _KEY, "bn", _INTERVALS
+_QUERY, _KEY, _ROWS, _INTERVALS, _ELEMENTS = "b.n.", "b.k.", "bn.", "b..", "bn.."
+_OPERANDS = _QUERY, _KEY, _KEY, "bn", _INTERVALS, _ELEMENTS
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
@@ -252,16 +322,17 @@ def _run_forward(settings, leading, *args):
     return over_devices(run, _OPERANDS, (_QUERY, _ROWS), leading)(*args)
 
 
-def _local_forward(settings, query, key, value, sinks, intervals):
+def _local_forward(settings, query, key, value, sinks, intervals, elements):
     problem = settings.problem(query, key, value)
 
-    def kernel(query, key, value, sinks, intervals):
+    def kernel(query, key, value, sinks, intervals, elements):
         out, lse = forward.attention(
             _pad_rows(query),
             _pad_rows(key),
             _pad_rows(value),
             next(iter(sinks), None),
             next(iter(intervals), None),
+            elements,
             problem=problem,
             config=settings.config.forward,
         )
@@ -274,21 +345,29 @@ def _local_forward(settings, query, key, value, sinks, intervals):
         jax.ShapeDtypeStruct(out_shape, query.dtype),
         jax.ShapeDtypeStruct(lse_shape, jnp.float32),
     )
-    return _on_hopper(kernel, out_types, query, key, value, sinks, intervals)
+    return _on_hopper(kernel, out_types, query, key, value, sinks, intervals, elements)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_backward(settings, leading, *args):
-    operands = _QUERY, _KEY, _KEY, _INTERVALS, _QUERY, _ROWS, _QUERY, _ROWS
+    operands = _QUERY, _KEY, _KEY, _INTERVALS, _ELEMENTS, _ELEMENTS, _QUERY, _ROWS, _QUERY, _ROWS
+    differentiated = args[5]
+    results = _QUERY, _KEY, _KEY, *(_ELEMENTS for _ in differentiated)
     run = functools.partial(_local_backward, settings)
-    return over_devices(run, operands, (_QUERY, _KEY, _KEY), leading)(*args)
+    return over_devices(run, operands, results, leading)(*args)
 
 
-def _local_backward(settings, query, key, value, intervals, out, lse, d_out, d_lse):
+def _local_backward(
+    settings, query, key, value, intervals, elements, differentiated, out, lse, d_out, d_lse
+):
+    """Gradients of query, key, value, and of the bias where `differentiated` has one."""
     problem = settings.problem(query, key, value)
 
-    def kernel(query, key, value, intervals, out, lse, d_out, d_lse):
-        d_query, d_key, d_value = backward.attention_gradients(
+    def kernel(query, key, value, intervals, elements, differentiated, out, lse, d_out, d_lse):
+        query, d_out = _zero_empty(query, d_out, lse, problem)
+        if differentiated:
+            elements = elements._replace(bias=differentiated[0])
+        d_query, d_key, d_value, *d_bias = backward.attention_gradients(
             _pad_rows(query),
             _pad_rows(key),
             _pad_rows(value),
@@ -301,12 +380,24 @@ def _local_backward(settings, query, key, value, intervals, out, lse, d_out, d_l
             deterministic=settings.deterministic,
             query_config=settings.config.backward_query,
             intervals=next(iter(intervals), None),
+            elements=elements,
+            with_bias_gradient=bool(differentiated),
         )
         rows, keys = problem.query_length, problem.key_length
-        return _keep_apart((d_query[:, :rows], d_key[:, :keys], d_value[:, :keys]))
+        return _keep_apart((d_query[:, :rows], d_key[:, :keys], d_value[:, :keys], *d_bias))
 
-    out_types = (jax.typeof(query), jax.typeof(key), jax.typeof(value))
-    return _on_hopper(kernel, out_types, query, key, value, intervals, out, lse, d_out, d_lse)
+    out_types = tuple(jax.typeof(x) for x in (query, key, value, *differentiated))
+    args = query, key, value, intervals, elements, differentiated, out, lse, d_out, d_lse
+    return _on_hopper(kernel, out_types, *args)
+
+
+def _zero_empty(query, d_out, lse, problem: Problem):
+    """Query and d_out with zeros in rows that see nothing by mask or bias, where 0 * NaN is NaN."""
+    if not problem.has_elements:
+        return query, d_out
+    seeing = jnp.logical_not(jnp.isneginf(lse)).transpose(0, 2, 1)[..., None]
+    d_out = jnp.where(seeing, d_out, 0)
+    return jnp.where(seeing, query, 0) if problem.has_mask else query, d_out
 
 
 def _keep_apart(results):
@@ -330,15 +421,25 @@ def _folding_vmap(run, leading: int = 0):
     """`run(leading, *arrays)` of arrays `[B, ...]`, where vmap gives all one more leading axis.
 
     Each device makes the leading axes part of its batch (`over_devices`): done here, that would
-    gather a batch that is sharded. Its arguments may be tuples of such arrays.
+    gather a batch that is sharded. Its arguments may be tuples of such arrays, or `Elements`, whose
+    arrays may have an axis of 1 for the batch, or of what divides it.
     """
     function = jax.custom_batching.custom_vmap(functools.partial(run, leading))
 
     @function.def_vmap
     def _(axis_size, in_batched, *args):
-        spread = lambda x, batched: x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-        args = jax.tree.map(spread, tuple(args), tuple(in_batched))
-        out = _folding_vmap(run, leading + 1)(*args)
+        def spread(x, batched):
+            return x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+
+        def spread_element(x, batched):
+            is_one = not batched and set(x.shape[: leading + 1]) == {1}
+            return x[None] if is_one else spread(x, batched)
+
+        spread_args = (
+            jax.tree.map(spread_element if isinstance(arg, Elements) else spread, arg, batched)
+            for arg, batched in zip(args, in_batched, strict=True)
+        )
+        out = _folding_vmap(run, leading + 1)(*spread_args)
         return out, jax.tree.map(lambda _: True, out)
 
     return function

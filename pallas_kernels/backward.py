@@ -51,7 +51,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import backward_key, backward_query, row_statistics
+from pallas_kernels import backward_key, backward_query, bias_gradient, row_statistics
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
@@ -61,6 +61,8 @@ from pallas_kernels.config import (
     BackwardQueryConfig,
     Problem,
 )
+from pallas_kernels.elements import NO_ELEMENTS, ElementRefs, Elements, biased
+from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
@@ -98,7 +100,9 @@ def attention_gradients(
     deterministic: bool = False,
     query_config: BackwardQueryConfig | None = None,
     intervals: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    elements: Elements = NO_ELEMENTS,
+    with_bias_gradient: bool = False,
+) -> tuple[jax.Array, ...]:
     """Gradients of attention.
 
     Args:
@@ -117,10 +121,12 @@ def attention_gradients(
       query_config: that kernel's tile sizes; None for those of `BACKWARD_QUERY`.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
+      elements: mask and bias of a problem that has them (`elements.py`).
+      with_bias_gradient: the bias has a gradient too, which takes a kernel of its own.
 
     Returns:
-      Gradients of query, key and value, in their shapes and dtype. Rows from key_length on are
-      arbitrary.
+      Gradients of query, key and value, in their shapes and dtype, and of the bias if wanted. Rows
+      from key_length on are arbitrary.
     """
     if isinstance(config, BackwardKeyConfig) != (problem.widest > 128):
         raise TypeError(
@@ -131,33 +137,41 @@ def attention_gradients(
     query_config = query_config or BACKWARD_QUERY[problem.widest]
     block_q = max(config.block_q, query_config.block_q) if deterministic else config.block_q
     padded_rows = -(-problem.query_length // block_q) * block_q
+    rows_of_statistics = padded_rows  # with more, dQ has tiles at its end that nothing uses
+    if with_bias_gradient:
+        block_q = bias_gradient.BLOCK_Q
+        rows_of_statistics = max(padded_rows, -(-problem.query_length // block_q) * block_q)
     start, minus_delta, *zeros = row_statistics.row_statistics(
         out,
         lse,
         d_out,
         d_lse,
         problem=problem,
-        padded_rows=padded_rows,
+        padded_rows=rows_of_statistics,
         with_dq=not deterministic,
     )
     operands = query, key, value, d_out, start, minus_delta
+    d_bias: tuple[jax.Array, ...] = ()
+    if with_bias_gradient:
+        d_bias = (bias_gradient.bias_gradient(*operands, intervals, elements, problem=problem),)
     if deterministic:
         dq = backward_query.query_gradient(
-            *operands, intervals, problem=problem, config=query_config
+            *operands, intervals, elements, problem=problem, config=query_config
         )
         if isinstance(config, BackwardKeyConfig):
             gradients = backward_key.key_value_gradients(
-                *operands, intervals, problem=problem, config=config
+                *operands, intervals, elements, problem=problem, config=config
             )
         else:
             main = _build_main(problem, config, key.shape[1], interpreting(), False)
-            gradients = main(intervals, *operands)
-        return dq, *gradients
+            gradients = main(intervals, *elements.operands(transposed=True), *operands)
+        return dq, *gradients, *d_bias
     d_query = jax.new_ref(*zeros)
     main = _build_main(problem, config, key.shape[1], interpreting(), True)
-    d_key, d_value = main(intervals, *operands, d_query)
+    element_operands = elements.operands(transposed=True)
+    d_key, d_value = main(intervals, *element_operands, *operands, d_query)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())
-    return cast(jax.freeze(d_query)), d_key, d_value
+    return cast(jax.freeze(d_query)), d_key, d_value, *d_bias
 
 
 @functools.lru_cache
@@ -190,7 +204,7 @@ def _build_main(
     query_blocks = tiles.query_blocks
     # At width 128 there are registers for weights and dQ at a time only where all else is simple.
     simple = not (tiles.any_mask or group > 1) and key_columns.tiles == value_columns.tiles == 1
-    early_weights = width <= 64 or simple
+    early_weights = (width <= 64 or simple) and not problem.has_elements
 
     ds_stored = NamedBarriers(first=_CONSUMERS + 2, count=2 * _CONSUMERS, arrivers=1)
     free = NamedBarriers(ds_stored.first + ds_stored.count, stages, arrivers=_CONSUMERS)
@@ -233,6 +247,7 @@ def _build_main(
         k_full, v_full, q_full, o_full, dq_smem=None, twins=None,
     ):  # fmt: skip
         seeing_ref, *refs = more_refs if problem.dynamic else (None, *more_refs)
+        elements, refs = ElementRefs.split(problem, refs, transposed=True)
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, *dq_refs, dk_ref, dv_ref = refs
         ds_stored, free, v_free, dq_staged, gradients_staged, sent = (
             dataclasses.replace(barriers, twins=twins and twins[name])
@@ -242,7 +257,7 @@ def _build_main(
         block = lax.axis_index("block")
         zero = jnp.int32(0)
 
-        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, block, seeing_ref)
+        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, block, seeing_ref, elements)
 
         def first_index():
             """A list is walked from its end, since comparing with 0 takes no register."""
@@ -268,8 +283,10 @@ def _build_main(
                     v = v_smem.at[fresh_zero(), :, own]
                     value_columns.contract(dp_acc, v, o_smem.at[slot])
 
-                def load_weights(*, wait_n):
-                    return jnp.exp2(plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n) * factor)
+                def load_weights(loaded, *, wait_n):
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
+                    logits, to_log2 = biased(logits, factor, loaded)
+                    return jnp.exp2(logits * to_log2)
 
                 def load_ds(weights, slot):
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=value_columns.tiles)
@@ -321,12 +338,13 @@ def _build_main(
                     fence_async_shared()
                     ds_stored.arrive(2 * parity + consumer)
 
-                def step_with_dq(j, mask, index):
+                def step_with_dq(j, mask, load_elements, index):
                     slot, o_slot, parity = slots(j)
                     plgpu.barrier_wait(q_full.at[slot])
                     issue_logits(slot, index)
                     issue_late_dq(1 - parity, index)
-                    weights = load_weights(wait_n=1)
+                    loaded = load_elements(j)
+                    weights = load_weights(loaded, wait_n=1)
                     if early_weights:
                         # A wait here keeps ptxas from computing the weights after dQ.
                         plgpu.barrier_wait(o_full.at[o_slot])
@@ -337,6 +355,7 @@ def _build_main(
                     issue_d_weights(o_slot)
                     if mask is not None:
                         weights = mask(weights, j)
+                    weights = masked_by_element(weights, loaded, 0.0)
                     value_columns.expand(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
                     ds = load_ds(weights, o_slot)
                     key_columns.expand(dk_acc, ds, q_smem.at[slot])
@@ -344,15 +363,22 @@ def _build_main(
                     plgpu.wgmma_wait(0)
                     free.arrive(slot)
 
-                def step_without_dq(j, mask, index):
+                def step_without_dq(j, mask, load_elements, index):
                     slot, o_slot, _ = slots(j)
                     plgpu.barrier_wait(q_full.at[slot])
                     issue_logits(slot, index)
-                    plgpu.barrier_wait(o_full.at[o_slot])
-                    issue_d_weights(o_slot)
-                    weights = load_weights(wait_n=value_columns.tiles)
+                    loaded = load_elements(j)
+                    if problem.has_elements:  # there are no registers for dP' at a time
+                        weights = load_weights(loaded, wait_n=0)
+                        plgpu.barrier_wait(o_full.at[o_slot])
+                        issue_d_weights(o_slot)
+                    else:
+                        plgpu.barrier_wait(o_full.at[o_slot])
+                        issue_d_weights(o_slot)
+                        weights = load_weights(loaded, wait_n=value_columns.tiles)
                     if mask is not None:
                         weights = mask(weights, j)
+                    weights = masked_by_element(weights, loaded, 0.0)
                     value_columns.expand(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
                     key_columns.expand(dk_acc, load_ds(weights, o_slot), q_smem.at[slot])
                     fence_async_shared()  # TMA will overwrite row statistics that were read

@@ -47,6 +47,8 @@ from jax import lax
 
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BackwardKeyConfig, Problem, whole_tiles
+from pallas_kernels.elements import NO_ELEMENTS, ElementRefs, Elements, biased
+from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
@@ -80,6 +82,7 @@ def key_value_gradients(
     start: jax.Array,
     minus_delta: jax.Array,
     intervals: jax.Array | None = None,
+    elements: Elements = NO_ELEMENTS,
     *,
     problem: Problem,
     config: BackwardKeyConfig,
@@ -96,6 +99,7 @@ def key_value_gradients(
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
+      elements: mask and bias of a problem that has them (`elements.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: registers and thread blocks.
 
@@ -103,7 +107,8 @@ def key_value_gradients(
       Gradients in the shapes and dtype of key and value. Rows from key_length on are arbitrary.
     """
     kernel = _build(problem, config, key.shape[1], interpreting())
-    return kernel(intervals, query, key, value, d_out, start, minus_delta)
+    operands = query, key, value, d_out, start, minus_delta
+    return kernel(intervals, *elements.operands(transposed=True), *operands)
 
 
 class _Parts(NamedTuple):
@@ -190,6 +195,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         k_full, v_full, late_full, q_full, o_full, twins=None,
     ):  # fmt: skip
         seeing_ref, *refs = more_refs if problem.dynamic else (None, *more_refs)
+        elements, refs = ElementRefs.split(problem, refs, transposed=True)
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dk_ref, dv_ref = refs
         weights_sent, ds_sent, late_free, q_free, o_free, k_free, v_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
@@ -199,7 +205,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         ds_mail = mail.at[pl.ds(0, mail_shape(block_q, dtype)[0])]
         warpgroup = lax.axis_index("warpgroup")
         block = lax.axis_index("block")
-        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, block, seeing_ref)
+        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, block, seeing_ref, elements)
         zero = jnp.int32(0)
 
         def slot_of(j):
@@ -260,7 +266,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                     leave(own_key, late_smem.at[late_slot_of(j - 1)], dk, dk_acc)
                     late_free.arrive(late_slot_of(j - 1))
 
-                def step(j, mask, *, k_right, end, is_first=False):
+                def step(j, mask, load_elements, *, k_right, end, is_first=False):
                     slot = slot_of(j) + fresh_zero()  # made anew each step: registers are short
                     if is_first:
                         dv = take(dv_acc, 1.0, wait_n=0)
@@ -270,11 +276,14 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                     issue_late_dk(j)
                     if is_first:
                         hand_over_dv(j, dv)
+                    loaded = load_elements(j)
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=own_key.tiles)
                     k_free.arrive(0, when=j + 1 == end)
-                    weights = jnp.exp2(logits * factor)
+                    logits, to_log2 = biased(logits, factor, loaded)
+                    weights = jnp.exp2(logits * to_log2)
                     if mask is not None:
                         weights = mask(weights, j)
+                    weights = masked_by_element(weights, loaded, 0.0)
                     send_tile(weights_mail, weights)
                     weights_sent.arrive(0)
                     plgpu.barrier_wait(o_full.at[slot])
@@ -291,10 +300,11 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
 
                 def whole_tile(index, j):
                     plgpu.barrier_wait(k_full)
-                    source = key_parts.resident(k_smem, _RIGHT)
-                    k_right = [
-                        plgpu.load(source.at[n], layout=_TILE) for n in range(right_key.tiles)
-                    ]
+                    k_right = key_parts.resident(k_smem, _RIGHT)
+                    if not problem.has_elements:
+                        k_right = [
+                            plgpu.load(k_right.at[n], layout=_TILE) for n in range(right_key.tiles)
+                        ]
                     settings = dict(k_right=k_right, end=j + walk.steps(index))
                     return walk.loop_over_steps(
                         functools.partial(step, **settings),

@@ -43,6 +43,8 @@ from pallas_kernels.config import (
     BackwardQueryConfig,
     Problem,
 )
+from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements, biased
+from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
@@ -69,6 +71,7 @@ def query_gradient(
     start: jax.Array,
     minus_delta: jax.Array,
     intervals: jax.Array | None = None,
+    elements: Elements = NO_ELEMENTS,
     *,
     problem: Problem,
     config: BackwardQueryConfig,
@@ -85,6 +88,7 @@ def query_gradient(
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
+      elements: mask and bias of a problem that has them (`elements.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
 
@@ -92,7 +96,33 @@ def query_gradient(
       `[B, T, N, H]` in the input dtype. Rows that see no key are 0.
     """
     kernel = _build(problem, config, query.shape[1], interpreting())
-    return kernel(intervals, query, key, value, d_out, start, minus_delta)
+    operands = query, key, value, d_out, start, minus_delta
+    return kernel(intervals, *elements.operands(), *operands)
+
+
+def hide(weights, problem: Problem, first_row, first_key, bounds) -> jax.Array:
+    """`(64, n)` weights with 0 where the row may not see the key, or there is no such key.
+
+    Args:
+      first_row: gives the first row; called where it is needed, as registers are short.
+      first_key: the key of the first column.
+      bounds: gives the interval of each row, `(64,)` first and end, of a problem that is dynamic.
+    """
+    if problem.dynamic:
+        first, end = bounds()
+        weights = keep_columns_from(weights, first - first_key, 0.0)
+        return keep_columns_to(weights, end - (first_key + 1), 0.0)
+    row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
+    if problem.lowest is not None:
+        first = row + (first_row() + problem.lowest)
+        weights = keep_columns_from(weights, first - first_key, 0.0)
+    if problem.highest is not None:
+        last = jnp.minimum(row + (first_row() + problem.highest), problem.key_length - 1)
+    elif problem.key_length % weights.shape[1]:
+        last = row * 0 + (problem.key_length - 1)
+    else:
+        return weights
+    return keep_columns_to(weights, last - first_key, 0.0)
 
 
 class _KeyBlocks(NamedTuple):
@@ -149,6 +179,8 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
     key_columns = Columns.whole(problem.width)
     value_columns = Columns.whole(problem.value_width)
     factor = problem.scale * LOG2E
+    # With 256 columns of dQ there are no registers for elements and dP at a time.
+    weights_first = problem.has_elements and key_columns.size > 192
 
     tiles = -(-problem.query_length // block_q)
     first_rows = np.arange(tiles) * block_q
@@ -213,6 +245,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         q_smem, o_smem, k_smem, v_smem, q_full, o_full, k_full, v_full, twins=None,
     ):  # fmt: skip
         intervals_ref, *refs = more_refs if dynamic else (None, *more_refs)
+        elements, refs = ElementRefs.split(problem, refs)
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref = refs
         k_free, v_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
@@ -243,26 +276,16 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
             def masked(weights, key_block):
                 """Weights with 0 where the row may not see the key, or there is no such key."""
-                if dynamic:
+                first_row = lambda: first_row_of(warpgroup)
+
+                def bounds():
                     batch, _ = batch_and_head()
-                    first_row, last_row = first_row_of(warpgroup), problem.query_length - 1
-                    first, end = (
-                        load_rows(intervals_ref.at[batch, n], first_row, last_row) for n in range(2)
-                    )
-                    weights = keep_columns_from(weights, first - key_block * block_kv, 0.0)
-                    return keep_columns_to(weights, end - (key_block * block_kv + 1), 0.0)
-                row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
-                if problem.lowest is not None:
-                    first = row + (first_row_of(warpgroup) + problem.lowest)
-                    weights = keep_columns_from(weights, first - key_block * block_kv, 0.0)
-                if problem.highest is not None:
-                    last = row + (first_row_of(warpgroup) + problem.highest)
-                    last = jnp.minimum(last, problem.key_length - 1)
-                elif problem.key_length % block_kv:
-                    last = row * 0 + (problem.key_length - 1)
-                else:
-                    return weights
-                return keep_columns_to(weights, last - key_block * block_kv, 0.0)
+                    first, last_row = first_row(), problem.query_length - 1
+                    return [
+                        load_rows(intervals_ref.at[batch, n], first, last_row) for n in range(2)
+                    ]
+
+                return hide(weights, problem, first_row, key_block * block_kv, bounds)
 
             def compute(dq_acc, s_acc, dp_acc):
                 start, minus_delta = per_row(start_ref) * factor, per_row(delta_ref)
@@ -274,21 +297,38 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     plgpu.barrier_wait(v_full.at[v_slot(j)])
                     v_free.arrive(v_slot(j))
 
+                def load_elements(j):
+                    batch, head = batch_and_head()
+                    first_key = (end_block - 1 - j) * block_kv
+                    return elements.load(batch, head, first_row_of(warpgroup), first_key, block_kv)
+
+                def issue_d_weights(own_rows, vs):
+                    plgpu.barrier_wait(v_full.at[vs])
+                    value_columns.contract(dp_acc, o_smem.at[own_rows], v_smem.at[vs])
+
                 def step(j, _, *, needs_mask):
                     # Addresses made anew each step: registers are short.
                     ks, vs, own_rows = k_slot(j), v_slot(j), warpgroup + fresh_zero()
                     plgpu.barrier_wait(k_full.at[ks])
                     # Both before the first product, or ptxas injects a wait.
                     s_acc[...] = zero_tile(_ROWS, block_kv)
-                    dp_acc[...] = zero_tile(_ROWS, block_kv)
+                    if not weights_first:
+                        dp_acc[...] = zero_tile(_ROWS, block_kv)
                     key_columns.contract(s_acc, q_smem.at[own_rows], k_smem.at[ks])
-                    plgpu.barrier_wait(v_full.at[vs])
-                    value_columns.contract(dp_acc, o_smem.at[own_rows], v_smem.at[vs])
+                    if not weights_first:
+                        issue_d_weights(own_rows, vs)
 
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=value_columns.tiles)
-                    weights = jnp.exp2(logits * factor + spread(start, logits.shape))
+                    loaded = load_elements(j) if problem.has_elements else NOTHING_LOADED
+                    open_products = 0 if weights_first else value_columns.tiles
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
+                    logits, to_log2 = biased(logits, factor, loaded)
+                    weights = jnp.exp2(logits * to_log2 + spread(start, logits.shape))
                     if needs_mask:
                         weights = masked(weights, end_block - 1 - j)
+                    weights = masked_by_element(weights, loaded, 0.0)
+                    if weights_first:
+                        dp_acc[...] = zero_tile(_ROWS, block_kv)
+                        issue_d_weights(own_rows, vs)
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     v_free.arrive(vs)
                     d_logits = weights * (d_weights + spread(minus_delta, weights.shape))
@@ -307,7 +347,9 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 plgpu.barrier_wait(q_full)
                 plgpu.barrier_wait(o_full)
                 masking = functools.partial(step, needs_mask=True)
-                rest = functools.partial(step, needs_mask=False)
+                # The bias of rows that see nothing may be NaN.
+                mask_throughout = dynamic and problem.has_bias
+                rest = functools.partial(step, needs_mask=mask_throughout)
                 begin, end, begin_rest, end_rest = (
                     end_block - n
                     for n in (own.end, own.first, own.end_unmasked, own.first_unmasked)

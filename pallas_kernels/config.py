@@ -22,7 +22,8 @@ class Problem:
     value `[batch, key_length, kv_heads, value_width]`. Query i sees keys i + lowest <= j <= i +
     highest, where None is no bound: causal attention has a highest alone, a sliding window has
     both. Or, if it is `dynamic`, it sees an interval of keys that kernels get as an array
-    (`intervals.py`).
+    (`intervals.py`). Kernels of one that `has_mask` or `has_bias` get these as arrays too
+    (`elements.py`).
 
     Attributes:
       value_width: as width if it is 0.
@@ -40,6 +41,8 @@ class Problem:
     highest: int | None = None
     dynamic: bool = False
     value_width: int = 0
+    has_mask: bool = False
+    has_bias: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "value_width", self.value_width or self.width)
@@ -58,6 +61,11 @@ class Problem:
     def has_far_edge(self) -> bool:
         """Whether a query may be without the first keys."""
         return self.dynamic or self.lowest is not None
+
+    @property
+    def has_elements(self) -> bool:
+        """Whether anything is known of single pairs of query and key alone."""
+        return self.has_mask or self.has_bias
 
     @property
     def seeing_queries(self) -> slice:
@@ -141,6 +149,8 @@ class ForwardConfig:
       staged_columns: of the output at a time, at most.
       section_bytes: heads whose K and V take about this much are worked on together.
       thread_blocks: how many to launch at most; as many as there are SMs.
+      elements_early: load mask and bias under the product that makes the logits, for which there
+        must be registers, not after it and the product that is open beside it.
     """
 
     consumers: int
@@ -151,6 +161,7 @@ class ForwardConfig:
     staged_columns: int = 128
     section_bytes: int = FORWARD_SECTION_BYTES
     thread_blocks: int = SM_COUNT
+    elements_early: bool = False
 
     def __post_init__(self):
         _need(self.consumers >= 2, "consumers", self.consumers, "at least 2, to take turns")
@@ -241,6 +252,23 @@ class BackwardQueryConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class BiasGradientConfig:
+    """Settings of `bias_gradient.py`.
+
+    Attributes:
+      block_kv: keys a step; a multiple of 64.
+      stages: slots of the circular buffers.
+    """
+
+    block_kv: int
+    stages: int
+
+    def __post_init__(self):
+        _check_multiple_of_64("block_kv", self.block_kv)
+        _need(self.stages >= 1, "stages", self.stages, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """Settings of all kernels of one attention call.
 
@@ -264,6 +292,14 @@ FORWARD = {
     # Two query tiles of 64 KB do not fit beside K and V, nor 128 keys in registers.
     256: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=1, registers=(240, 24)),
 }
+
+# Width 64, windows so narrow that most of what 192 rows by 128 keys visit is not seen. TFLOP/s*
+# with these, and with the above: 148 and 123 at 128 keys, 257 and 186 at 256, 351 and 330 at 512,
+# 424 and 436 at 1024.
+NARROW_WINDOW = 768
+FORWARD_NARROW_WINDOW = ForwardConfig(
+    consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)
+)
 
 # Keys of 129 to 192 columns, values of up to 128 (multi-head latent attention: 192 and 128): with
 # 64 keys a step, reading the operands of Q K' would take all of shared memory's bandwidth.
@@ -296,14 +332,61 @@ BACKWARD_QUERY = {
     256: BackwardQueryConfig(block_kv=64, stages=(2, 1)),
 }
 
+# Where logits have a bias or a dense mask, which take registers too.
+FORWARD_ELEMENTS = FORWARD | {
+    64: ForwardConfig(
+        consumers=2,
+        block_kv=128,
+        stages=3,
+        query_buffers=2,
+        registers=(240, 24),
+        elements_early=True,
+    ),
+    128: dataclasses.replace(FORWARD[128], elements_early=True),
+}
+
+BACKWARD_QUERY_ELEMENTS = BACKWARD_QUERY | {
+    64: BackwardQueryConfig(block_kv=64, stages=(3, 3)),
+}
+
+# Each stage takes 192 rows each of keys' width and of values' width of shared memory.
+BIAS_GRADIENT = {
+    64: BiasGradientConfig(block_kv=64, stages=4),
+    128: BiasGradientConfig(block_kv=64, stages=2),
+    192: BiasGradientConfig(block_kv=64, stages=1),
+    256: BiasGradientConfig(block_kv=64, stages=1),
+}
+
 WIDTHS = (64, 128, 256)  # of which every variant is compiled, and which are tuned
 
 
-def default(width: int, value_width: int = 0) -> Config:
-    """Settings for query and key of `width` and value of `value_width`, as width if it is 0."""
+def default(
+    width: int,
+    value_width: int = 0,
+    *,
+    window: int | None = None,
+    has_elements: bool = False,
+    forward_loads_elements: bool = False,
+) -> Config:
+    """Settings of one call.
+
+    Args:
+      width: of query and key.
+      value_width: as width if it is 0.
+      window: how many keys a query sees at most, where both bounds are static.
+      has_elements: there is a bias or a dense mask.
+      forward_loads_elements: and it is not just a bias of one value a key.
+    """
     widest = whole_tiles(max(width, value_width))
-    is_latent = whole_tiles(width) == 192 and 0 < value_width <= 128
-    forward = FORWARD_LATENT if is_latent else FORWARD[widest]
+    forward = FORWARD[widest]
+    if forward_loads_elements:
+        forward = FORWARD_ELEMENTS[widest]
+    elif not has_elements:  # a bias of keys would not fit into shared memory beside these
+        if whole_tiles(width) == 192 and 0 < value_width <= 128:
+            forward = FORWARD_LATENT
+        elif widest == 64 and window is not None and window <= NARROW_WINDOW:
+            forward = FORWARD_NARROW_WINDOW
     in_boxes = width % 64 > 0 or value_width % 64 > 0 or width < value_width
     backward = BACKWARD_BOXES if widest == 128 and in_boxes else BACKWARD[widest]
-    return Config(forward, backward, BACKWARD_QUERY[widest])
+    backward_query = (BACKWARD_QUERY_ELEMENTS if has_elements else BACKWARD_QUERY)[widest]
+    return Config(forward, backward, backward_query)

@@ -19,7 +19,9 @@ sequence does not depend on the others in the batch. The parts are put together 
 Every step has a mask and looks for new maxima: there is time for both.
 
 A float8 cache comes as it is. The warpgroup widens each block of K, and then of V, into one buffer
-that wgmma reads. Scales of keys go into the logits, those of values into the output.
+that wgmma reads: as float16, which takes one instruction for two elements. Queries in bfloat16 are
+brought into its range, row by row, by powers of 2. These, and the scales of keys, go into the
+logits; the scales of values go into the output.
 
 Barriers. Full: an mbarrier a slot of K and of V, completed by TMA. Queries come through registers,
 as the rows of a tile do not stand in a row in memory where there are several tokens.
@@ -151,7 +153,10 @@ def splits_for(problem: DecodeProblem) -> int:
     """Into how many parts to split the keys of each sequence, so that the GPU is full."""
     config = problem.config
     tiles = problem.key_heads_of_all * problem.row_tiles
-    if tiles >= 0.8 * SM_COUNT * config.busy_blocks:
+    # Copies of pages smaller than a block take longer: one thread block an SM is not enough.
+    small_pages = problem.page_size is not None and problem.page_size < config.block_kv
+    busy_blocks = config.blocks_per_sm if small_pages else config.busy_blocks
+    if tiles >= 0.8 * SM_COUNT * busy_blocks:
         return 1
     blocks = -(-problem.capacity // config.block_kv)
     most = max(1, min(combine.MOST_SPLITS, SM_COUNT * config.blocks_per_sm // tiles))
@@ -213,19 +218,34 @@ def attention(
     return combine.combine(parts, lse_parts, sinks, kv_heads=p.kv_heads, dtype=p.dtype), lse
 
 
+def _to_float16(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`(64, n)` bfloat16 rows as float16, and what to multiply them with to have them back.
+
+    That is a power of 2 for each row, so that all but elements below 2^-28 of the row's largest
+    are exact, and the others off by less than 2^-39 of it.
+    """
+    wide = rows.astype(jnp.float32)
+    largest = jnp.maximum(wide, -wide).max(axis=1)
+    exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    power = lax.bitcast_convert_type(exponent, jnp.float32)
+    unit = jnp.clip(power, 2.0**-100, 2.0**100) * 2.0**-14
+    return (wide * spread(1.0 / unit, wide.shape)).astype(jnp.float16), unit
+
+
 @functools.lru_cache
 def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], interpret: bool):
     p, config = problem, problem.config
     block_kv, stages, width, dtype = config.block_kv, config.stages, p.width, p.dtype
     # Capped logits are in log2 units already.
     factor = p.scale * LOG2E if p.soft_cap is None else 1.0
-    headroom, limit = online_softmax.weight_range(dtype)
+    is_float8 = p.cache_dtype != dtype
+    product_dtype = np.dtype(jnp.float16) if is_float8 else dtype
+    headroom, limit = online_softmax.weight_range(product_dtype)
     page_size = p.page_size
     copies = 1 if page_size is None else max(1, block_kv // page_size)
     rows_of_copy = block_kv // copies
 
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
-    is_float8 = p.cache_dtype != dtype
+    smem = functools.partial(plgpu.SMEM, dtype=product_dtype, transforms=OPERAND)
     slots = (stages, block_kv, width)
     cache_smem = plgpu.SMEM(slots, p.cache_dtype) if is_float8 else smem(slots)
     scratch: dict[str, Any] = dict(
@@ -264,38 +284,50 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
         begin = first_block + split * share
         steps = jnp.clip(end_block - begin, 0, share)
 
-        def load(step, ref, buffers, full):
+        def pages_of(step):
+            """The page of each copy of a key block; looked up a step before they are needed."""
+            if page_size is None:
+                return ()
+            firsts = [(begin + step) * block_kv + n * rows_of_copy for n in range(copies)]
+            # A page that holds nothing that counts may have any number.
+            keys = [jnp.maximum(jnp.clip(key, first_key, end_key - 1), 0) for key in firsts]
+            pages = [given["page_table"][batch, div_rem(key, page_size)[0]] for key in keys]
+            return tuple(jnp.clip(page, 0, k_ref.shape[0] - 1) for page in pages)
+
+        def load(step, pages, ref, buffers, full):
             """Loads the key block of a step, if there is one."""
 
             @pl.when(step < steps)
             def _():
                 first, buffer = (begin + step) * block_kv, buffers.at[slot(step)]
                 for n in range(copies):
-                    key = first + n * rows_of_copy
                     if page_size is None:
-                        source = ref.at[batch, pl.ds(key, rows_of_copy), head]
+                        source = ref.at[batch, pl.ds(first, block_kv), head]
                     else:
-                        # A page that holds nothing that counts may have any number.
-                        key = jnp.clip(key, first_key, end_key - 1)
-                        column, row = div_rem(key, page_size)
-                        page = jnp.clip(given["page_table"][batch, column], 0, ref.shape[0] - 1)
-                        row = row - lax.rem(row, jnp.int32(rows_of_copy))
-                        source = ref.at[page, pl.ds(row, rows_of_copy), head]
+                        row = lax.rem(first + n * rows_of_copy, jnp.int32(page_size))
+                        source = ref.at[pages[n], pl.ds(row, rows_of_copy), head]
                     target = buffer.at[pl.ds(n * rows_of_copy, rows_of_copy)]
                     plgpu.copy_gmem_to_smem(source, target, full.at[slot(step)])
 
-        load_key = lambda step: load(step, k_ref, k_smem, k_full)
-        load_value = lambda step: load(step, v_ref, v_smem, v_full)
-
-        queries = load_grouped(q_ref.at[batch, :, heads], tile * ROWS)  # on their way meanwhile
-        for step in range(stages):
-            load_key(jnp.int32(step))
-            load_value(jnp.int32(step))
-        store_operand(q_smem, queries)
-        plgpu.commit_smem()
+        load_key = lambda step, pages: load(step, pages, k_ref, k_smem, k_full)
+        load_value = lambda step, pages: load(step, pages, v_ref, v_smem, v_full)
 
         def in_each_row(scalar):
             return plgpu.layout_cast(jnp.broadcast_to(scalar, (ROWS,)), _PER_ROW)
+
+        queries = load_grouped(q_ref.at[batch, :, heads], tile * ROWS)  # on their way meanwhile
+        for step in map(jnp.int32, range(stages)):
+            pages = pages_of(step)
+            load_key(step, pages)
+            load_value(step, pages)
+        row_factor = None
+        if "key_scale" in given:
+            row_factor = in_each_row(given["key_scale"][head])
+        if product_dtype != dtype:
+            queries, units = _to_float16(queries)
+            row_factor = units if row_factor is None else units * row_factor
+        store_operand(q_smem, queries)
+        plgpu.commit_smem()
 
         def positions():
             """Of the tokens of the rows; made anew in each step, as they would cost registers."""
@@ -312,30 +344,31 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             powers = jnp.exp2(logits * (2 * LOG2E * p.scale / p.soft_cap))
             return p.soft_cap * LOG2E * (1.0 - 2.0 / (1.0 + powers))
 
-        def widened(narrow, *rows):
-            """The buffer with a float8 block in the dtype of queries."""
+        def widened(narrow):
+            """The buffer with a float8 block as float16."""
             plgpu.commit_smem()  # all warps have done with what stands there
             wide = wide_smem.at[fresh_zero()]
-            widen_operand(wide, narrow, *rows)
+            widen_operand(wide, narrow)
             plgpu.commit_smem()
             return wide
 
         def compute(o_acc, s_acc):
-            def key_step(step, state):
+            def key_step(step, carry):
+                state, pages = carry
                 first = (begin + step) * block_kv
                 this = slot(step)
                 plgpu.barrier_wait(k_full.at[this])
                 keys = k_smem.at[this]
                 if is_float8:
                     keys = widened(keys)
-                    load_key(step + stages)
+                    load_key(step + stages, pages)
                 s_acc[...] = zero_tile(ROWS, block_kv)
                 plgpu.wgmma(s_acc, q_smem, keys.transpose((1, 0)))
                 logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                 if not is_float8:
-                    load_key(step + stages)
-                if "key_scale" in given:
-                    logits *= given["key_scale"][head]
+                    load_key(step + stages, pages)
+                if row_factor is not None:
+                    logits *= spread(row_factor, logits.shape)
                 logits = capped(logits)
                 position = positions()
                 last = jnp.minimum(position, p.capacity - 1)
@@ -348,27 +381,26 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                 plgpu.barrier_wait(v_full.at[this])
 
                 values = v_smem.at[this]
-                seen = first_key - first, end_key - first
                 if is_float8:
-                    values = widened(values, *seen)
-                    load_value(step + stages)
-                else:
+                    values = widened(values)
+                    load_value(step + stages, pages)
 
-                    @pl.when((first < first_key) | (first + block_kv > end_key))
-                    def _():
-                        # 0 times what stands there may be NaN.
-                        keep_operand_rows(values, *seen)
-                        plgpu.commit_smem()
+                @pl.when((first < first_key) | (first + block_kv > end_key))
+                def _():
+                    # 0 times what stands there may be NaN.
+                    keep_operand_rows(values, first_key - first, end_key - first)
+                    plgpu.commit_smem()
 
                 output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                 o_acc[...] = output * spread(correction, output.shape)
-                plgpu.wgmma(o_acc, weights.astype(dtype), values)
+                plgpu.wgmma(o_acc, weights.astype(product_dtype), values)
                 plgpu.wgmma_wait(0)
                 if not is_float8:
-                    load_value(step + stages)
-                return state
+                    load_value(step + stages, pages)
+                return state, pages_of(step + 1 + stages)
 
-            state = lax.fori_loop(zero, steps, key_step, online_softmax.nothing_seen(ROWS))
+            carry = online_softmax.nothing_seen(ROWS), pages_of(jnp.int32(stages))
+            state, _ = lax.fori_loop(zero, steps, key_step, carry)
             sink = None
             if "sinks" in given:
                 sink = load_rows(given["sinks"].at[head], tile * ROWS, p.rows - 1)

@@ -40,11 +40,14 @@ from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import online_softmax, scheduler
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardConfig, Problem
+from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements, biased
+from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.online_softmax import LOG2E, RowState, spread
 from pallas_kernels.primitives import (
     BlockVote,
     NamedBarriers,
     div_rem,
+    fence_async_shared,
     fresh_zero,
     interpreting,
     keep_columns_from,
@@ -56,6 +59,7 @@ from pallas_kernels.primitives import (
 
 _ROWS = 64  # query rows of a consumer: the M of a wgmma
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+_PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 _TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
 
 
@@ -168,6 +172,7 @@ def attention(
     value: jax.Array,
     sinks: jax.Array | None = None,
     intervals: jax.Array | None = None,
+    elements: Elements = NO_ELEMENTS,
     *,
     problem: Problem,
     config: ForwardConfig,
@@ -181,6 +186,7 @@ def attention(
       sinks: None, or `[B, N]` float32: one more logit of each row, without a value.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
+      elements: mask and bias of a problem that has them (`elements.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
 
@@ -188,8 +194,17 @@ def attention(
       Output `[B, T, N, h]` and natural-log LSE `[B, N, ceil(T / block_q) * block_q]` float32. Rows
       from problem.query_length on are arbitrary in both. A row that sees no key: 0 and -inf.
     """
-    kernel = _build(problem, config, query.shape[1], sinks is not None, interpreting())
-    optional = () if sinks is None else (sinks * LOG2E,)
+    kernel = _build(
+        problem,
+        config,
+        query.shape[1],
+        sinks is not None,
+        elements.has_bias_of_keys,
+        interpreting(),
+    )
+    optional = elements.forward_operands(problem.scale)
+    if sinks is not None:
+        optional = (*optional, sinks * LOG2E)
     if intervals is None:
         return kernel(query, key, value, *optional)
     key_blocks = Tiles(problem, config).key_blocks_of(intervals)
@@ -202,6 +217,7 @@ def _build(
     config: ForwardConfig,
     padded_query_length: int,
     with_sinks: bool,
+    has_bias_of_keys: bool,
     interpret: bool,
 ):
     tiles = Tiles(problem, config)
@@ -210,19 +226,26 @@ def _build(
     any_mask = has_far_edge or (key_blocks is not None and bool(key_blocks[:, 1].any()))
     thread_blocks = min(config.thread_blocks, problem.batch * problem.heads * tiles.per_head)
     schedule = tiles.schedule(thread_blocks)
+    # By its bias or mask a row may have its maximum, or its first key, anywhere: all steps look for
+    # it, and no second round is needed.
+    exact_throughout = problem.has_elements
+    # The bias of rows that see nothing may be NaN, which `online_softmax.close` does not stop. And
+    # with a window, loops of their own for other steps take registers that a bias needs.
+    loads_elements = problem.has_mask or (problem.has_bias and not has_bias_of_keys)
+    mask_throughout = problem.has_bias and has_far_edge
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
     registers_are_short = query_buffers == 1 and config.block_kv > 64
     block_kv, dtype = config.block_kv, problem.dtype
     key_columns = Columns.whole(problem.width)
     value_columns = Columns.whole(problem.value_width)
-    # The output is staged some columns at a time.
-    staged_size = math.gcd(value_columns.size, config.staged_columns)
+    # The output is staged some columns at a time. A bias of keys is where half of it would be.
+    most_columns = 64 if has_bias_of_keys else config.staged_columns
+    staged_size = math.gcd(value_columns.size, most_columns)
     staged_columns = [
         Columns(problem.value_width, staged_size, first)
         for first in range(0, value_columns.size, staged_size)
     ]
-    factor = problem.scale * LOG2E
     headroom, limit = online_softmax.weight_range(dtype)
 
     turn = NamedBarriers(first=consumers + 2, count=consumers, arrivers=1)
@@ -242,17 +265,28 @@ def _build(
         q_full=plgpu.Barrier(
             num_arrivals=consumers * key_columns.tiles, num_barriers=query_buffers
         ),
-        k_full=plgpu.Barrier(num_arrivals=key_columns.tiles, num_barriers=stages),
+        k_full=plgpu.Barrier(
+            num_arrivals=key_columns.tiles + int(has_bias_of_keys), num_barriers=stages
+        ),
         v_full=plgpu.Barrier(num_arrivals=value_columns.tiles, num_barriers=stages),
     )
+    if has_bias_of_keys:
+        scratch["bias_smem"] = plgpu.SMEM((stages, block_kv), jnp.float32)
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_forward(
         schedule_ref, key_blocks_ref, q_ref, k_ref, v_ref, *more_refs,
-        q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, twins=None,
+        q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, bias_smem=None, twins=None,
     ):  # fmt: skip
         *optional_refs, o_ref, lse_ref = more_refs
+        elements, _ = ElementRefs.split(
+            problem, optional_refs[int(dynamic) :], has_bias_of_keys=has_bias_of_keys
+        )
+        # Elements that come late take the registers of weights that no product reads any more.
+        elements_early = config.elements_early and not elements.wide
+        late = loads_elements and not elements_early
+        open_products = 0 if late else value_columns.tiles
         turn, k_free, v_free, q_free, block_vote = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -275,6 +309,9 @@ def _build(
 
         def rounds(one_round):
             """Runs `one_round(begin, steps)` once, and again if a reference was too low."""
+            if exact_throughout:
+                one_round(zero, zero)
+                return
 
             def run(carry):
                 begin, steps = carry
@@ -339,9 +376,22 @@ def _build(
                     logits = masked_far(logits, tile, key_block, bounds)
                 return logits
 
-            def first_softmax(logits, tile, key_block, bounds):
+            def load_elements(number, j):
+                """Mask and bias of step j of a tile, asked for before the product is there."""
+                if not loads_elements:
+                    return NOTHING_LOADED
+                tile, batch, head = tiles.locate(number())
+                first_row = tiles.first_row(tile, warpgroup)
+                first_key = (end_of(tile, batch) - 1 - j) * block_kv
+                return elements.load(
+                    batch, head, first_row, first_key, block_kv, early=elements_early
+                )
+
+            def first_softmax(logits, tile, key_block, bounds, loaded):
+                logits, factor = biased(logits, problem.scale * LOG2E, loaded)
                 if any_mask:
                     logits = masked(logits, tile, key_block, bounds)
+                logits = masked_by_element(logits, loaded, -jnp.inf)
                 weights, state = online_softmax.start(logits, factor, headroom)
                 if bounds is not None:
                     state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
@@ -356,7 +406,12 @@ def _build(
                     return schedule_ref[own, 1 + index - begin]
 
                 def issue_logits(buffer, k_slot):
-                    s_acc[...] = zero_tile(_ROWS, block_kv)
+                    if has_bias_of_keys:
+                        bias = plgpu.load(bias_smem.at[k_slot], layout=_PER_KEY)
+                        s_acc[...] = lax.broadcast_in_dim(bias, (_ROWS, block_kv), [1])
+                        fence_async_shared()  # TMA will overwrite the bias that was read
+                    else:
+                        s_acc[...] = zero_tile(_ROWS, block_kv)
                     key_columns.contract(s_acc, q_smem.at[buffer, warpgroup], k_smem.at[k_slot])
 
                 def issue_output(weights, v_slot):
@@ -364,12 +419,13 @@ def _build(
                     value_columns.expand(o_acc, weights, v_smem.at[v_slot])
 
                 def load_logits():
-                    """While the output product that was issued behind them goes on."""
-                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=value_columns.tiles)
+                    """While the output product that was issued behind them goes on, if any may."""
+                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
 
                 def start_tile(index, steps, tile, batch):
                     """The first key block of a tile, with no other product open."""
                     end_block, bounds = end_of(tile, batch), load_bounds(tile, batch)
+                    loaded = load_elements(lambda: number_of(index), 0)
 
                     @pl.when(index < end)
                     def _():
@@ -379,13 +435,17 @@ def _build(
                     issue_logits(query_buffer(index), slot(steps))
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     pl.when(index < end)(lambda: k_free.arrive(slot(steps)))
-                    weights, state = first_softmax(logits, tile, end_block - 1, bounds)
+                    weights, state = first_softmax(logits, tile, end_block - 1, bounds, loaded)
                     # LLVM would carry float32 into the loop and cast there.
                     return lax.optimization_barrier(weights.astype(dtype)), state
 
                 def key_step(j, carry, *, steps, index, tile, batch, end_block, exact, far=False):
                     """Logits of step j's key block together with the output of the step before."""
                     weights, state = carry
+                    if loads_elements:  # read anew: registers are short
+                        number = number_of(index + fresh_zero())
+                        tile, batch, _ = tiles.locate(number)
+                        end_block = end_of(tile, batch)
                     bounds = load_bounds(tile, batch) if exact or far else None
                     k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
                     plgpu.barrier_wait(k_full.at[k_slot])
@@ -393,18 +453,21 @@ def _build(
                     issue_logits(query_buffer(index), k_slot)
                     issue_output(weights, v_slot)
                     pass_turn()
+                    loaded = load_elements(lambda: number, j)
                     logits = load_logits()
                     k_free.arrive(k_slot)
                     correction = None
-                    if exact:
-                        if any_mask:
-                            logits = masked(logits, tile, end_block - 1 - j, bounds)
+                    logits, factor = biased(logits, problem.scale * LOG2E, loaded)
+                    if exact and any_mask:
+                        logits = masked(logits, tile, end_block - 1 - j, bounds)
+                    elif far:
+                        logits = masked_far(logits, tile, end_block - 1 - j, bounds)
+                    logits = masked_by_element(logits, loaded, -jnp.inf)
+                    if exact or exact_throughout:
                         weights, correction, state = online_softmax.advance(
                             logits, factor, headroom, limit, state
                         )
                     else:
-                        if far:
-                            logits = masked_far(logits, tile, end_block - 1 - j, bounds)
                         weights, state = online_softmax.go_on(logits, factor, state)
                     # A cast of the weights before the wait makes ptxas serialise every wgmma.
                     weights, correction, state = lax.optimization_barrier(
@@ -422,6 +485,8 @@ def _build(
                     sink = in_each_row(optional_refs[-1][batch, head]) if with_sinks else None
                     inverse, lse, too_low = online_softmax.finish(state, limit, sink)
                     store_rows(lse_ref.at[batch, head, rows_of(tile)], lse)
+                    if exact_throughout:  # no reference is
+                        return inverse, any_too_low
                     return inverse, any_too_low | too_low.astype(jnp.int32)
 
                 def store_output(output, inverse, tile, batch, head):
@@ -458,10 +523,13 @@ def _build(
                     issue_logits(buffer, k_slot)
                     issue_output(weights, v_slot)
                     pass_turn()
+                    loaded = load_elements(lambda: following, 0)
                     logits = load_logits()
                     pl.when(index + 1 < end)(lambda: k_free.arrive(k_slot))
                     end_block = end_of(next_tile, next_batch)
-                    weights, next_state = first_softmax(logits, next_tile, end_block - 1, bounds)
+                    weights, next_state = first_softmax(
+                        logits, next_tile, end_block - 1, bounds, loaded
+                    )
                     weights, next_state = lax.optimization_barrier((weights, next_state))
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(v_slot)
@@ -493,6 +561,8 @@ def _build(
                     tile, batch, _ = tiles.locate(number)
                     blocks, needing_mask = needs(tile, batch, 0), needs(tile, batch, 1)
                     exact = jnp.where(begin > 0, blocks, jnp.maximum(needing_mask, 1))
+                    if mask_throughout:
+                        exact = blocks
                     end_block = end_of(tile, batch) if has_far_edge else blocks
                     step = functools.partial(
                         key_step,
@@ -506,12 +576,17 @@ def _build(
                         jnp.int32(1), exact, functools.partial(step, exact=True), (weights, state)
                     )
                     near = blocks
-                    if has_far_edge:
+                    if has_far_edge and not mask_throughout:
                         near = jnp.maximum(exact, needs(tile, batch, 2))
-                    carry = lax.fori_loop(exact, near, functools.partial(step, exact=False), carry)
-                    if has_far_edge:
+                    if not mask_throughout:
+                        rest = functools.partial(step, exact=False)
+                        carry = lax.fori_loop(exact, near, rest, carry)
+                    if has_far_edge and not mask_throughout:
                         step_far = functools.partial(step, exact=False, far=True)
                         carry = lax.fori_loop(near, blocks, step_far, carry)
+                    if loads_elements:  # read anew: registers are short
+                        number = number_of(index + fresh_zero())
+                        following = number_of(index + 1 + fresh_zero())
                     weights, state, too_low = end_tile(
                         index, steps + blocks, number, (*carry, too_low), following
                     )
@@ -561,7 +636,14 @@ def _build(
                         source = ref.at[batch, rows, kv_head]
                         columns.load(source, buffers.at[slot(step)], full.at[slot(step)])
 
-                    load_key = functools.partial(load, k_ref, k_smem, key_columns, k_full, k_free)
+                    def load_key(j):
+                        load(k_ref, k_smem, key_columns, k_full, k_free, j)
+                        if has_bias_of_keys:
+                            first_key, buffer = (end_block - 1 - j) * block_kv, slot(steps + j)
+                            source = elements.bias_of_keys(batch, head, first_key, block_kv)
+                            full = k_full.at[buffer]
+                            plgpu.copy_gmem_to_smem(source, bias_smem.at[buffer], full)
+
                     load_value = functools.partial(
                         load, v_ref, v_smem, value_columns, v_full, v_free
                     )

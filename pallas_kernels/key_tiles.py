@@ -15,6 +15,7 @@ from jax import lax
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler
 from pallas_kernels.config import BACKWARD_CONSUMERS, BACKWARD_SECTION_BYTES, SM_COUNT, Problem
+from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     div_rem,
@@ -200,6 +201,7 @@ class Walk:
       seeing_blocks_ref: `KeyTiles.seeing_blocks` or `seeing_blocks_of`, in global memory.
       block: number of the thread block.
       seeing_ref: where the problem is dynamic, the queries that see each key, in global memory.
+      elements: mask and bias, with rows of keys, of a problem that has them.
     """
 
     tiles: KeyTiles
@@ -207,6 +209,7 @@ class Walk:
     seeing_blocks_ref: Any
     block: Any
     seeing_ref: Any = None
+    elements: ElementRefs | None = None
 
     def count(self):
         """How many tiles, at least 1; the list goes on with at least one more, of no meaning."""
@@ -296,10 +299,25 @@ class Walk:
             weights = keep_columns_to(weights, last_seeing, 0.0)
         return weights
 
+    def load_elements(self, j, *, index, end, own_first_key: int) -> Loaded:
+        """Mask and bias of a consumer's part of step j, of a tile whose steps end before `end`."""
+        problem = self.tiles.problem
+        if self.elements is None or not problem.has_elements:
+            return NOTHING_LOADED
+        place = tile, kv_head_of_all = self.locate(index)
+        batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
+        query_block, member = self.step_of(place, j - end + self.steps(index))
+        head = kv_head * problem.group + member
+        first_key = tile * self.tiles.block_kv + own_first_key
+        block_q = self.tiles.block_q
+        return self.elements.load(batch, head, first_key, query_block * block_q, block_q)
+
     def first_unmasked_block(self, index, own_first_key: int):
         """The query blocks of a head from there on need no mask, up to `end_unmasked_block`."""
         tiles, problem = self.tiles, self.tiles.problem
         place = tile, _ = self.locate(index)
+        if problem.dynamic and problem.has_bias:
+            return self.end_block(place)  # the bias of rows that see nothing may be NaN
         if problem.dynamic:
             return self.seeing(place, 2 + 2 * (own_first_key // _CONSUMER_KEYS))
         unmasked = first_block = self.first_block(place)
@@ -334,13 +352,14 @@ class Walk:
         own_first_key: int = 0,
         first_step: Callable | None = None,
     ):
-        """Runs `step(j, mask)` for the query blocks of each head of the group.
+        """Runs `step(j, mask, load_elements)` for the query blocks of each head of the group.
 
         Masked steps have a loop of their own, and code of their own; with a lower bound two, before
         those that need no mask and after them.
 
         Args:
-          step: mask is None, or masks the weights of that step.
+          step: mask is None, or masks the weights of that step; load_elements gives, for a step,
+            what `elements.py` does with logits and weights.
           j: number of the first step, of all that the thread block does.
           own_first_key: the first of 64 keys in the tile that weights are of.
           first_step: what to run in the place of the first step, which is then always masked.
@@ -392,8 +411,12 @@ class Walk:
             return end_of_head
 
         end = j + self.steps(index)
+        load_elements = functools.partial(
+            self.load_elements, index=index, end=end, own_first_key=own_first_key
+        )
+        step = functools.partial(step, load_elements=load_elements)
         if first_step is not None:
-            first_step(j, mask=mask_of(first_block(), j))
+            first_step(j, mask=mask_of(first_block(), j), load_elements=load_elements)
             j = j + 1
         if several_heads:
             return lax.while_loop(lambda j: j < end, one_head, j)

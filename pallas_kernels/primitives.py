@@ -281,6 +281,68 @@ def store_rows(ref, rows: jax.Array) -> None:
     store(ref, rows)
 
 
+def store_tile(ref, tile: jax.Array) -> None:
+    """Stores a `(64, n)` float32 tile to a `(64, n)` view of global memory."""
+    if interpreting():
+        ref[...] = tile
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
+    def store(_, ref, tile):
+        i64 = ir.IntegerType.get_signless(64)
+        row_stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+        row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 4 * row_stride))
+        column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(8))
+        first = _global_address(ref, column)
+        own_row = _own_row()
+        addresses = [
+            arith.addi(first, arith.muli(arith.extui(i64, row), row_bytes))
+            for row in (own_row, arith.addi(own_row, _i32(8)))
+        ]
+        for _, group, half, pair in _fragments(tile.registers):
+            _asm(
+                f"st.global.v2.f32 [$0+{32 * group}], {{$1, $2}};",
+                "l,f,f,~{memory}",
+                [addresses[half], *(_extract(pair, e) for e in range(2))],
+            )
+
+    store(ref, tile)
+
+
+def store_column_sums(ref, tile: jax.Array) -> None:
+    """Stores what each warp's 16 rows of a `(64, n)` float32 tile add up to, in a `(4, n)` view."""
+    if interpreting():
+        ref[...] = tile.reshape(4, 16, -1).sum(1)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
+    def store(_, ref, tile):
+        i64 = ir.IntegerType.get_signless(64)
+        row_stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+        row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 4 * row_stride))
+        thread = _thread()
+        lane = arith.andi(thread, _i32(31))
+        column = arith.muli(arith.andi(thread, _i32(3)), _i32(8))
+        warp = arith.extui(i64, arith.shrui(thread, _i32(5)))
+        address = arith.addi(_global_address(ref, column), arith.muli(warp, row_bytes))
+        pairs = {(group, half): pair for _, group, half, pair in _fragments(tile.registers)}
+        for group in range(len(pairs) // 2):
+            sums = []
+            for e in range(2):
+                total = arith.addf(*(_extract(pairs[group, half], e) for half in range(2)))
+                for distance in (4, 8, 16):
+                    total = arith.addf(total, mgpu_utils.shfl_bfly(total, distance))
+                sums.append(total)
+            _asm(
+                "{ .reg .pred p; setp.lt.u32 p, $1, 4;"
+                f" @p st.global.v2.f32 [$0+{32 * group}], {{$2, $3}}; }}",
+                "l,r,f,f,~{memory}",
+                [address, lane, *sums],
+            )
+
+    store(ref, tile)
+
+
 def load_grouped(ref, first) -> jax.Array:
     """`(64, n)` tile of a `(tokens, heads, n)` 16-bit view of global memory, token by token.
 
@@ -398,83 +460,73 @@ def keep_operand_rows(ref, first, end) -> None:
     zero(ref, jnp.int32(first), jnp.int32(end))
 
 
-def widen_operand(target, source, first=0, end=1 << 30) -> None:
-    """Writes a float8_e4m3fn `(rows, n)` tile of shared memory to a 16-bit one in form `OPERAND`.
+def widen_operand(target, source) -> None:
+    """Writes a float8_e4m3fn `(rows, n)` tile of shared memory to a float16 one in form `OPERAND`.
 
-    Rows outside of [first, end) become zeros. `commit_smem` must follow.
+    `commit_smem` must follow.
     """
     if interpreting():
-        row = lax.broadcasted_iota(jnp.int32, source.shape, 0)
-        wide = jnp.where((row >= first) & (row < end), source[...].astype(target.dtype), 0)
-        target[...] = wide.astype(target.dtype)
+        target[...] = source[...].astype(target.dtype)
         return
 
-    splat = plgpu.Layout.WG_SPLAT
     rows, columns = source.shape
-    chunks = columns // 16  # of 16 bytes, of a row: neighbouring threads read neighbouring ones
+    # A thread's 8 elements become 16 bytes, so that neighbouring threads fill a row of a tile, in
+    # different banks.
+    chunks = columns // 8
     rows_at_once = WARPGROUP_THREADS // chunks
-    convert = _F16_PAIR_TO_BF16 if target.dtype == jnp.bfloat16 else "mov.b32 {out}, pair;"
+    passes_of_tile = max(1, 8 // rows_at_once)  # over which the swizzle repeats
 
-    def text(first_rows: range) -> str:
-        """PTX that widens a chunk of each row; $0 and $1 are where to, $2 whence, $3 the row."""
+    def text(passes: range) -> str:
+        """PTX that widens a chunk of each row; $0 is whence, the others are where to."""
         loads, lines = [], []
-        for n, first_row in enumerate(first_rows):
-            words = ", ".join(f"w{n}_{word}" for word in range(4))
-            loads.append(f".reg .b32 {words};")
-            loads.append(f"ld.shared.v4.b32 {{{words}}}, [$2+{first_row * columns}];")
-            lines.append(f"add.s32 row, $3, {first_row};")
-            lines.append("setp.ge.s32 p, row, $4; setp.lt.and.s32 p, row, $5, p;")
-            for word in range(4):
+        for n in passes:
+            loads.append(f".reg .b32 w{n}_<2>;")
+            offset = n * rows_at_once * columns
+            loads.append(f"ld.shared.v2.b32 {{w{n}_0, w{n}_1}}, [$0+{offset}];")
+            for word in range(2):
                 lines.append(f"mov.b32 {{half0, half1}}, w{n}_{word};")
                 for half in range(2):
-                    out = f"o{2 * word + half}"
-                    lines.append(f"cvt.rn.f16x2.e4m3x2 pair, half{half};")
-                    lines.append(convert.format(out=out))
-                    lines.append(f"selp.b32 {out}, {out}, 0, p;")
-            for e in range(2):
-                outs = ", ".join(f"o{4 * e + word}" for word in range(4))
-                lines.append(f"st.shared.v4.b32 [${e}+{first_row * columns * 2}], {{{outs}}};")
-        return (
-            "{ .reg .pred p; .reg .b32 row, pair, o<8>; .reg .b16 half0, half1, h0, h1;"
-            f" .reg .f32 f0, f1; {' '.join(loads + lines)} }}"
-        )
+                    lines.append(f"cvt.rn.f16x2.e4m3x2 o{2 * word + half}, half{half};")
+            of_tile = n % passes_of_tile
+            offset = (n - of_tile) * rows_at_once * columns * 2
+            lines.append(f"st.shared.v4.b32 [${1 + of_tile}+{offset}], {{o0, o1, o2, o3}};")
+        return f"{{ .reg .b32 o<4>; .reg .b16 half0, half1; {' '.join(loads + lines)} }}"
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), plgpu.RefType(), splat, splat))
-    def widen(_, target, source, first, end):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), plgpu.RefType()))
+    def widen(_, target, source):
         i32 = ir.IntegerType.get_signless(32)
         thread = _thread()
-        row = arith.divui(thread, _i32(chunks))
+        own_row = arith.divui(thread, _i32(chunks))
         chunk = arith.remui(thread, _i32(chunks))
-        # As in store_operand: 8 rows of 128 bytes are a tile, whose 16-byte chunks are swizzled.
-        row_in_tile = arith.andi(row, _i32(7))
-        base = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(target))
-        for index, unit in (
-            (arith.shrui(row, _i32(3)), 16 * columns),
-            (row_in_tile, 128),
-            (arith.shrui(chunk, _i32(2)), 1024),
-        ):
-            base = arith.addi(base, arith.muli(index, _i32(unit)))
-        pair_of_chunks = arith.muli(arith.andi(chunk, _i32(3)), _i32(2))
         targets = []
-        for e in range(2):
-            swizzled = arith.xori(arith.addi(pair_of_chunks, _i32(e)), row_in_tile)
-            targets.append(arith.addi(base, arith.muli(swizzled, _i32(16))))
-        whence = _own_address(source)
-        operands = [*targets, whence, row, first.registers[()], end.registers[()]]
+        for n in range(passes_of_tile):
+            # As in store_operand: 8 rows of 128 bytes are a tile, with 16-byte chunks swizzled.
+            row = arith.addi(own_row, _i32(n * rows_at_once))
+            row_in_tile = arith.andi(row, _i32(7))
+            swizzled = arith.xori(arith.andi(chunk, _i32(7)), row_in_tile)
+            address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(target))
+            for index, unit in (
+                (arith.shrui(row, _i32(3)), 16 * columns),
+                (row_in_tile, 128),
+                (arith.shrui(chunk, _i32(3)), 1024),
+                (swizzled, 16),
+            ):
+                address = arith.addi(address, arith.muli(index, _i32(unit)))
+            targets.append(address)
+        whence = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(source))
+        whence = arith.addi(whence, arith.muli(thread, _i32(8)))
         # Their loads are issued before the first is used; more of them would spill at width 256.
-        batch = (4 if columns <= 128 else 2) * rows_at_once
-        for first_row in range(0, rows, batch):
-            first_rows = range(first_row, min(first_row + batch, rows), rows_at_once)
-            _asm(text(first_rows), "r,r,r,r,r,r,~{memory}", operands)
+        batch = 8 if columns <= 128 else 4
+        passes = range(rows // rows_at_once)
+        for first in passes[::batch]:
+            constraints = ",".join(["r"] * (1 + passes_of_tile))
+            _asm(
+                text(passes[first : first + batch]),
+                f"{constraints},~{{memory}}",
+                [whence, *targets],
+            )
 
-    widen(target, source, jnp.int32(first), jnp.int32(end))
-
-
-# float8 has no way to bfloat16 but through float16, which holds it exactly.
-_F16_PAIR_TO_BF16 = (
-    "mov.b32 {{h0, h1}}, pair; cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1;"
-    " cvt.rn.bf16x2.f32 {out}, f1, f0;"
-)
+    widen(target, source)
 
 
 def load_rows(ref, first, last) -> jax.Array:
@@ -507,6 +559,206 @@ def load_rows(ref, first, last) -> jax.Array:
         return _rows_like(like, values)
 
     return load(ref, jnp.int32(first), jnp.int32(last), zeros)
+
+
+def load_elements(ref, first_row, first_column, columns: int, *, transposed: bool = False):
+    """A `(64, columns)` tile of a view of global memory, of which axes of 1 are broadcast.
+
+    Rows beyond the last one read as the last, columns beyond the last one as 0: nothing is read out
+    of bounds, at any alignment.
+
+    Args:
+      ref: `(rows or 1, columns or 1)`, or if transposed the other way round; bfloat16, float16 or
+        float32.
+      first_row, first_column: where the tile begins; not negative.
+    """
+    if interpreting():
+        array = ref[...].T if transposed else ref[...]
+        row_count, column_count = array.shape
+        row = jnp.minimum(first_row + jnp.arange(64), row_count - 1)
+        column = jnp.arange(columns) + first_column
+        # What no test keeps from being read out of bounds is NaN.
+        place = row[:, None], column if column_count > 1 else 0
+        tile = array.at[place].get(mode="fill", fill_value=jnp.nan)
+        if _needs_limit(column_count, columns):
+            tile = jnp.where(column < column_count, tile, 0)
+        return jnp.broadcast_to(tile, (64, columns))
+
+    zeros = plgpu.layout_cast(jnp.zeros((64, columns), ref.dtype), _TILE)
+    shape = plgpu.ShapeDtypeStruct((64, columns), ref.dtype, layout=_TILE)
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, _TILE), return_type=shape)
+    def load(_, ref, first_row, first_column, like):
+        i64 = ir.IntegerType.get_signless(64)
+        view = ir.MemRefType(ref.type)
+        sizes, strides = list(view.shape), view.get_strides_and_offset()[0]
+        if transposed:
+            sizes, strides = sizes[::-1], strides[::-1]
+        (row_count, column_count), (row_stride, column_stride) = sizes, strides
+        bits = like.mlir_dtype.width
+        by_pair = column_count > 1 and column_stride == 1 and column_count % 2 == 0
+        own_column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
+        column = arith.addi(first_column.registers[()], own_column)
+        limit = None
+        if _needs_limit(column_count, columns):
+            limit = arith.subi(_i32(column_count), column)
+
+        def bytes_to(index, stride):
+            unit = arith.constant(i64, ir.IntegerAttr.get(i64, stride * bits // 8))
+            return arith.muli(arith.extui(i64, index), unit)
+
+        base = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref))
+        if column_count > 1:
+            base = arith.addi(base, bytes_to(column, column_stride))
+        addresses = [base]
+        if row_count > 1:
+            row = arith.addi(first_row.registers[()], _own_row())
+            rows = [_clamped(row, half, _i32(row_count - 1)) for half in range(2)]
+            addresses = [arith.addi(base, bytes_to(row, row_stride)) for row in rows]
+
+        def read(address, number: int, count: int):
+            """Words of `count` neighbouring elements, the first of them in column `number`."""
+            offset = number * column_stride * bits // 8
+            vector, wide = ("v2.", 2) if count * bits == 64 else ("", 1)
+            size = min(count * bits, 32)
+            kind = "h" if size == 16 else "r"
+            results = ", ".join(f"${n}" for n in range(wide))
+            results = f"{{{results}}}" if wide > 1 else results
+            text = f"ld.global.nc.{vector}b{size} {results}, [${wide}+{offset}];"
+            operands = [address]
+            if limit is not None:
+                zeros = " ".join(f"mov.b{size} ${n}, 0;" for n in range(wide))
+                within = f"setp.gt.s32 p, ${wide + 1}, {number};"
+                text = f"{{ .reg .pred p; {within} {zeros} @p {text} }}"
+                operands.append(limit)
+            word = ir.IntegerType.get_signless(size)
+            result = word if wide == 1 else llvm.StructType.get_literal([word] * wide)
+            outputs = ",".join([f"=&{kind}"] * wide)
+            inputs = "l" if limit is None else "l,r"
+            value = _asm(text, f"{outputs},{inputs}", operands, result)
+            return [value] if wide == 1 else [llvm.extractvalue(word, value, [n]) for n in range(2)]
+
+        def read_pair(address, group: int, like):
+            element = like.type.element_type
+            if column_count == 1:
+                values = [llvm.bitcast(element, read(address, 0, 1)[0])] * 2
+            elif by_pair and bits == 16:
+                return llvm.bitcast(like.type, read(address, 8 * group, 2)[0])
+            elif by_pair:
+                values = [llvm.bitcast(element, word) for word in read(address, 8 * group, 2)]
+            else:
+                words = [read(address, 8 * group + e, 1)[0] for e in range(2)]
+                values = [llvm.bitcast(element, word) for word in words]
+            for e, value in enumerate(values):
+                like = _insert(like, value, e)
+            return like
+
+        out, pairs = like.registers.copy(), {}
+        for index, group, half, pair in _fragments(like.registers):
+            place = (group if column_count > 1 else 0, half if row_count > 1 else 0)
+            if place not in pairs:
+                pairs[place] = read_pair(addresses[place[1]], group, pair)
+            out[index] = pairs[place]
+        return _like(like, out)
+
+    return load(ref, jnp.int32(first_row), jnp.int32(first_column), zeros)
+
+
+def _needs_limit(column_count: int, columns: int) -> bool:
+    """Whether tiles may reach beyond the last column, of an array that has more than one."""
+    return column_count > 1 and column_count % columns > 0
+
+
+def load_bits(ref, first_row, first_column, columns: int) -> jax.Array:
+    """What `keep_where` takes, from a view of global memory with a bit an element.
+
+    Args:
+      ref: `(rows or 1, words or 1)` int32; bit j of word i of a row is that of column 32 * i + j.
+        An axis of 1 is broadcast; otherwise there are as many words as whole tiles take.
+      first_row: of 64, of which those beyond the last one read as the last.
+      first_column: a multiple of columns, which are 64 or 128.
+    """
+    if interpreting():
+        rows = jnp.minimum(first_row + jnp.arange(64), ref.shape[0] - 1)
+        column = first_column + jnp.arange(columns)
+        words = ref[...][rows][:, jnp.minimum(column // 32, ref.shape[1] - 1)]
+        return (words >> (column % 32)) & 1
+
+    words = columns // 32
+    # Four words of each of a thread's rows, in pairs; of two, each stands there twice.
+    zeros = plgpu.layout_cast(jnp.zeros((64, 16), jnp.int32), _TILE)
+    shape = plgpu.ShapeDtypeStruct((64, 16), jnp.int32, layout=_TILE)
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, _TILE), return_type=shape)
+    def load(_, ref, first_row, first_column, like):
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        row_count, word_count = ir.MemRefType(ref.type).shape
+        base = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref))
+        if word_count > 1:
+            offset = arith.shrui(first_column.registers[()], _i32(3))
+            base = arith.addi(base, arith.extui(i64, offset))
+        addresses = [base]
+        if row_count > 1:
+            row = arith.addi(first_row.registers[()], _own_row())
+            row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 4 * word_count))
+            addresses = [
+                arith.addi(base, arith.muli(arith.extui(i64, row), row_bytes))
+                for row in (_clamped(row, half, _i32(row_count - 1)) for half in range(2))
+            ]
+
+        own_shift = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
+
+        def read(address):
+            """The words of a row, whose lowest bit is that of this thread's first column."""
+            if word_count == 1:
+                return [_asm("ld.global.nc.b32 $0, [$1];", "=r,l", [address], i32)] * words
+            results = ", ".join(f"${n}" for n in range(words))
+            text = f"ld.global.nc.v{words}.b32 {{{results}}}, [${words}];"
+            four = llvm.StructType.get_literal([i32] * words)
+            loaded = _asm(text, "=r," * words + "l", [address], four)
+            loaded = [llvm.extractvalue(i32, loaded, [n]) for n in range(words)]
+            return [arith.shrui(word, own_shift) for word in loaded]
+
+        halves = [read(address) for address in addresses]
+        halves = halves * 2 if row_count == 1 else halves
+        out = like.registers.copy()
+        for index, group, half, pair in _fragments(like.registers):
+            for e in range(2):
+                pair = _insert(pair, halves[half][(2 * group + e) % words], e)
+            out[index] = pair
+        return _like(like, out)
+
+    return load(ref, jnp.int32(first_row), jnp.int32(first_column), zeros)
+
+
+def keep_where(tile: jax.Array, bits: jax.Array, fill: float) -> jax.Array:
+    """`(64, n)` float32 tile where the bit that `load_bits` gave is set, else `fill`."""
+    if interpreting():
+        return jnp.where(bits != 0, tile, fill)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _TILE), return_type=shape)
+    def keep(_, tile, bits):
+        words = {
+            (2 * group + e, half): _extract(pair, e)
+            for _, group, half, pair in _fragments(bits.registers)
+            for e in range(2)
+        }
+        filler = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), fill))
+        out = tile.registers.copy()
+        for index, group, half, pair in _fragments(tile.registers):
+            word, first_bit = divmod(8 * group, 32)
+            for e in range(2):
+                bit = arith.andi(words[word, half], _i32(1 << (first_bit + e)))
+                is_set = arith.cmpi(arith.CmpIPredicate.ne, bit, _i32(0))
+                pair = _insert(pair, arith.select(is_set, _extract(pair, e), filler), e)
+            out[index] = pair
+        return _like(tile, out)
+
+    return keep(tile, bits)
 
 
 def row_products(a_ref, b_ref, first, last) -> jax.Array:

@@ -12,6 +12,9 @@ if not HAS_NVIDIA_GPU:
     # With the CUDA plugin installed to compile kernels, jax would look for a GPU and warn.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# Processes of `pytest -n` share a GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 # Interpret mode runs each warpgroup as a program of its own that waits for the others; XLA's pool
 # has as many threads as there are cores, and a kernel with more warpgroups would hang.
 os.environ.setdefault("NPROC", "16")

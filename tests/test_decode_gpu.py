@@ -10,7 +10,7 @@ import pytest
 
 import jax_flash
 from tests.test_decode import inputs, paged, written
-from tests.test_decode_kernel import SCALES, attention, check
+from tests.test_decode_kernel import SCALES, attention, check, check_float8_queries_of_any_size
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +41,10 @@ def test_pages(H, page_size):
 def test_float8_caches(H, dtype):
     options = dict(page_size=16, local_window_size=600) if dtype == "float16" else {}
     check(inputs(6, 2, 1024, 8, 2, H, dtype), LENGTHS, scales=SCALES, **options)
+
+
+def test_float8_queries_of_any_size():
+    check_float8_queries_of_any_size(128)
 
 
 @pytest.mark.parametrize("num_splits", [1, 5])

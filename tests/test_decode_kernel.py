@@ -63,7 +63,8 @@ def check(arrays, lengths, *, page_size=None, num_splits=None, scales=None, **op
     )
     assert out.dtype == query.dtype
     error = np.abs(np.asarray(out, np.float64) - exact_out)
-    assert (error <= ROUNDING[query.dtype.name] * bound + 1e-30).all(), (error / bound).max()
+    allowed = ROUNDING[query.dtype.name] * bound + 1e-30
+    assert (error <= allowed).all(), (error / allowed).max()
     np.testing.assert_allclose(lse, exact_lse, atol=1e-4, rtol=1e-5)
 
 
@@ -123,6 +124,21 @@ SCALES = np.array([[0.02, 0.015], [0.1, 3.0]], np.float32)
 def test_float8_caches(H, dtype, options):
     with interpret_mode():
         check(inputs(2, 2, 256, 4, 2, H, dtype), [70, 231], scales=SCALES, **options)
+
+
+def check_float8_queries_of_any_size(H):
+    """Which float16 could not hold: they take part in products of float16."""
+    query, key, value = inputs(2, 2, 256, 4, 4, H, "bfloat16")
+    sizes = np.array([2.0**-60, 2.0**60, 1.0, 2.0**-20], np.float32)
+    query = (query * sizes[:, None]).astype(query.dtype)
+    key = (key / sizes[:, None]).astype(key.dtype)
+    scales = np.stack([SCALES[0, 0] / sizes, np.full(4, SCALES[1, 0])]).astype(np.float32)
+    check((query, key, value), [70, 231], scales=scales)
+
+
+def test_float8_queries_of_any_size():
+    with interpret_mode():
+        check_float8_queries_of_any_size(64)
 
 
 def test_logits_that_grow():

@@ -148,6 +148,8 @@ def test_attention_runs_what_explain_says(on, monkeypatch):
             "segment ids",
         ),
         ({"local_window_size": 9, "sinks": jnp.ones(N)}, None),
+        ({"mask": jnp.ones((B, 1, T, S), bool)}, None),
+        ({"bias": jnp.ones((N, 1, S), jnp.float16), "is_causal": True}, None),
         ({"local_window_size": 9, "logits_soft_cap": 30.0}, "logits_soft_cap"),
     ],
 )

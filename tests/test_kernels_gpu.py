@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_flash
+from tests.test_kernel_elements import random_bias, random_mask, shape_of
 from tests.test_kernel_intervals import as_arrays
 from tests.test_kernels import check, few_thread_blocks, inputs, with_a_jump
 
@@ -356,6 +357,50 @@ def test_second_call_compiles_nothing():
         assert not compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+ELEMENTS = {
+    "dense mask": dict(mask="bnts"),
+    "key mask": dict(mask="bs", is_causal=True),
+    "dense bias": dict(bias="bnts", local_window_size=(300, 100)),
+    "bias of heads": dict(bias="nts", is_causal=True),
+    "bias of keys": dict(bias="bs"),
+    "both": dict(mask="bts", bias="nts", query_seq_lengths=[500, 1157]),
+}
+
+
+@pytest.mark.parametrize("kind", ELEMENTS)
+@pytest.mark.parametrize("H", [64, 128, 160, 256])
+def test_mask_and_bias(H, kind):
+    """With rows that see nothing, odd lengths, and the gradient of the bias."""
+    options = as_arrays(ELEMENTS[kind])
+    case = H // 64 + list(ELEMENTS).index(kind)
+    T, S = [(1157, 1091), (640, 768)][case % 2]
+    N, K = [(2, 2), (4, 2), (3, 1)][case % 3]
+    if "mask" in options:
+        options["mask"] = random_mask(shape_of(options["mask"], 2, N, T, S))
+    if "bias" in options:
+        dtype = [jnp.bfloat16, jnp.float32][case % 2]
+        options["bias"] = random_bias(shape_of(options["bias"], 2, N, T, S), dtype)
+    arrays = inputs(2, T, S, N, K, H, [jnp.bfloat16, jnp.float16][case % 2], seed=case)
+    check(arrays, **options, deterministic=case % 4 == 0)
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_mask_and_bias_repeats_are_bit_equal(H):
+    """All gradients, 100 times, with thread blocks of many tiles."""
+    query, key, value, dout, _ = inputs(2, 1157, 1157, 8, 4, H, jnp.bfloat16)
+    mask, bias = random_mask((2, 1, 1157, 1157)), random_bias((1, 8, 1157, 1157), jnp.bfloat16)
+
+    @jax.jit
+    def results(query, key, value, bias, dout):
+        function = functools.partial(attention, mask=mask, deterministic=True)
+        out, vjp = jax.vjp(function, query, key, value, bias)
+        return out, *vjp(dout)
+
+    first = results(query, key, value, bias, dout)
+    for _ in range(100):
+        chex.assert_trees_all_equal(results(query, key, value, bias, dout), first)
 
 
 def test_a_scan_over_layers_runs_each_kernel_once():

@@ -13,9 +13,25 @@ from pallas_kernels import config
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
-    "window": {"is_causal": True, "local_window_size": (700, 0)},
+    "window": {"is_causal": True, "local_window_size": (1000, 0)},
+    "narrow": {"is_causal": True, "local_window_size": (100, 0)},  # settings of width 64 alone
 }
 
+# Mask, axes of [B, N, T, S] that a dense mask and a bias have, dtype of the bias (None for that of
+# the inputs), and whether gradients are deterministic.
+ELEMENTS: dict[str, tuple[str, str | None, str | None, Any, bool]] = {
+    "dense-mask": ("window", "bnts", None, None, False),
+    "key-bias": ("lengths", None, "bs", jnp.float32, False),
+    "dense-bias": ("causal", None, "nts", jnp.float32, True),
+    "mask-bias": ("full", "bts", "nts", None, False),
+}
+# The widths that each is compiled at. Dense biases spill at 256, and with a mask at 128.
+ELEMENT_WIDTHS = {
+    "dense-mask": (64, 256),
+    "key-bias": (64, 128, 256),
+    "dense-bias": (128, 160),
+    "mask-bias": (64, 160),
+}
 # Query and value widths beside those of `config.WIDTHS`.
 OTHER_WIDTHS = [(192, 128), (192, 192), (96, 96), (160, 160), (40, 72)]
 
@@ -32,6 +48,8 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
     """`(id, fn, args)`: fn calls kernels, args are pytrees of `jax.ShapeDtypeStruct`."""
     cases = []
     for width, mask, shape in itertools.product(config.WIDTHS, MASKS, SHAPES):
+        if mask == "narrow" and width != 64:
+            continue
         T, S, N, K, dtype = SHAPES[shape]
         query = jax.ShapeDtypeStruct((BATCH, T, N, width), dtype)
         key = jax.ShapeDtypeStruct((BATCH, S, K, width), dtype)
@@ -53,14 +71,14 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
             if lengths is not None:
                 case_name = f"H{width}-lengths-{shape}-sinks"
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
-    return cases + _cases_of_other_widths()
+    return cases + _cases_of_other_widths() + _cases_of_elements()
 
 
 def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
-    """Every mask with tails, which takes most registers, one case without, and one with sinks."""
+    """Deterministic gradients without tails, and with tails the masks that take most registers."""
     cases = []
     for width, value_width in OTHER_WIDTHS:
-        for mask, shape in [("full", "even"), *((m, "ragged") for m in (*MASKS, "lengths"))]:
+        for mask, shape in (("full", "even"), ("window", "ragged"), ("lengths", "ragged")):
             T, S, N, K, dtype = SHAPES[shape]
             shapes = (T, N, width), (S, K, width), (S, K, value_width), (T, N, value_width)
             args = [jax.ShapeDtypeStruct((BATCH, *s), dtype) for s in shapes]
@@ -71,11 +89,29 @@ def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
             fn = _forward_and_backward(MASKS.get(mask, {}), deterministic)
             name = f"H{width}-h{value_width}-{mask}-{shape}{'-deterministic' * deterministic}"
             cases.append((name, fn, tuple(args)))
-        # The arguments of the last one: lengths by batch entry.
-        query, key, value, _, _, lengths = args
-        sinks = jax.ShapeDtypeStruct((N,), jnp.float32)
-        name = f"H{width}-h{value_width}-lengths-ragged-sinks"
-        cases.append((name, _forward_with_sinks({}), (query, key, value, sinks, lengths)))
+    return cases
+
+
+def _cases_of_elements() -> list[tuple[str, Callable, Any]]:
+    """With tails, which take most registers."""
+    cases = []
+    T, S, N, K, dtype = SHAPES["ragged"]
+    sizes = dict(b=BATCH, n=N, t=T, s=S)
+
+    def array(axes: str | None, dtype):
+        shape = tuple(size if axis in axes else 1 for axis, size in sizes.items()) if axes else ()
+        return jax.ShapeDtypeStruct(shape, dtype) if axes else None
+
+    for kind, width in ((k, width) for k, widths in ELEMENT_WIDTHS.items() for width in widths):
+        mask, mask_axes, bias_axes, bias_dtype, deterministic = ELEMENTS[kind]
+        query = jax.ShapeDtypeStruct((BATCH, T, N, width), dtype)
+        key = jax.ShapeDtypeStruct((BATCH, S, K, width), dtype)
+        lse = jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32)
+        lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if mask == "lengths" else None
+        dense_mask, bias = array(mask_axes, bool), array(bias_axes, bias_dtype or dtype)
+        fn = _forward_and_backward(MASKS.get(mask, {}), deterministic)
+        args = query, key, key, query, lse, lengths, dense_mask, bias
+        cases.append((f"H{width}-{mask}-{kind}", fn, args))
     return cases
 
 
@@ -143,11 +179,13 @@ def _forward_with_sinks(mask: dict[str, Any]) -> Callable:
 
 
 def _forward_and_backward(mask: dict[str, Any], deterministic: bool) -> Callable:
-    def attention(query, key, value, lengths):
+    def attention(query, key, value, bias, lengths, dense_mask):
         return jax_flash.attention(
             query,
             key,
             value,
+            bias,
+            dense_mask,
             **mask,
             key_value_seq_lengths=lengths,
             return_residual=True,
@@ -155,8 +193,9 @@ def _forward_and_backward(mask: dict[str, Any], deterministic: bool) -> Callable
             deterministic=deterministic,
         )
 
-    def run(query, key, value, dout, dlse, lengths=None):
-        results, backward = jax.vjp(lambda *x: attention(*x, lengths), query, key, value)
+    def run(query, key, value, dout, dlse, lengths=None, dense_mask=None, bias=None):
+        function = lambda *x: attention(*x, lengths, dense_mask)
+        results, backward = jax.vjp(function, query, key, value, bias)
         return results, backward((dout, dlse))
 
     return run

@@ -66,8 +66,9 @@ def _visible(problem, T: int, S: int, intervals):
     return visible[None]
 
 
-def _attention(query, key, value, sinks, intervals, *, problem, config):
+def _attention(query, key, value, sinks, intervals, elements, *, problem, config):
     del config
+    assert elements == (None, None)
     assert (problem.batch, problem.heads) == (query.shape[0], query.shape[2])
     assert problem.kv_heads == key.shape[2]
     query = query[:, : problem.query_length]

@@ -1,0 +1,68 @@
+"""Options and shapes at random, together, on the kernels: every result beside float64.
+
+A case is drawn from its number alone, so that one that fails can be run again by its name.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.interpret import interpret_mode
+from tests.test_kernel_elements import random_bias, random_mask, shape_of
+from tests.test_kernels import check, inputs
+
+AXES = ["bnts", "nts", "bts", "bs", "ns", "s", "bnt", ""]  # of a mask or a bias
+
+
+def draw(number: int, longest: int, most: int) -> tuple[tuple, dict[str, Any]]:
+    """Arguments of `check`: arrays and options.
+
+    Args:
+      number: of the case.
+      longest: what T and S may be.
+      most: what the batch, the key heads and the query heads of each may be.
+    """
+    rng = np.random.default_rng([number, longest])
+    some = lambda share: rng.random() < share
+    B, K, group = (int(rng.integers(1, most + 1)) for _ in range(3))
+    T, S = (int(rng.integers(1, longest + 1)) for _ in range(2))
+    H = int(rng.choice([64, 128, 256, *(8 * rng.integers(1, 33, 2))]))
+    h = H if some(0.7) else int(8 * rng.integers(1, 33))
+    dtype = [jnp.bfloat16, jnp.float16][int(some(0.3))]
+    arrays = inputs(B, T, S, K * group, K, H, dtype, seed=number, h=h)
+
+    options: dict[str, Any] = dict(is_causal=some(0.5), deterministic=some(0.3))
+    if some(0.4):
+        options["local_window_size"] = tuple(int(x) for x in rng.integers(0, S + 1, 2))
+    if some(0.5):
+        options["query_offset"] = int(rng.integers(-T, S + 1))
+    elif some(0.3):
+        options["query_offset"] = jnp.array(rng.integers(-T, S + 1, B))
+    for name, length in (("query_seq_lengths", T), ("key_value_seq_lengths", S)):
+        if some(0.25):
+            options[name] = jnp.array(rng.integers(0, length + 1, B))
+    if some(0.3):
+        options["sinks"] = jnp.array(rng.normal(0, 3, K * group), jnp.float32)
+    shape = lambda: shape_of(str(rng.choice(AXES)), B, K * group, T, S)
+    if some(0.3):
+        options["mask"] = random_mask(shape(), seed=number)
+    if some(0.3):
+        dtype = [jnp.float32, jnp.bfloat16, jnp.float16][int(rng.integers(3))]
+        options["bias"] = random_bias(shape(), dtype, seed=number)
+    return arrays, options
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_combinations_in_interpret_mode(number):
+    arrays, options = draw(number, 70, 2)
+    with interpret_mode():
+        check(arrays, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(200))
+def test_combinations(number):
+    arrays, options = draw(number, 700, 3)
+    check(arrays, **options)
