@@ -63,7 +63,9 @@ def attention(
     values), in the LSE (there rounded to the input dtype, and not differentiable), and in refusing
     what makes no sense (an integer bias, a negative window, inputs of unlike ranks).
 
-    It can be transformed by jit, grad, vmap over any axes, checkpoint, scan and export.
+    It can be transformed by jit, grad, vmap over any axes, checkpoint, scan, shard_map and export.
+    Under jit, operands may be sharded over batch and heads; for a sharded sequence there is
+    `jax_flash.ring_attention`.
     `implementation="xla"` also has forward-mode and higher derivatives.
 
     Args:

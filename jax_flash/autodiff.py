@@ -23,6 +23,7 @@ from jax.interpreters import mlir
 
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
+from jax_flash.sharding import over_devices, placed, vary_alike
 from pallas_kernels import backward, forward
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels.config import SUPPORTED_WIDTHS, Config, Problem, default
@@ -67,6 +68,29 @@ def unsupported(call: Call) -> str | None:
 
 def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     """Attention on the kernels; call must be one that `unsupported` has no reason against."""
+    settings, operands = _prepared(call)
+    out, lse = _attention(settings, *operands)
+    return out, lse.transpose(0, 2, 1)
+
+
+def gradients(
+    call: Call, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value where the keys of the call are a part of all keys.
+
+    Args:
+      call: as for `attention`, without sinks.
+      out, lse: results over all keys, `[B, T, N, h]` and `[B, T, N]`.
+      d_out, d_lse: their cotangents.
+    """
+    settings, operands = _prepared(call)
+    lse, d_lse = (x.transpose(0, 2, 1) for x in (lse, d_lse))
+    residuals = _Static(False), *operands, out, lse
+    return _attention_backward(settings, residuals, (d_out, d_lse))[:3]
+
+
+def _prepared(call: Call):
+    """The arguments of `_attention`: settings and operands."""
     assert isinstance(call.scale, (int, float))  # else unsupported
     lowest, highest, intervals = _intervals(call)
     width, value_width = call.query.shape[-1], call.value.shape[-1]
@@ -92,15 +116,14 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     )
     sinks: tuple[jax.Array, ...] = ()
     if call.sinks is not None:
-        # For each batch entry, as vmap makes the batch longer.
-        batch_and_heads = call.query.shape[0], call.query.shape[2]
-        sinks = (jnp.broadcast_to(call.sinks.astype(jnp.float32), batch_and_heads),)
+        # For each batch entry, as vmap makes the batch longer, and sharded as the query is.
+        batch_and_heads = jnp.zeros_like(call.query[:, 0, :, 0], jnp.float32)
+        sinks = (batch_and_heads + call.sinks.astype(jnp.float32),)
     problem = settings.problem(call.query, call.key, call.value)
     key, value = call.key, call.value
     if has_mask:
         key, value = (_zero_masked(x, call.visibility, problem) for x in (key, value))
-    out, lse = _attention(
-        settings,
+    operands = (
         _zero_unseeing(call.query, problem, intervals),
         _zero_unseen(key, problem, intervals),
         _zero_unseen(value, problem, intervals),
@@ -108,7 +131,7 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
         intervals,
         elements,
     )
-    return out, lse.transpose(0, 2, 1)
+    return settings, placed(operands, _OPERANDS)
 
 
 def _intervals(call: Call) -> tuple[int | None, int | None, tuple[jax.Array, ...]]:
@@ -288,8 +311,18 @@ def _sink_gradient(sink, out, lse, d_out, d_lse):
 _attention.defvjp(_attention_with_residuals, _attention_backward, symbolic_zeros=True)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
-def _run_forward(settings, query, key, value, sinks, intervals, elements):
+# Letters of `sharding.over_devices`: of several arrays, and of the operands of `_attention`.
+_QUERY, _KEY, _ROWS, _INTERVALS, _ELEMENTS = "b.n.", "b.k.", "bn.", "b..", "bn.."
+_OPERANDS = _QUERY, _KEY, _KEY, "bn", _INTERVALS, _ELEMENTS
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
+def _run_forward(settings, leading, *args):
+    run = functools.partial(_local_forward, settings)
+    return over_devices(run, _OPERANDS, (_QUERY, _ROWS), leading)(*args)
+
+
+def _local_forward(settings, query, key, value, sinks, intervals, elements):
     problem = settings.problem(query, key, value)
 
     def kernel(query, key, value, sinks, intervals, elements):
@@ -315,8 +348,16 @@ def _run_forward(settings, query, key, value, sinks, intervals, elements):
     return _on_hopper(kernel, out_types, query, key, value, sinks, intervals, elements)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _run_backward(
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_backward(settings, leading, *args):
+    operands = _QUERY, _KEY, _KEY, _INTERVALS, _ELEMENTS, _ELEMENTS, _QUERY, _ROWS, _QUERY, _ROWS
+    differentiated = args[5]
+    results = _QUERY, _KEY, _KEY, *(_ELEMENTS for _ in differentiated)
+    run = functools.partial(_local_backward, settings)
+    return over_devices(run, operands, results, leading)(*args)
+
+
+def _local_backward(
     settings, query, key, value, intervals, elements, differentiated, out, lse, d_out, d_lse
 ):
     """Gradients of query, key, value, and of the bias where `differentiated` has one."""
@@ -376,41 +417,43 @@ def _pad_rows(x):
     return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
 
 
-def _folding_vmap(function):
-    """`function` of arrays `[B, ...]`, where vmap makes the batch longer instead of a new axis.
+def _folding_vmap(run, leading: int = 0):
+    """`run(leading, *arrays)` of arrays `[B, ...]`, where vmap gives all one more leading axis.
 
-    Its arguments may be tuples of such arrays, or `Elements`, whose arrays may have an axis of 1
-    for the batch, or of what divides it.
+    Each device makes the leading axes part of its batch (`over_devices`): done here, that would
+    gather a batch that is sharded. Its arguments may be tuples of such arrays, or `Elements`, whose
+    arrays may have an axis of 1 for the batch, or of what divides it.
     """
-    function = jax.custom_batching.custom_vmap(function)
+    function = jax.custom_batching.custom_vmap(functools.partial(run, leading))
 
     @function.def_vmap
     def _(axis_size, in_batched, *args):
-        def fold(x, batched):
-            x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
+        def spread(x, batched):
+            return x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
 
-        def fold_element(x, batched):
-            return x if x.shape[0] == 1 and not batched else fold(x, batched)
+        def spread_element(x, batched):
+            is_one = not batched and set(x.shape[: leading + 1]) == {1}
+            return x[None] if is_one else spread(x, batched)
 
-        out = function(
-            *(
-                jax.tree.map(fold_element if isinstance(arg, Elements) else fold, arg, batched)
-                for arg, batched in zip(args, in_batched, strict=True)
-            )
+        spread_args = (
+            jax.tree.map(spread_element if isinstance(arg, Elements) else spread, arg, batched)
+            for arg, batched in zip(args, in_batched, strict=True)
         )
-        unfold = lambda x: x.reshape(axis_size, -1, *x.shape[1:])
-        return jax.tree.map(unfold, out), jax.tree.map(lambda _: True, out)
+        out = _folding_vmap(run, leading + 1)(*spread_args)
+        return out, jax.tree.map(lambda _: True, out)
 
     return function
 
 
 def _on_hopper(kernel, out_types, *args):
     """Runs `kernel`; lowered for anything but CUDA (no interpret mode either) it says so."""
+    run = lambda *args: vary_alike(kernel(*args), args)
     if interpreting():
-        return kernel(*args)
+        return run(*args)
     refuse = lambda *args: tuple(_refuse_p.bind(*jax.tree.leaves(args), out_types=out_types))
-    return lax.platform_dependent(*args, cuda=kernel, default=refuse)
+    return lax.platform_dependent(
+        *args, cuda=run, default=lambda *args: vary_alike(refuse(*args), args)
+    )
 
 
 # Stands where the kernels would be on a platform that cannot run them.

@@ -22,6 +22,7 @@ from jax_flash.api import _array, _int32, _is_number, _need, _window
 from jax_flash.autodiff import _keep_apart, _on_hopper
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
+from jax_flash.sharding import over_devices, vary_alike
 from pallas_kernels import combine
 from pallas_kernels import decode as kernel
 
@@ -414,13 +415,36 @@ def _run(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shar
     """Output and LSE.
 
     Args:
-      problem: of this call, but for the batch.
+      problem: of this call, but for batch and heads.
       num_splits: None for what fills the GPU.
       of_entries: arrays of `kernel.attention` that have a batch axis.
       shared: those that have none, None left out.
     """
+    local = functools.partial(_local, problem, num_splits)
+    letters = [{name: _LETTERS[name] for name in arrays} for arrays in (of_entries, shared)]
+    if "page_table" in of_entries:  # a page may be of any sequence
+        letters[1] |= {"key_cache": "..k.", "value_cache": "..k."}
+    return over_devices(local, tuple(letters), ("b.n.", "b.n"))(of_entries, shared)
+
+
+# Of `sharding.over_devices`.
+_LETTERS = {
+    "query": "b.n.",
+    "key_cache": "b.k.",
+    "value_cache": "b.k.",
+    "lengths": "b",
+    "page_table": "b.",
+    "sinks": "n",
+    "key_scale": "k",
+    "value_scale": "k",
+}
+
+
+def _local(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shared):
+    """What `_run` gives, of the batch entries and heads that one device has."""
     B, T, N, _ = of_entries["query"].shape
-    problem = dataclasses.replace(problem, batch=B)
+    K = (of_entries | shared)["key_cache"].shape[2]
+    problem = dataclasses.replace(problem, batch=B, heads=N, kv_heads=K)
     splits = num_splits or kernel.splits_for(problem)
 
     def run(of_entries, shared):
@@ -470,10 +494,12 @@ def _plain(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
 
     Each chunk is attention of its own, in float32, and joins the others by its LSE.
     """
-    B, T, N, _ = call.query.shape
+    B, T = call.query.shape[:2]
     h, S = call.value_cache.shape[3], call.capacity
-    out = jnp.zeros((B, T, N, h), jnp.float32)
-    lse = jnp.full((B, T, N), -jnp.inf, jnp.float32)
+    # Made of the query and typed like all operands, so that they are sharded as results are.
+    rows = jnp.zeros_like(call.query[..., 0], jnp.float32)
+    arrays = [x for x in vars(call).values() if isinstance(x, jax.Array)]
+    out, lse = vary_alike((rows[..., None] + jnp.zeros(h), rows - jnp.inf), arrays)
     if 0 in (B, T, S):
         return out.astype(call.query.dtype), lse
     chunk = min(S, _CHUNK if call.page_table is None else max(_CHUNK, call.key_cache.shape[1]))

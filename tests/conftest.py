@@ -19,6 +19,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # has as many threads as there are cores, and a kernel with more warpgroups would hang.
 os.environ.setdefault("NPROC", "16")
 
+# A machine of eight devices, to shard over.
+_DEVICES = "--xla_force_host_platform_device_count"
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8"
+
 
 def _no_hopper_gpu() -> str | None:
     """Why gpu tests cannot run here, None if they can."""

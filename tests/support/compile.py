@@ -333,12 +333,18 @@ def _importable(module: str) -> bool:
 
 
 @functools.cache
+def compile_only_devices(count: int) -> list:
+    """H100s of one host that exist as a description only; programs for them compile."""
+    with _quiet_stderr():
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name="H100", topology=f"1x{count}x1", target_config=H100
+        )
+    return list(topology.devices)
+
+
 def _compile_only_sharding() -> jax.sharding.NamedSharding:
     """Replicated over one H100 that exists as a description only."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="H100", topology="1x1x1", target_config=H100
-    )
-    mesh = jax.sharding.Mesh(np.array(topology.devices), ("x",))
+    mesh = jax.sharding.Mesh(np.array(compile_only_devices(1)), ("x",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 

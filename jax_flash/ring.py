@@ -1,0 +1,601 @@
+"""Attention of one sequence that is sharded over devices: three ways, all inside `jax.shard_map`.
+
+ring_attention         keys travel round the ring of devices, a part of them at a time
+ulysses_attention      devices exchange sequence for heads, and each has some heads of all
+all_gather_attention   every device gets all keys
+"""
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
+
+from jax_flash import api, autodiff, dispatch
+from jax_flash.call import Call
+from jax_flash.decode import _joined
+from jax_flash.sharding import vary_alike
+
+AxisName = str | tuple[str, ...]
+
+
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    zigzag: bool = False,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    return_residual: bool = False,
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """`jax_flash.attention` of sequences whose positions are sharded over a mesh axis.
+
+    Called inside `jax.shard_map` with what one device holds. Keys and values go round the ring of
+    devices, to the next one while attention to those that are there runs; the parts are merged by
+    their LSE in float32. In the backward pass the gradients of keys and values go round too. What a
+    device holds is linear in its own part of the sequence, whatever the number of devices, so this
+    is the one for the longest contexts. Keys that a window hides from all devices are not sent, and
+    the kernels do not compute what is hidden.
+
+    Use it when the attention of T x T positions takes longer than to send T keys and values: by the
+    rates of an H100 with NVLink, from a few thousand positions a device on. For shorter sequences,
+    see `ulysses_attention` and `all_gather_attention`.
+
+    A causal mask gives the last device the most to do. `zigzag` says that the sequence is in an
+    order that gives all the same, in which device i of n has the chunks i and 2n - 1 - i of 2n: see
+    `to_zigzag`.
+
+    Args:
+      query: `[B, T, N, H]`: this device's T positions of all; see `jax_flash.attention`.
+      key: `[B, S, K, H]`: this device's S positions.
+      value: `[B, S, K, h]`.
+      axis_name: the mesh axis that positions are sharded over, or several.
+      zigzag: positions are in zigzag order, else in their own. T and S are even.
+      scale: a number; None is 1 / sqrt(H).
+      is_causal, local_window_size: as in `jax_flash.attention`, of positions in the whole sequence.
+      query_segment_ids: integers `[B, T]`.
+      key_value_segment_ids: integers `[B, S]`.
+      logits_soft_cap: as in `jax_flash.attention`.
+      sinks: floating `[N]`.
+      return_residual: also return the LSE.
+      deterministic: gradients are the same bit by bit from run to run.
+      implementation: as in `jax_flash.attention`: "mosaic_gpu" or "xla".
+
+    Returns:
+      The output `[B, T, N, h]` of this device's positions; with `return_residual`, (output, LSE).
+      Both have gradients, reverse mode.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `jax_flash.attention`; and where axis_name is
+        no mesh axis of a surrounding `jax.shard_map`.
+
+    Sources: Liu et al. 2023 (ring attention); Brandon et al. 2023 (striped), and the zigzag order
+    of ring-flash-attention.
+    """
+    for name, flag in (("zigzag", zigzag), ("is_causal", is_causal)):
+        api._need(isinstance(flag, bool), name, flag, "True or False", TypeError)
+    number = scale is None or api._is_number(scale, numbers.Real)
+    api._need(number, "scale", type(scale).__name__, "None or a number", TypeError)
+    api._need(jnp.ndim(query) == 4, "query", jnp.shape(query), "[B, T, N, H]")
+    count = _axis_size(axis_name)
+    call = _call(
+        query,
+        key,
+        value,
+        scale=scale,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        return_residual=return_residual,
+        deterministic=deterministic,
+        implementation=implementation,
+    )
+    T, S = call.query.shape[1], call.key.shape[1]
+    api._need(not zigzag or T % 2 == S % 2 == 0, "zigzag", f"lengths {T} and {S}", "even ones")
+    see = call.visibility
+    ids: tuple[jax.Array, ...] = ()
+    if see.query_segment_ids is not None and see.key_value_segment_ids is not None:
+        ids = see.query_segment_ids, see.key_value_segment_ids
+    ring = _Ring(
+        axis_name=axis_name,
+        devices=count,
+        zigzag=zigzag,
+        is_causal=is_causal,
+        window=None if local_window_size is None else api._window(local_window_size),
+        scale=float(call.scale),
+        logits_soft_cap=call.logits_soft_cap,
+        deterministic=call.deterministic,
+        implementation=implementation,
+    )
+    operands = vary_alike((call.query, call.key, call.value, ids), lax.axis_index(axis_name))
+    out, lse = _attend(ring, *operands)
+    if call.sinks is not None:
+        out, lse = _with_sinks(out, lse, call.sinks)
+    return (out, lse) if return_residual else out
+
+
+def ulysses_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    return_residual: bool = False,
+    **options: Any,
+) -> Any:
+    """`jax_flash.attention` of a sharded sequence, in which devices exchange positions for heads.
+
+    Called inside `jax.shard_map` with the positions that one device holds, in their own order. Two
+    all-to-alls bring each device some heads of the whole sequence, and one brings back its
+    positions. What is sent shrinks with the number of devices, and the work is even for every mask,
+    so this is the one for devices that are no more than the heads. Where there are fewer key heads
+    than devices, they are sent more than once.
+
+    Args:
+      query: `[B, T, N, H]`, this device's T positions; the number of devices divides N.
+      key: `[B, S, K, H]`; the number of devices divides K, or K divides it.
+      value: `[B, S, K, h]`.
+      axis_name: the mesh axis that positions are sharded over, or several.
+      query_segment_ids: integers `[B, T]`.
+      key_value_segment_ids: integers `[B, S]`.
+      sinks: floating `[N]`.
+      return_residual: also return the LSE.
+      **options: `scale`, `is_causal`, `local_window_size`, `query_offset`, `logits_soft_cap`,
+        `deterministic`, `implementation` and `config` of `jax_flash.attention`, where positions are
+        those of the whole sequence.
+
+    Returns:
+      As `ring_attention`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `ring_attention`.
+
+    Source: Jacobs et al. 2023 (DeepSpeed-Ulysses).
+    """
+    _check_options(options, _ULYSSES_OPTIONS)
+    count = _axis_size(axis_name)
+    query, key, value = map(jnp.asarray, (query, key, value))
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        api._need(x.ndim == 4, name, x.shape, "four axes: batch, positions, heads, width")
+    N, K = query.shape[2], key.shape[2]
+    api._need(N % count == 0, "query", f"{N} heads", f"a multiple of the devices, {count}")
+    divides = K % count == 0 or count % K == 0
+    api._need(divides, "key", f"{K} heads", f"a multiple or a divisor of the devices, {count}")
+    if K % count:
+        key, value = (jnp.repeat(x, count // K, axis=2) for x in (key, value))
+
+    exchange = functools.partial(lax.all_to_all, axis_name=axis_name, tiled=True)
+    heads = functools.partial(exchange, split_axis=2, concat_axis=1)
+    gathered = _gathered(axis_name)
+    if sinks is not None:
+        sinks = lax.dynamic_slice_in_dim(
+            jnp.asarray(sinks), lax.axis_index(axis_name) * (N // count), N // count
+        )
+    out, lse = api.attention(
+        heads(query),
+        heads(key),
+        heads(value),
+        query_segment_ids=gathered(query_segment_ids),
+        key_value_segment_ids=gathered(key_value_segment_ids),
+        sinks=sinks,
+        return_residual=True,
+        **options,
+    )
+    out, lse = (exchange(x, split_axis=1, concat_axis=2) for x in (out, lse))
+    return (out, lse) if return_residual else out
+
+
+def all_gather_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    key_value_segment_ids: ArrayLike | None = None,
+    **options: Any,
+) -> Any:
+    """`jax_flash.attention` of a sharded sequence, for which every device gathers all keys.
+
+    Called inside `jax.shard_map` with the positions that one device holds, in their own order. The
+    simplest, and the one for sequences so short, or key heads so few, that all keys and values fit
+    on each device and are sent in less time than attention takes. With a causal mask the last
+    device has the most to do.
+
+    Args:
+      query: `[B, T, N, H]`, this device's T positions.
+      key: `[B, S, K, H]`, this device's S.
+      value: `[B, S, K, h]`.
+      axis_name: the mesh axis that positions are sharded over, or several.
+      key_value_segment_ids: integers `[B, S]`.
+      **options: `scale`, `is_causal`, `local_window_size`, `query_segment_ids`, `logits_soft_cap`,
+        `sinks`, `return_residual`, `deterministic`, `implementation` and `config` of
+        `jax_flash.attention`.
+
+    Returns:
+      As `ring_attention`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `ring_attention`.
+    """
+    _check_options(options, _ALL_GATHER_OPTIONS)
+    _axis_size(axis_name)
+    query = jnp.asarray(query)
+    api._need(query.ndim == 4, "query", query.shape, "[B, T, N, H]")
+    gathered = _gathered(axis_name)
+    offset = lax.axis_index(axis_name) * query.shape[1]
+    return api.attention(
+        query,
+        gathered(key),
+        gathered(value),
+        key_value_segment_ids=gathered(key_value_segment_ids),
+        query_offset=jnp.full(query.shape[0], offset),
+        **options,
+    )
+
+
+_ALL_GATHER_OPTIONS = (
+    "scale",
+    "is_causal",
+    "local_window_size",
+    "query_segment_ids",
+    "logits_soft_cap",
+    "sinks",
+    "return_residual",
+    "deterministic",
+    "implementation",
+    "config",
+)
+_ULYSSES_OPTIONS = (
+    "scale",
+    "is_causal",
+    "local_window_size",
+    "query_offset",
+    "logits_soft_cap",
+    "deterministic",
+    "implementation",
+    "config",
+)
+
+
+def _check_options(options: dict[str, Any], known: tuple[str, ...]) -> None:
+    for name in options:
+        api._need(name in known, "options", name, f"one of {', '.join(known)}", TypeError)
+
+
+def _gathered(axis_name: AxisName):
+    """A function that gathers `[B, T, ...]` of all devices along positions; None stays None."""
+    gather = functools.partial(lax.all_gather, axis_name=axis_name, axis=1, tiled=True)
+    return lambda x: None if x is None else gather(jnp.asarray(x))
+
+
+def to_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
+    """Positions along an axis in zigzag order, in which equal parts have equal work when causal.
+
+    Of 2n chunks, part i of n has the chunks i and 2n - 1 - i. Put the tokens (with their positions,
+    targets and segment ids) in this order once, before they are sharded, and all layers of a model
+    can stay in it.
+
+    Args:
+      x: any array, not yet sharded along the axis: there it would have to travel.
+      devices: n, into which the axis will be sharded; 2n divides its length.
+      axis: of positions.
+
+    Returns:
+      The same, reordered; `from_zigzag` gives x back.
+    """
+    return _reordered(x, _zigzag_chunks(devices), axis)
+
+
+def from_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
+    """Positions in their own order again, of an array that is not sharded; see `to_zigzag`."""
+    return _reordered(x, np.argsort(_zigzag_chunks(devices)), axis)
+
+
+def _zigzag_chunks(devices: int) -> np.ndarray:
+    """Which of 2n chunks stand where."""
+    first = np.arange(devices)
+    return np.stack([first, 2 * devices - 1 - first], axis=1).reshape(-1)
+
+
+def _reordered(x, chunks: np.ndarray, axis: int):
+    x = jnp.asarray(x)
+    axis = range(x.ndim)[axis]
+    length = x.shape[axis]
+    api._need(length % chunks.size == 0, "x", f"{length} positions", f"a multiple of {chunks.size}")
+    shape = (*x.shape[:axis], chunks.size, length // chunks.size, *x.shape[axis + 1 :])
+    return jnp.take(x.reshape(shape), chunks, axis=axis).reshape(x.shape)
+
+
+# --- one hop: the queries of a device and the keys of one -----------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hop:
+    """Attention of some parts of the queries to parts of the keys, all pairs of parts at once.
+
+    Attributes:
+      rows: queries of a part.
+      cols: keys of a part.
+      row_starts: first query of each pair, static or traced.
+      col_starts: first key of each pair.
+      offset: `query_offset` of every pair, or a traced one for each, `[pairs]`.
+      is_causal, window: whether the positions of a pair hide anything.
+    """
+
+    rows: int
+    cols: int
+    row_starts: tuple
+    col_starts: tuple
+    offset: Any = 0
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+
+    def of_rows(self, x):
+        """Rows of `[B, T, ...]` of all pairs: `[pairs * B, rows, ...]`."""
+        return _parts(x, self.row_starts, self.rows)
+
+    def of_cols(self, x):
+        return _parts(x, self.col_starts, self.cols)
+
+
+def _parts(x, starts, size: int):
+    if size == x.shape[1] and len(starts) == 1:
+        return x
+    return jnp.concatenate([lax.dynamic_slice_in_dim(x, start, size, axis=1) for start in starts])
+
+
+def _add_parts(total, parts, starts):
+    """Adds `[pairs * B, size, ...]` to what stands in `[B, T, ...]` from each pair's start on."""
+    for start, part in zip(starts, jnp.split(parts, len(starts)), strict=True):
+        there = lax.dynamic_slice_in_dim(total, start, part.shape[1], axis=1)
+        total = lax.dynamic_update_slice_in_dim(total, there + part, start, axis=1)
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """What of a ring attention is no array; see `ring_attention`."""
+
+    axis_name: AxisName
+    devices: int
+    zigzag: bool
+    is_causal: bool
+    window: tuple[int, int] | None
+    scale: float
+    logits_soft_cap: float | None
+    deterministic: bool
+    implementation: str | None
+
+    def shifts(self, T: int, S: int) -> list[int]:
+        """How many devices before its own each hop's keys come from, hops of no use left out."""
+        left, right = self._reach()
+        here = np.arange(self.devices)
+        needed = []
+        for shift in range(self.devices):
+            first_row = self._chunk_starts(here, T)[:, :, None]
+            first_col = self._chunk_starts((here - shift) % self.devices, S)[:, None, :]
+            last_row, last_col = first_row + self._chunk(T) - 1, first_col + self._chunk(S) - 1
+            if ((first_col <= last_row + right) & (first_row - left <= last_col)).any():
+                needed.append(shift)
+        return needed or [0]
+
+    def hop(self, shift: int, T: int, S: int) -> _Hop:
+        """The hop whose keys come from the device `shift` before this one."""
+        here = lax.axis_index(self.axis_name)
+        whole = _Hop(T, S, (0,), (0,))
+        if not self.is_causal and self.window is None:
+            return whole
+        if shift == 0 and T == S and not (self.zigzag and self.window is not None):
+            # Also in zigzag order: a device's own positions only ever increase.
+            return dataclasses.replace(whole, is_causal=self.is_causal, window=self.window)
+        if self.zigzag and self.window is None and T == S:
+            # The later chunk sees the other device's earlier one. And, of a device before this one,
+            # the earlier chunk sees the same; of one behind, the later chunk sees the later one.
+            half = T // 2
+            start = jnp.where(here >= shift, 0, half)
+            return _Hop(half, half, (half, start), (0, start))
+        rows, cols = self._chunk(T), self._chunk(S)
+        first_rows = self._chunk_starts(here, T)
+        first_cols = self._chunk_starts((here - shift) % self.devices, S)
+        pairs = list(itertools.product(range(T // rows), range(S // cols)))
+        return _Hop(
+            rows,
+            cols,
+            tuple(i * rows for i, _ in pairs),
+            tuple(j * cols for _, j in pairs),
+            offset=jnp.stack([first_rows[..., i] - first_cols[..., j] for i, j in pairs]),
+            is_causal=self.is_causal,
+            window=self.window,
+        )
+
+    def call(self, hop: _Hop, query, key, value, ids) -> Call:
+        """The attention of a hop, its pairs in the batch."""
+        offset = hop.offset
+        if not isinstance(offset, int):
+            offset = jnp.repeat(offset, query.shape[0])
+        query_ids, key_ids = ids or (None, None)
+        return _call(
+            hop.of_rows(query),
+            hop.of_cols(key),
+            hop.of_cols(value),
+            scale=self.scale,
+            is_causal=hop.is_causal,
+            local_window_size=hop.window,
+            query_offset=offset,
+            query_segment_ids=None if query_ids is None else hop.of_rows(query_ids),
+            key_value_segment_ids=None if key_ids is None else hop.of_cols(key_ids),
+            logits_soft_cap=self.logits_soft_cap,
+            return_residual=True,
+            deterministic=self.deterministic,
+            implementation=self.implementation,
+        )
+
+    def sent(self, arrays, distance: int):
+        """What the device `distance` before this one has."""
+        if distance % self.devices == 0:
+            return arrays
+        pairs = [(i, (i + distance) % self.devices) for i in range(self.devices)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), arrays)
+
+    def steps(self, T: int, S: int) -> list[tuple[int, int]]:
+        """The shift of each hop, and how much further the keys of the next one come from."""
+        shifts = self.shifts(T, S)
+        return list(zip(shifts, [*np.diff(shifts).tolist(), 0], strict=True))
+
+    def _reach(self) -> tuple[float, float]:
+        left, right = self.window or (math.inf, math.inf)
+        return left, min(right, 0) if self.is_causal else right
+
+    def _chunk(self, length: int) -> int:
+        return length // 2 if self.zigzag else length
+
+    def _chunk_starts(self, device, length: int):
+        """Position of the first row of each chunk of devices `[...]`: `[..., chunks]`."""
+        if not self.zigzag:
+            return (device * length)[..., None]
+        first = device * (length // 2)
+        last = (2 * self.devices - 1) * (length // 2) - first
+        return (np if isinstance(device, np.ndarray) else jnp).stack([first, last], axis=-1)
+
+
+# --- the ring -------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: _Ring, query, key, value, ids):
+    """Output `[B, T, N, h]` and LSE `[B, T, N]`; ids are those of queries and of keys, or none."""
+    return _attend_forward(ring, query, key, value, ids)[0]
+
+
+def _attend_forward(ring: _Ring, query, key, value, ids):
+    T, S = query.shape[1], key.shape[1]
+    rows = jnp.zeros(query.shape[:3], jnp.float32)
+    results = rows[..., None] + jnp.zeros(value.shape[-1]), rows - jnp.inf
+    out, lse = vary_alike(results, (query, key, value, ids))
+    steps = ring.steps(T, S)
+    there = ring.sent((key, value, *ids[1:]), steps[0][0])
+    for shift, further in steps:
+        coming = ring.sent(there, further)
+        hop = ring.hop(shift, T, S)
+        call = ring.call(hop, query, there[0], there[1], (*ids[:1], *there[2:]))
+        part_out, part_lse = dispatch.attention(call, ring.implementation)
+        assert part_lse is not None  # as the call asks for it
+        out, lse = _joined_parts((out, lse), (part_out, part_lse), hop.row_starts)
+        # What arrives is sent on once this hop is done: one is here and one on its way.
+        there, out, lse = lax.optimization_barrier((coming, out, lse))
+    out = checkpoint_name(out.astype(query.dtype), autodiff.OUT_NAME)
+    lse = checkpoint_name(lse, autodiff.LSE_NAME)
+    return (out, lse), (query, key, value, ids, out, lse)
+
+
+def _attend_backward(ring: _Ring, residuals, cotangents):
+    query, key, value, ids, out, lse = residuals
+    T, S = query.shape[1], key.shape[1]
+    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (query, key, value)]
+    d_query, *d_there = vary_alike(zeros, (query, key, value, ids))
+    # Else XLA may take the hops for those of the forward pass, and keep all keys from there on.
+    key, value, _ = lax.optimization_barrier((key, value, cotangents))
+    steps = ring.steps(T, S)
+    there = ring.sent((key, value, *ids[1:]), steps[0][0])
+    before = steps[0][0]
+    for shift, further in steps:
+        # Gradients of a hop go after their keys while those of the next hop are made.
+        coming, d_there = ring.sent(there, further), ring.sent(d_there, shift - before)
+        hop = ring.hop(shift, T, S)
+        call = ring.call(hop, query, there[0], there[1], (*ids[:1], *there[2:]))
+        of_hop = map(hop.of_rows, (out, lse, *cotangents))
+        d_part, *d_cols = _part_gradients(call, ring.implementation, *of_hop)
+        d_query = _add_parts(d_query, d_part, hop.row_starts)
+        d_there = [
+            _add_parts(d, part, hop.col_starts) for d, part in zip(d_there, d_cols, strict=True)
+        ]
+        there, d_there, d_query = lax.optimization_barrier((coming, d_there, d_query))
+        before = shift
+    d_key, d_value = ring.sent(d_there, ring.devices - before)
+    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _joined_parts(total, parts, starts):
+    """Output and LSE `[B, T, ...]` over their own keys and those of the parts of each pair."""
+    for index, start in enumerate(starts):
+        part = [jnp.split(x, len(starts))[index] for x in parts]
+        size = part[1].shape[1]
+        there = [lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in total]
+        total = [
+            lax.dynamic_update_slice_in_dim(x, joined, start, axis=1)
+            for x, joined in zip(total, _joined(there, part), strict=True)
+        ]
+    return total
+
+
+def _part_gradients(call: Call, implementation: str | None, out, lse, d_out, d_lse):
+    """Gradients of query, key and value where the call has a part of the keys.
+
+    Args:
+      call: attention to the part.
+      implementation: as for `jax_flash.attention`.
+      out, lse, d_out, d_lse: results over all keys, and their cotangents.
+    """
+    if dispatch.choose(call, implementation).implementation == "mosaic_gpu":
+        return autodiff.gradients(call, out, lse, d_out, d_lse)
+
+    def attention(query, key, value):
+        part = dataclasses.replace(call, query=query, key=key, value=value)
+        return dispatch.attention(part, implementation)
+
+    # out is the sum over parts of weight * part_out, and lse the logaddexp of their LSEs.
+    (part_out, part_lse), vjp = jax.vjp(attention, call.query, call.key, call.value)
+    weight = jnp.where(part_lse == -jnp.inf, 0.0, jnp.exp(part_lse - lse))
+    d_part = weight[..., None] * d_out.astype(jnp.float32)
+    d_part_lse = (d_part * (part_out.astype(jnp.float32) - out.astype(jnp.float32))).sum(-1)
+    return vjp((d_part.astype(part_out.dtype), d_part_lse + weight * d_lse))
+
+
+def _with_sinks(out, lse, sinks):
+    """Output and LSE with one more logit for each head; a row that sees nothing stays so."""
+    empty = lse == -jnp.inf
+    own = jnp.where(empty, 0.0, lse)
+    total = jnp.logaddexp(own, sinks.astype(jnp.float32))
+    weighted = out.astype(jnp.float32) * jnp.exp(own - total)[..., None]
+    return weighted.astype(out.dtype), jnp.where(empty, -jnp.inf, total)
+
+
+def _call(*args, **options) -> Call:
+    """The checked form of a call of `jax_flash.attention`."""
+    bound = inspect.signature(api.attention).bind(*args, **options)
+    bound.apply_defaults()
+    return api._checked(**bound.arguments)
+
+
+def _axis_size(axis_name: AxisName) -> int:
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name: got {axis_name!r}; needs a mesh axis of a surrounding jax.shard_map."
+        ) from error

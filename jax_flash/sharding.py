@@ -1,0 +1,430 @@
+"""Attention of operands that are sharded over batch and heads: each device works on what it holds.
+
+A kernel is one opaque call, which XLA would run on whole operands after it gathered them.
+`over_devices` tells XLA, or with explicit axis types JAX, that batch entries and heads are
+independent, and how grouped heads go with their keys:
+
+    letters of an axis   b    batch, split as that of the query is
+                         n    query heads, split as those of the query are
+                         k    key heads, split by as many of the same mesh axes as divide them
+                         .    whole on every device
+
+Where there are fewer key heads than parts of the query heads, devices hold the same key heads, take
+of them what their query heads read, and add up the gradients.
+"""
+
+import dataclasses
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from pallas_kernels.primitives import interpreting
+
+_logger = logging.getLogger("jax_flash")
+
+
+def over_devices(function: Callable, operands: Any, results: Any, leading: int = 0) -> Callable:
+    """`function`, run by each device on its own batch entries and heads.
+
+    Args:
+      function: of arrays, or trees of them; it takes every size from their shapes, and gives the
+        same for parts of the batch and of the heads as for the whole. The first operand with
+        batch and query heads says how both are split.
+      operands: letters of the axes of each array (see the module), such as "b.n.": a tuple, or any
+        tree that the arguments' begins with. An axis of size 1 is whole on every device.
+      results: likewise of what it gives. A result that lacks a split axis is a sum over it.
+      leading: axes before those, of all operands and results, whose first axis is the batch. They
+        are split like the query's, and each device makes them part of its batch.
+
+    Returns:
+      A function of the same arguments. Under `jax.shard_map` it is the same function.
+
+    Raises:
+      NotImplementedError: under a `jax.shard_map` over some mesh axes, where others are left.
+    """
+    prefix = "".join(map(str, range(leading)))
+
+    def run(*args):
+        arrays, letters, tree = _flat(args, operands)
+        letters = [prefix + axes for axes in letters]
+        result_letters = [prefix + axes for axes in jax.tree.leaves(results)]
+        sizes = _Sizes.of(arrays, letters)
+
+        def flat(*arrays):
+            lead = arrays[sizes.query].shape[:leading]
+            folded = [x.reshape(-1, *x.shape[leading + 1 :]) for x in arrays]
+            out = jax.tree.leaves(function(*jax.tree.unflatten(tree, folded)))
+            return tuple(x.reshape(*lead, -1, *x.shape[1:]) for x in out)
+
+        if interpreting() or _is_on_one_device():
+            out = flat(*arrays)
+        else:
+            partition = _explicit if _is_explicit(arrays) else _automatic
+            out = partition(flat, sizes, letters, result_letters)(*arrays)
+        return jax.tree.unflatten(jax.tree.structure(results), out)
+
+    return run
+
+
+def _is_on_one_device() -> bool:
+    """Whether what is traced is for one device, under a `jax.shard_map` over all mesh axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    others = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+    if not mesh.manual_axes or all(mesh.shape[name] == 1 for name in others):
+        return bool(mesh.manual_axes)
+    raise NotImplementedError(
+        f"implementation='mosaic_gpu': inside a jax.shard_map over {', '.join(mesh.manual_axes)}"
+        f" alone, XLA cannot split kernels over {', '.join(others)}. Name all mesh axes in it, or"
+        " use implementation='xla'."
+    )
+
+
+def placed(args: tuple, operands: Any) -> tuple:
+    """Arguments of a function `over_devices`, of the types that their gradients will have.
+
+    Args:
+      args: arrays, or trees of them.
+      operands: letters of their axes, as for `over_devices`.
+
+    Raises:
+      ValueError: by its explicit type one is sharded in a way that no device could work on alone.
+    """
+    arrays, letters, tree = _flat(args, operands)
+    if _is_explicit(arrays):
+        _, specs = _explicit_split(_Sizes.of(arrays, letters), letters, arrays)
+        arrays = list(map(jax.reshard, arrays, specs))
+    return vary_alike(jax.tree.unflatten(tree, arrays))
+
+
+def _flat(args, operands):
+    """Leaves of args, the letters of each, and the tree."""
+    arrays, tree = jax.tree.flatten(args)
+    return arrays, jax.tree.leaves(jax.tree.broadcast(operands, args)), tree
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Whole sizes of what may be split.
+
+    Attributes:
+      query: which operand is the query.
+      whole: size of the axes of each letter but ".".
+    """
+
+    query: int
+    whole: dict[str, int]
+
+    @staticmethod
+    def of(arrays, letters) -> "_Sizes":
+        query = next(i for i, axes in enumerate(letters) if {"b", "n"} <= set(axes))
+        keys = next(i for i, axes in enumerate(letters) if "k" in axes)
+        whole = {
+            axis: size
+            for i in (keys, query)
+            for axis, size in zip(letters[i], arrays[i].shape, strict=True)
+            if axis != "."
+        }
+        return _Sizes(query, whole)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.whole["k"]
+
+    @property
+    def group(self) -> int:
+        return self.whole["n"] // self.whole["k"]
+
+    def is_split(self, axis: str, size: int) -> bool:
+        """Whether an axis of this letter and size is one of those that can be split."""
+        return axis != "." and size == self.whole[axis]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """Mesh axes that split the axes of each letter.
+
+    Attributes:
+      sizes: of the whole.
+      mesh: size of each mesh axis.
+      names: mesh axes of each letter; those of "k" are those of "n", from the first on.
+    """
+
+    sizes: _Sizes
+    mesh: Mapping[str, int]
+    names: Mapping[str, tuple[str, ...]]
+
+    @staticmethod
+    def of(sizes: _Sizes, mesh: Mapping[str, int], specs, letters) -> "_Split":
+        """All as the query's are: by the first of its mesh axes, as many as divide the size."""
+        names = {
+            axis: _dividing(_names(entry), mesh, sizes.whole[axis])
+            for axis, entry in zip(letters[sizes.query], specs[sizes.query], strict=True)
+            if axis != "."
+        }
+        return _Split(sizes, mesh, names | {"k": _dividing(names["n"], mesh, sizes.kv_heads)})
+
+    @property
+    def sharing(self) -> tuple[str, ...]:
+        """Axes along which devices hold the same key heads for other query heads."""
+        return self.names["n"][len(self.names["k"]) :]
+
+    def specs(self, letters, arrays) -> list[PartitionSpec]:
+        """How arrays, of which `letters` has one string each, are split."""
+        return [
+            PartitionSpec(
+                *(
+                    (self.names[axis] or None) if self.sizes.is_split(axis, size) else None
+                    for axis, size in zip(axes, x.shape, strict=True)
+                )
+            )
+            for axes, x in zip(letters, arrays, strict=True)
+        ]
+
+    def local(self, function: Callable, letters, result_letters, result_specs) -> Callable:
+        """`function` of what one device holds, with collectives where results are sums."""
+
+        def run(*arrays):
+            out = function(*(map(self._own_heads, arrays, letters)))
+            return tuple(map(self._summed, out, result_letters, result_specs))
+
+        return run
+
+    def _heads_read(self) -> jax.Array:
+        """Which of a device's key heads its query heads read: one, or one for each."""
+        heads = self.sizes.whole["n"] // self._count("n")
+        group = self.sizes.group
+        first = lax.axis_index(self.sharing) * heads
+        count = 1 if group % heads == 0 else heads
+        return (first + jnp.arange(count)) // group
+
+    def _own_heads(self, x, letters: str):
+        if "k" not in letters or not self.sharing:
+            return x
+        return jnp.take(x, self._heads_read(), axis=letters.index("k"), mode="clip")
+
+    def _summed(self, x, letters: str, spec: PartitionSpec):
+        """A result in its place, added up over the devices that have parts of it."""
+        used = {name for entry in spec for name in _names(entry)}
+        missing = {name for names in self.names.values() for name in names} - used
+        if not missing:
+            return x
+        total = x.astype(jnp.float32)
+        if "k" in letters:
+            axis = letters.index("k")
+            shape = list(x.shape)
+            shape[axis] = self.sizes.kv_heads // self._count("k")
+            where = (slice(None),) * axis + (self._heads_read(),)
+            total = jnp.zeros(shape, jnp.float32).at[where].add(total)
+        return lax.psum(total, tuple(sorted(missing))).astype(x.dtype)
+
+    def _count(self, axis: str) -> int:
+        return math.prod(self.mesh[name] for name in self.names[axis])
+
+
+def _names(entry) -> tuple[str, ...]:
+    """Mesh axes of one entry of a PartitionSpec."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _dividing(names: tuple[str, ...], mesh: Mapping[str, int], size: int) -> tuple[str, ...]:
+    """The first of these mesh axes, as many as together divide size."""
+    count = len(names)
+    while size % math.prod(mesh[name] for name in names[:count]):
+        count -= 1
+    return names[:count]
+
+
+# --- axes of type Auto: XLA decides on the sharding ----------------------------------------------
+
+
+def _automatic(function, sizes: _Sizes, letters, result_letters) -> Callable:
+    """`function` with a rule for XLA's partitioner."""
+
+    def partition(mesh, arg_shapes, result_shapes):
+        arrays, consts = arg_shapes
+        had = [_spec_over(mesh, x) for x in arrays]
+        split = _Split.of(sizes, mesh.shape, had, letters)
+        wanted = split.specs(letters, arrays)
+        for x, before, after in zip(arrays, had, wanted, strict=True):
+            _warn_of_gather(x.shape, before, after)
+        out = split.specs(result_letters, result_shapes)
+        # There `run` is inlined; it hides the effects of references, which JAX refuses here.
+        local = split.local(run, letters, result_letters, out)
+        place = lambda spec: NamedSharding(mesh, spec)
+        return (
+            mesh,
+            lambda arrays, consts: local(*arrays),
+            [place(spec) for spec in out],
+            (tuple(map(place, wanted)), [place(PartitionSpec()) for _ in consts]),
+        )
+
+    def run(*arrays):
+        # custom_partitioning takes no constants, such as the kernels' tables: they become operands,
+        # of which each device then makes its own.
+        whole = jax.make_jaxpr(function)(*arrays)
+        partitioned = custom_partitioning(
+            lambda arrays, consts: jax.core.eval_jaxpr(whole.jaxpr, consts, *arrays)
+        )
+        partitioned.def_partition(
+            partition,
+            decode_shardings=False,  # as JAX fails where a part of a mesh axis splits an axis
+            sharding_rule=lambda mesh, operands, results: _rule(
+                sizes, mesh, operands, letters, results, result_letters
+            ),
+        )
+        return partitioned(arrays, whole.consts)
+
+    return run
+
+
+def _rule(sizes: _Sizes, mesh, operands, letters, results, result_letters) -> SdyShardingRule:
+    """Which axes of operands and results are split alike; operands without letters are whole."""
+    factors: dict[str, Any] = {axis: f"all_{axis}" for axis in sizes.whole} | {"k": "k"}
+    compound: dict[str, Any] = {}
+    if 1 in (sizes.group, sizes.kv_heads):
+        factors["n"] = "k" if sizes.group == 1 else "g"
+    elif all(
+        sizes.kv_heads % size == 0 or math.gcd(sizes.kv_heads, size) == 1
+        for size in mesh.shape.values()
+    ):
+        factors["n"], compound = CompoundFactor("k", "g"), {"g": sizes.group}
+    else:  # XLA would split the key heads by a part of a mesh axis
+        factors["n"] = "n"
+    own = (f"own{index}" for index in itertools.count())
+
+    def mapping(x, axes: str):
+        return ArrayMapping(
+            *(
+                factors[axis] if sizes.is_split(axis, size) else next(own)
+                for axis, size in zip(axes, x.shape, strict=True)
+            )
+        )
+
+    consts = ["." * len(x.shape) for x in operands[len(letters) :]]
+    return SdyShardingRule(
+        tuple(map(mapping, operands, [*letters, *consts])),
+        tuple(map(mapping, results, result_letters)),
+        **compound,
+    )
+
+
+def _spec_over(mesh, x) -> PartitionSpec:
+    """Which mesh axes split each axis of an array that has a sharding, in part or whole."""
+    indices = x.sharding.devices_indices_map(tuple(x.shape))
+    entries = []
+    for axis in range(len(x.shape)):
+        starts = np.array([indices[device][axis].start or 0 for device in mesh.devices.flat])
+        steps = [
+            np.abs(np.diff(starts.reshape(mesh.devices.shape), axis=i)).max(initial=0)
+            for i in range(mesh.devices.ndim)
+        ]
+        order = sorted(range(len(steps)), key=lambda i: -steps[i])
+        entries.append(tuple(mesh.axis_names[i] for i in order if steps[i] > 0))
+    return PartitionSpec(*entries)
+
+
+@functools.cache
+def _warn_of_gather(shape, had: PartitionSpec, wanted: PartitionSpec) -> None:
+    if gathered := _gathered(shape, had, wanted):
+        _logger.warning("attention gathers %s %s", gathered, _ADVICE)
+
+
+def _gathered(shape, had: PartitionSpec, wanted: PartitionSpec) -> str | None:
+    """What of an array is sharded that `wanted` has whole, None if nothing."""
+    for size, before, after in zip(shape, had, wanted, strict=True):
+        if extra := set(_names(before)) - set(_names(after)):
+            names = ", ".join(sorted(extra))
+            return f"an operand of shape {shape}, whose axis of {size} is sharded over {names}."
+    return None
+
+
+_ADVICE = (
+    "Only batch and heads are split, like the query's, by mesh axes that divide them. For a"
+    " sharded sequence there is jax_flash.ring_attention."
+)
+
+
+# --- axes of type Explicit: the sharding is part of the type --------------------------------------
+
+
+def _is_explicit(arrays) -> bool:
+    return any(
+        AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+        and any(entry is not None for entry in jax.typeof(x).sharding.spec)
+        for x in arrays
+    )
+
+
+def _explicit(function, sizes: _Sizes, letters, result_letters) -> Callable:
+    """`function` under `jax.shard_map`, over the mesh axes of type Explicit."""
+
+    def run(*arrays):
+        split, wanted = _explicit_split(sizes, letters, arrays)
+        mesh = jax.typeof(arrays[sizes.query]).sharding.mesh
+        whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        out = split.specs(result_letters, jax.eval_shape(function, *whole))
+        explicit = {
+            name
+            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if kind == AxisType.Explicit
+        }
+        return jax.shard_map(
+            split.local(function, letters, result_letters, out),
+            mesh=mesh,
+            in_specs=tuple(wanted),
+            out_specs=tuple(out),
+            axis_names=explicit,
+            check_vma=False,  # `local` adds up what is a sum
+        )(*map(jax.reshard, arrays, wanted))
+
+    return run
+
+
+def _explicit_split(sizes: _Sizes, letters, arrays) -> tuple[_Split, list[PartitionSpec]]:
+    """How arrays are to be split, and the spec of each, which is no coarser than it has."""
+    types = [jax.typeof(x) for x in arrays]
+    had = [
+        PartitionSpec(*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))) for x in types
+    ]
+    split = _Split.of(sizes, types[sizes.query].sharding.mesh.shape, had, letters)
+    wanted = split.specs(letters, types)
+    for x, before, after in zip(types, had, wanted, strict=True):
+        if gathered := _gathered(x.shape, before, after):
+            raise ValueError(f"attention: got {gathered} {_ADVICE}")
+    return split, wanted
+
+
+# --- inside jax.shard_map -------------------------------------------------------------------------
+
+
+def vary_alike(arrays: Any, others: Any = ()) -> Any:
+    """The same arrays, said to vary over every mesh axis that one of them or `others` varies over.
+
+    Inside `jax.shard_map` the type of an array says over which mesh axes it varies. Results of
+    Pallas kernels are said to vary over none. A gradient of what is made to vary here is summed
+    over the axes.
+    """
+    varying: frozenset[str] = frozenset().union(*map(_varying, jax.tree.leaves((arrays, others))))
+    cast = lambda x: lax.pcast(x, tuple(sorted(varying - _varying(x))), to="varying")
+    return jax.tree.map(cast, arrays)
+
+
+def _varying(x) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying

@@ -1,0 +1,106 @@
+"""For tests of sharding: the kernels in plain JAX, and the collectives of compiled programs."""
+
+import collections
+import contextlib
+import re
+from collections.abc import Iterator
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jax_flash import autodiff, xla
+from jax_flash.call import Call
+from jax_flash.masks import Visibility
+
+_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def mesh_of(shape: tuple[int, ...], axis_type: AxisType = AxisType.Auto, devices=None) -> Mesh:
+    """A mesh with axes "x", or "x" and "y", over the first CPU devices, or the given ones."""
+    devices = jax.devices("cpu") if devices is None else devices
+    axes = ("x", "y")[: len(shape)]
+    grid = np.array(devices[: np.prod(shape)]).reshape(shape)
+    return Mesh(grid, axes, axis_types=(axis_type,) * len(shape))
+
+
+def put(mesh: Mesh, *arrays_and_specs):
+    """Arrays, of each a pair with its PartitionSpec, on the devices of a mesh."""
+    return tuple(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in arrays_and_specs)
+
+
+def collectives(compiled) -> dict[str, int]:
+    """How many collectives of each kind a compiled program has."""
+    found = re.findall(rf"\b({'|'.join(_COLLECTIVES)})(?:-start)?\(", compiled.as_text())
+    return dict(collections.Counter(found))
+
+
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """The kernels of `attention` in plain JAX: interpret mode runs on one device at a time."""
+    # Programs must not outlive the kernels that they were traced with.
+    fresh = lambda run: jax.jit(lambda *args: run(*args), static_argnums=(0, 1))
+    with (
+        mock.patch.object(autodiff, "_run_forward", fresh(autodiff._run_forward.__wrapped__)),
+        mock.patch.object(autodiff, "_run_backward", fresh(autodiff._run_backward.__wrapped__)),
+        mock.patch.object(autodiff, "_on_hopper", lambda kernel, _, *args: kernel(*args)),
+        mock.patch.object(autodiff.forward, "attention", _attention),
+        mock.patch.object(autodiff.backward, "attention_gradients", _gradients),
+    ):
+        yield
+
+
+def _visible(problem, T: int, S: int, intervals):
+    """`[B or 1, T, S]`."""
+    rows, keys = jnp.arange(T)[:, None], jnp.arange(S)
+    if intervals is not None:
+        lo, hi = (x[..., None] for x in jnp.moveaxis(intervals, 1, 0))
+        return (lo <= keys) & (keys < hi)
+    visible = (keys < problem.key_length) & (rows >= 0)
+    if problem.lowest is not None:
+        visible &= rows + problem.lowest <= keys
+    if problem.highest is not None:
+        visible &= keys <= rows + problem.highest
+    return visible[None]
+
+
+def _attention(query, key, value, sinks, intervals, elements, *, problem, config):
+    del config
+    assert elements == (None, None)
+    assert (problem.batch, problem.heads) == (query.shape[0], query.shape[2])
+    assert problem.kv_heads == key.shape[2]
+    query = query[:, : problem.query_length]
+    visible = _visible(problem, query.shape[1], key.shape[1], intervals)
+    visibility = Visibility(mask=visible[:, None])
+    out, lse = xla.attention(Call(query, key, value, visibility, problem.scale))
+    lse = lse.transpose(0, 2, 1)
+    if sinks is None:
+        return out, lse
+    with_sinks = jnp.where(lse == -jnp.inf, lse, jnp.logaddexp(lse, sinks[..., None]))
+    weight = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - with_sinks))
+    return (out * weight.transpose(0, 2, 1)[..., None]).astype(out.dtype), with_sinks
+
+
+def _gradients(query, key, value, out, lse, d_out, d_lse, *, problem, intervals, **_):
+    """By the formula, from the LSE that is given, which may be of more keys than these."""
+    T = problem.query_length
+    query, out, d_out = (x[:, :T].astype(jnp.float32) for x in (query, out, d_out))
+    key, value = key.astype(jnp.float32), value.astype(jnp.float32)
+    every = lambda x: jnp.repeat(x, problem.group, axis=2)
+    summed = lambda x: x.reshape(*x.shape[:2], -1, problem.group, x.shape[3]).sum(3)
+    visible = _visible(problem, T, key.shape[1], intervals)[:, None]
+    seeing = jnp.isfinite(lse)[..., None]
+    logits = jnp.einsum("btnh,bsnh->bnts", query, every(key)) * problem.scale
+    weights = jnp.exp(logits - jnp.where(seeing, lse[..., None], 0))
+    weights = jnp.where(visible & seeing, weights, 0)
+    delta = (d_out * out).sum(-1).transpose(0, 2, 1) - d_lse
+    d_weights = jnp.einsum("btnh,bsnh->bnts", d_out, every(value))
+    d_logits = weights * (d_weights - delta[..., None]) * problem.scale
+    gradients = (
+        jnp.einsum("bnts,bsnh->btnh", d_logits, every(key)),
+        summed(jnp.einsum("bnts,btnh->bsnh", d_logits, query)),
+        summed(jnp.einsum("bnts,btnh->bsnh", weights, d_out)),
+    )
+    return tuple(x.astype(problem.dtype) for x in gradients)

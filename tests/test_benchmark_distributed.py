@@ -1,0 +1,70 @@
+"""The benchmark of several devices runs, checks what it times, and notices what is wrong."""
+
+import functools
+import json
+
+import jax
+import pytest
+
+import jax_flash
+from benchmarks import distributed
+
+SMALL = "--length 64 --heads 4 --key-heads 2 --width 8 --iterations 1 --implementation xla"
+
+
+@pytest.fixture(autouse=True)
+def short_checks(monkeypatch):
+    monkeypatch.setattr(distributed, "_CHECKED_LENGTH", 16)
+
+
+def run(tmp_path, *arguments):
+    """Exit status and record of a small run over two devices."""
+    options = [*SMALL.split(), "--devices", "2", "--results", str(tmp_path)]
+    status = distributed.main([*options, *arguments])
+    (path,) = tmp_path.glob("distributed-2-*.json")
+    return status, json.loads(path.read_text())
+
+
+def test_all_methods(tmp_path, capsys):
+    status, record = run(tmp_path)
+    assert status == 0
+    found = [(result["method"], result["devices"]) for result in record["results"]]
+    assert found == [("one GPU", 1), *((name, 2) for name in distributed.METHODS)]
+    for result in record["results"]:
+        assert result["error"] < distributed.TOLERANCE
+        assert result["milliseconds"] > 0 and result["teraflops_a_device"] > 0
+    assert "b1 s128 4/2 heads H8 causal" in capsys.readouterr().out
+
+
+def test_wrong_results_are_noticed(tmp_path, monkeypatch, capsys):
+    wrong = functools.partial(jax_flash.ring_attention, scale=0.5)
+    monkeypatch.setitem(distributed.METHODS, "ring", wrong)
+    status, _ = run(tmp_path, "--methods", "ring")
+    assert status == 1
+    assert "ring on 2 is off by" in capsys.readouterr().out
+
+
+def test_longest(tmp_path, monkeypatch, capsys):
+    """Two sequences fit where memory ends at the third."""
+    inputs = distributed.sharded_inputs
+
+    def limited(row, mesh):
+        if row.length > 256:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return inputs(row, mesh)
+
+    monkeypatch.setattr(distributed, "sharded_inputs", limited)
+    _, record = run(tmp_path, "--methods", "ring zigzag", "--longest")
+    (found,) = record["longest"]
+    assert found["length"] == 256 and found["failed"].startswith("512: RESOURCE_EXHAUSTED")
+    assert "256 positions fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--methods", "star"], "unknown: star"), (["--devices", "100"], "--devices: got 100")],
+)
+def test_bad_options_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        distributed.main(arguments)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,33 @@
+"""A sequence sharded over two processes of this machine, connected by loopback."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+
+def test_two_processes():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.process", address, "2", str(index)],
+            cwd=pathlib.Path(__file__).parents[1],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for index, (process, output) in enumerate(zip(processes, outputs, strict=True)):
+        assert process.returncode == 0, output
+        assert output.count(f"process {index}:") == 3

@@ -1,0 +1,297 @@
+"""Attention of a sequence that is sharded over devices, beside attention of the whole."""
+
+import contextlib
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jax_flash
+from jax_flash import ring
+from tests.support.interpret import interpret_mode
+from tests.support.sharded import collectives, mesh_of, plain_kernels
+
+B, N, K, H = 2, 4, 2, 8
+
+
+def draw(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def operands(T=32, S=32, heads=(N, K), dtype=jnp.float32):
+    N, K = heads
+    return (
+        draw(0, B, T, N, H, dtype=dtype),
+        draw(1, B, S, K, H, dtype=dtype),
+        draw(2, B, S, K, H, dtype=dtype),
+    )
+
+
+def with_gradients(attention, *arrays):
+    """Output and LSE, and the gradients of all arrays; rows that see nothing take no part."""
+    (out, lse), vjp = jax.vjp(attention, *arrays)
+    return out, lse, *vjp((jnp.cos(out), jnp.where(lse == -jnp.inf, 0, jnp.sin(lse))))
+
+
+def sharded(method, mesh, *, zigzag=False, ids=None, **options):
+    """A function of whole query, key, value (and sinks), positions sharded over axis "x".
+
+    Args:
+      method: one of the functions of `ring`.
+      mesh: with an axis "y", heads are sharded over it.
+      zigzag: arrays are brought into that order, and results back.
+      ids: segment ids `[B, T]` of queries and keys.
+      **options: of the method.
+    """
+    heads = "y" if "y" in mesh.axis_names else None
+    devices = mesh.shape["x"]
+    order = functools.partial(jax_flash.to_zigzag, devices=devices) if zigzag else lambda x: x
+    back = functools.partial(jax_flash.from_zigzag, devices=devices) if zigzag else lambda x: x
+    if zigzag:
+        options["zigzag"] = True
+
+    def local(query, key, value, query_ids, key_ids, sinks):
+        own = options
+        if sinks is not None:
+            own = own | dict(sinks=sinks)
+        if query_ids is not None:
+            own = own | dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
+        return method(query, key, value, axis_name="x", return_residual=True, **own)
+
+    def run(query, key, value, sinks=None):
+        of_heads, of_rows = P(None, "x", heads), P(None, "x")
+        query_ids, key_ids = (None, None) if ids is None else map(order, ids)
+        out, lse = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(of_heads, of_heads, of_heads, of_rows, of_rows, P(heads)),
+            out_specs=(of_heads, of_heads),
+        )(order(query), order(key), order(value), query_ids, key_ids, sinks)
+        return back(out), back(lse)
+
+    return run
+
+
+def whole(*, ids=None, **options):
+    own = {} if ids is None else dict(query_segment_ids=ids[0], key_value_segment_ids=ids[1])
+
+    def run(query, key, value, sinks=None):
+        return jax_flash.attention(
+            query,
+            key,
+            value,
+            sinks=sinks,
+            return_residual=True,
+            implementation="xla",
+            **own,
+            **options,
+        )
+
+    return run
+
+
+def packed(T):
+    """Documents of 1 to T positions, across the borders of devices."""
+    lengths = np.array([[T // 3 + 1, 2], [5, T // 2]])
+    ends = np.cumsum(lengths, axis=1)
+    return jnp.asarray((np.arange(T)[None, :, None] >= ends[:, None]).sum(-1))
+
+
+MASKS = {
+    "full": {},
+    "causal": dict(is_causal=True),
+    "causal window": dict(is_causal=True, local_window_size=(5, 0)),
+    "window": dict(local_window_size=(6, 3)),
+    "soft cap": dict(is_causal=True, logits_soft_cap=2.0),
+}
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize(
+    ("implementation", "mask"),
+    [
+        *(("xla", mask) for mask in MASKS),
+        *(("mosaic_gpu", mask) for mask in MASKS if mask != "soft cap"),
+    ],
+)
+def test_ring(mask, zigzag, implementation):
+    mask = MASKS[mask]
+    on_kernels = implementation == "mosaic_gpu"
+    dtype = jnp.bfloat16 if on_kernels else jnp.float32
+    arrays = operands(dtype=dtype)
+    run = sharded(
+        jax_flash.ring_attention,
+        mesh_of((4,)),
+        zigzag=zigzag,
+        implementation=implementation,
+        **mask,
+    )
+    with plain_kernels() if on_kernels else contextlib.nullcontext():
+        results = jax.jit(functools.partial(with_gradients, run))(*arrays)
+    exact = with_gradients(whole(**mask), *(x.astype(jnp.float32) for x in arrays))
+    for actual, expected in zip(results, exact, strict=True):
+        tolerance = 0.03 if on_kernels else 1e-5
+        np.testing.assert_allclose(
+            actual.astype(jnp.float32), expected, atol=tolerance * np.abs(expected).max()
+        )
+
+
+def test_ring_on_the_kernels_in_interpret_mode():
+    """One device, where zigzag order and a window make it four pairs of parts all the same."""
+    arrays = [draw(i, 1, 48, 1, 64, dtype=jnp.bfloat16) for i in range(3)]
+    mask = dict(is_causal=True, local_window_size=(30, 0))
+    run = sharded(
+        jax_flash.ring_attention, mesh_of((1,)), zigzag=True, implementation="mosaic_gpu", **mask
+    )
+    with interpret_mode():
+        results = jax.jit(functools.partial(with_gradients, run))(*arrays)
+    exact = with_gradients(whole(**mask), *(x.astype(jnp.float32) for x in arrays))
+    for actual, expected in zip(results, exact, strict=True):
+        np.testing.assert_allclose(
+            actual.astype(jnp.float32), expected, atol=0.03 * np.abs(expected).max()
+        )
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (4, 2)])
+def test_ring_with_documents_and_sinks(shape, zigzag):
+    """Also with heads sharded over another axis, of key heads as many or more than devices."""
+    arrays = (*operands(heads=(8, 4)), draw(3, 8))
+    options = dict(ids=(packed(32),) * 2, is_causal=True)
+    run = sharded(
+        jax_flash.ring_attention, mesh_of(shape), zigzag=zigzag, implementation="xla", **options
+    )
+    chex.assert_trees_all_close(
+        jax.jit(functools.partial(with_gradients, run))(*arrays),
+        with_gradients(whole(**options), *arrays),
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize(("T", "S", "is_causal"), [(16, 48, False), (48, 32, True)])
+def test_ring_of_unlike_lengths(T, S, is_causal):
+    """With a causal mask, queries beyond the last key see all, and key 0 is at query 0."""
+    arrays = operands(T, S)
+    run = sharded(
+        jax_flash.ring_attention, mesh_of((8,)), is_causal=is_causal, implementation="xla"
+    )
+    chex.assert_trees_all_close(
+        jax.jit(functools.partial(with_gradients, run))(*arrays),
+        with_gradients(whole(is_causal=is_causal), *arrays),
+        atol=1e-4,
+    )
+
+
+def test_rows_that_see_nothing():
+    ids = jnp.zeros((B, 32), int).at[:, 3:9].set(7), jnp.zeros((B, 32), int)
+    arrays = operands()
+    run = sharded(jax_flash.ring_attention, mesh_of((4,)), ids=ids, implementation="xla")
+    results = jax.jit(functools.partial(with_gradients, run))(*arrays)
+    chex.assert_tree_all_finite(results[2:])
+    assert (results[1][:, 3:9] == -jnp.inf).all() and not results[0][:, 3:9].any()
+    chex.assert_trees_all_close(results, with_gradients(whole(ids=ids), *arrays), atol=1e-4)
+
+
+def program(run, *arrays):
+    return jax.jit(functools.partial(with_gradients, run)).lower(*arrays).compile()
+
+
+def test_a_window_is_sent_no_further_than_it_reaches():
+    """Of 8 devices with 8 positions, a window of 9 needs keys of two before: two hops."""
+    arrays = operands(64, 64)
+    attend = functools.partial(sharded, jax_flash.ring_attention, mesh_of((8,)), is_causal=True)
+    of_all = program(attend(implementation="xla"), *arrays)
+    of_window = program(attend(implementation="xla", local_window_size=(9, 0)), *arrays)
+    # Forward and backward, which share none: keys and values each hop; and gradients, to the end.
+    assert collectives(of_all) == {"collective-permute": 7 * 2 + 7 * 2 + 8 * 2}
+    assert collectives(of_window) == {"collective-permute": 2 * 2 + 2 * 2 + 3 * 2}
+
+
+@pytest.mark.parametrize(
+    ("zigzag", "causal", "window", "shifts"),
+    [
+        (False, False, None, [0, 1, 2, 3]),
+        (False, True, (4, 0), [0, 1]),
+        (False, False, (4, 4), [0, 1, 3]),
+        (True, True, (2, 0), [0, 1, 3]),
+    ],
+)
+def test_hops_of_use(zigzag, causal, window, shifts):
+    here = ring._Ring("x", 4, zigzag, causal, window, 1.0, None, False, None)
+    assert here.shifts(8, 8) == shifts
+
+
+def test_zigzag_order():
+    x = jnp.arange(16)[None]
+    there = jax_flash.to_zigzag(x, 4)
+    np.testing.assert_array_equal(there[0], [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9])
+    chex.assert_trees_all_equal(jax_flash.from_zigzag(there, 4), x)
+    with pytest.raises(ValueError, match="15 positions; needs a multiple of 8"):
+        jax_flash.to_zigzag(x[:, 1:], 4)
+
+
+@pytest.mark.parametrize("heads", [(8, 4), (8, 2), (8, 1), (8, 8)])
+def test_ulysses(heads):
+    arrays = (*operands(heads=heads), draw(3, 8))
+    options = dict(ids=(packed(32),) * 2, is_causal=True, local_window_size=(9, 0))
+    run = sharded(jax_flash.ulysses_attention, mesh_of((4,)), implementation="xla", **options)
+    chex.assert_trees_all_close(
+        jax.jit(functools.partial(with_gradients, run))(*arrays),
+        with_gradients(whole(**options), *arrays),
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2)])
+def test_all_gather(shape):
+    arrays = (*operands(16, 32), draw(3, N))
+    options = dict(ids=(packed(16), packed(32)), local_window_size=(9, 2))
+    run = sharded(jax_flash.all_gather_attention, mesh_of(shape), implementation="xla", **options)
+    chex.assert_trees_all_close(
+        jax.jit(functools.partial(with_gradients, run))(*arrays),
+        with_gradients(whole(**options), *arrays),
+        atol=1e-4,
+    )
+
+
+def test_vmap_and_checkpoint():
+    arrays = operands()
+    run = sharded(jax_flash.ring_attention, mesh_of((4,)), is_causal=True, implementation="xla")
+    more = jax.tree.map(lambda x: jnp.stack([x, x[::-1] * 2]), arrays)
+    mapped = jax.vmap(functools.partial(with_gradients, jax.checkpoint(run)))
+    expected = jax.vmap(functools.partial(with_gradients, whole(is_causal=True)))
+    chex.assert_trees_all_close(jax.jit(mapped)(*more), expected(*more), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [jax_flash.ring_attention, jax_flash.ulysses_attention, jax_flash.all_gather_attention],
+)
+def test_refusals(method):
+    arrays = operands()
+    with pytest.raises(ValueError, match=r"axis_name: got 'z'; needs a mesh axis"):
+        method(*arrays, axis_name="z")
+    with pytest.raises(ValueError, match="query"):
+        sharded(method, mesh_of((4,)), implementation="xla")(arrays[0][:, :, :3], *arrays[1:])
+
+
+def test_refusals_of_ring():
+    query, key, value = operands(36, 36)
+    with pytest.raises(ValueError, match="zigzag: got lengths 9 and 9; needs even ones"):
+        jax.shard_map(
+            functools.partial(jax_flash.ring_attention, axis_name="x", zigzag=True),
+            mesh=mesh_of((4,)),
+            in_specs=P(None, "x"),
+            out_specs=P(None, "x"),
+        )(query, key, value)
+
+
+def test_refusals_of_ulysses():
+    with pytest.raises(ValueError, match="key: got 3 heads; needs a multiple or a divisor"):
+        sharded(jax_flash.ulysses_attention, mesh_of((4,)))(*operands(heads=(12, 3)))
+    with pytest.raises(TypeError, match="options: got dropout_rate"):
+        sharded(jax_flash.ulysses_attention, mesh_of((4,)), dropout_rate=0.5)(*operands())
