@@ -77,10 +77,11 @@ def check(arrays, *, sinks=None, bias=None, config=None, deterministic=False, **
             np.testing.assert_allclose(actual, truth, atol=2**-8 * delta * np.sqrt(rows))
             continue
         more = 0.0
-        if name == "d_query":
+        if name in ("d_query", "d_key"):
             # Delta is made of the rounded output: where a row sees few keys, all of its error.
             delta = np.sqrt(((exact_out * np.asarray(dout, np.float64)) ** 2).sum(-1).max())
-            more = 2.0**-8 * delta * float(np.abs(key).max()) / np.sqrt(query.shape[-1])
+            other = key if name == "d_query" else query
+            more = 2.0**-8 * delta * float(np.abs(other).max()) / np.sqrt(query.shape[-1])
         assert_as_accurate_as_plain(actual, rough, truth, name, more)
     if sinks is not None:
         # What the largest terms of its sum round to.
