@@ -33,6 +33,7 @@ CHECKPOINT_NAMES = (OUT_NAME, LSE_NAME)
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 _SCALES = (1e-30, 1e4)
+_SOFT_CAPS = (1e-3, 1e6)
 _ROW_MULTIPLE = 8  # TMA tiles are 8 rows high: other lengths are padded here
 
 
@@ -57,7 +58,10 @@ def unsupported(call: Call) -> str | None:
         "bias": call.bias is not None,
         "mask": see.mask is not None,
         "segment ids": see.query_segment_ids is not None,
-        "logits_soft_cap": call.logits_soft_cap is not None,
+        f"logits_soft_cap {call.logits_soft_cap} is not in {_SOFT_CAPS}": (
+            call.logits_soft_cap is not None
+            and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
+        ),
         "dropout": call.dropout_rate > 0,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -72,6 +76,7 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
         lowest=lowest,
         highest=highest,
         dynamic=bool(intervals),
+        soft_cap=call.logits_soft_cap,
         deterministic=call.deterministic,
         config=call.config or default(call.query.shape[-1]),
     )
@@ -159,6 +164,7 @@ class _Settings:
     lowest: int | None
     highest: int | None
     dynamic: bool
+    soft_cap: float | None
     deterministic: bool
     config: Config
 
@@ -176,6 +182,7 @@ class _Settings:
             lowest=self.lowest,
             highest=self.highest,
             dynamic=self.dynamic,
+            soft_cap=self.soft_cap,
         )
 
 

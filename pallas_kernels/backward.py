@@ -19,6 +19,10 @@ What is left of dQ, the factor scale and the cast, is a small kernel of its own.
 gradients dQ comes from `backward_query.py`, and this kernel gives dK and dV alone, as
 `backward_key.py` does at width 256.
 
+With a soft cap, the logits must come alone: S' starts at 0, and P' times the derivative of the cap
+takes the place of P' in dS'. Registers are shorter then, so that dQ of the step before is done
+before S' is begun.
+
 dQ of a step is 64 rows by 64 columns for each consumer, and needs the dS' of both. As it is a step
 late, neither waits for the other. In the first step of a tile there is none to compute: the product
 runs all the same, on what is there, and goes nowhere.
@@ -51,7 +55,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import backward_key, backward_query, row_statistics
+from pallas_kernels import backward_key, backward_query, element_ops, row_statistics
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
     BACKWARD_QUERY,
@@ -179,7 +183,7 @@ def _build_main(
     """The main kernel, or without dQ one that gives dK and dV alone."""
     block_q, stages = config.block_q, config.stages
     group, width, dtype = problem.group, problem.width, problem.dtype
-    factor = problem.scale * LOG2E
+    factor = problem.logit_unit * LOG2E
     if block_q * width != _CONSUMERS * _DQ_TILE**2:
         raise ValueError(
             f"block_q: got {block_q} at width {width}, needs {_CONSUMERS * _DQ_TILE**2 // width},"
@@ -191,6 +195,9 @@ def _build_main(
     zero_ahead = _zero_ahead(tiles)
     # At width 128 there are registers for weights and dQ at a time only where all else is simple.
     early_weights = width <= 64 or not (tiles.any_mask or group > 1)
+    has_cap = problem.soft_cap is not None
+    # With both, the producer spills with fewer.
+    registers = (232, 40) if has_cap and problem.dynamic else config.registers
 
     ds_stored = NamedBarriers(first=_CONSUMERS + 2, count=2 * _CONSUMERS, arrivers=1)
     free = NamedBarriers(ds_stored.first + ds_stored.count, stages, arrivers=_CONSUMERS)
@@ -252,23 +259,42 @@ def _build_main(
 
         # One copy of the code a consumer: addresses become constants, which saves registers.
         def _consumer(consumer: int):
-            plgpu.set_max_registers(config.registers[0], action="increase")
+            plgpu.set_max_registers(registers[0], action="increase")
             own_first_key = _KEYS * consumer
             own = pl.ds(own_first_key, _KEYS)
 
             def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc=None):
+                def load_start(slot):
+                    return plgpu.load(start_smem.at[slot], layout=QUERIES)
+
                 def issue_logits(slot, index):
-                    s_acc[...] = per_query(plgpu.load(start_smem.at[slot], layout=QUERIES), _KEYS)
+                    if has_cap:  # what the cap is for must come alone
+                        s_acc[...] = zero_tile(_KEYS, block_q)
+                    else:
+                        s_acc[...] = per_query(load_start(slot), _KEYS)
                     k = k_smem.at[k_slot(index) + fresh_zero(), own]
                     plgpu.wgmma(s_acc, k, q_smem.at[slot].transpose((1, 0)))
 
-                def issue_d_weights(slot):
-                    dp_acc[...] = zero_tile(_KEYS, block_q)
+                def issue_d_weights(slot, zeroed=False):
+                    if not zeroed:
+                        dp_acc[...] = zero_tile(_KEYS, block_q)
                     v = v_smem.at[fresh_zero(), own]
                     plgpu.wgmma(dp_acc, v, o_smem.at[slot].transpose((1, 0)))
 
                 def load_weights():
                     return jnp.exp2(plgpu.wgmma_accumulator_load(s_acc, wait_n=1) * factor)
+
+                def load_capped_weights(slot, mask, j):
+                    """Weights, the operand of dV, and times the derivative of the cap, for dS'."""
+                    products = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    logits = element_ops.capped(products, problem)
+                    if mask is not None:
+                        logits = mask(logits, j, element_ops.UNSEEN)
+                    minus_lse = per_query(load_start(slot), _KEYS)
+                    return element_ops.capped_weights(logits, minus_lse, problem)
+
+                def masked(weights, mask, j):
+                    return weights if mask is None else mask(weights, j)
 
                 def load_ds(weights, slot):
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
@@ -333,8 +359,7 @@ def _build_main(
                         hand_over_dq()
                         plgpu.barrier_wait(o_full.at[o_slot])
                     issue_d_weights(o_slot)
-                    if mask is not None:
-                        weights = mask(weights, j)
+                    weights = masked(weights, mask, j)
                     plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
                     ds = load_ds(weights, o_slot)
                     plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
@@ -343,25 +368,41 @@ def _build_main(
                     free.arrive(slot)
 
                 def step_without_dq(j, mask, index):
-                    slot, o_slot, _ = slots(j)
+                    slot, o_slot, parity = slots(j)
                     plgpu.barrier_wait(q_full.at[slot])
+                    if has_cap:  # all that starts at zero before the first, or ptxas injects a wait
+                        dp_acc[...] = zero_tile(_KEYS, block_q)
                     issue_logits(slot, index)
                     plgpu.barrier_wait(o_full.at[o_slot])
-                    issue_d_weights(o_slot)
-                    weights = load_weights()
-                    if mask is not None:
-                        weights = mask(weights, j)
-                    plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
-                    plgpu.wgmma(dk_acc, load_ds(weights, o_slot), q_smem.at[slot])
-                    fence_async_shared()  # TMA will overwrite row statistics that were read
+                    issue_d_weights(o_slot, zeroed=has_cap)
+                    if has_cap:
+                        operand, weights = load_capped_weights(o_slot, mask, j)
+                    else:
+                        weights = masked(load_weights(), mask, j)
+                        operand = weights.astype(dtype)
+                    plgpu.wgmma(dv_acc, operand, o_smem.at[o_slot])
+                    ds = load_ds(weights, o_slot)
+                    plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
+                    if with_query_gradient:
+                        hand_over_ds(parity, ds)
+                    else:
+                        fence_async_shared()  # TMA will overwrite row statistics that were read
                     plgpu.wgmma_wait(0)
                     free.arrive(slot)
+
+                def step_after_dq(j, mask, index):
+                    """Where registers are short: dQ of the step before is done first."""
+                    issue_late_dq(1 - lax.rem(j, jnp.int32(2)), index)
+                    hand_over_dq()
+                    step_without_dq(j, mask, index)
 
                 def whole_tile(carry):
                     index, j = carry
                     plgpu.barrier_wait(k_full.at[k_slot(index)])
                     plgpu.barrier_wait(v_full)
-                    step = step_with_dq if with_query_gradient else step_without_dq
+                    step = step_without_dq
+                    if with_query_gradient:
+                        step = step_after_dq if has_cap else step_with_dq
                     step = functools.partial(step, index=index)
                     j = walk.loop_over_steps(step, index, j, own_first_key)
                     v_free.arrive(0)
@@ -394,7 +435,7 @@ def _build_main(
 
         @pl.when(warpgroup == _CONSUMERS)
         def _producer():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
+            plgpu.set_max_registers(registers[1], action="decrease")
 
             def load_step(carry):
                 """Loads a block of Q and one of dO, and their row statistics; returns the next.

@@ -19,8 +19,9 @@ Both tiles are left operands from registers, and go through one place in shared 
 each thread finds what the same thread of the other consumer left (`primitives.send_tile`).
 
 P' is sent as float32: rounded to the dtype of the inputs, as for dV, it would add to the error of
-dS'. The right columns of K stay in registers of the first consumer, which saves reading them from
-shared memory in every step.
+dS'. With a soft cap it is the capped logits that are sent, as their derivative is needed too; the
+other computes P' once more. The right columns of K stay in registers of the first consumer, which
+saves reading them from shared memory in every step.
 
 A tile's gradients leave in the first step of the next, under its first products: each half of dV
 through that half of the last slot of dO, each half of dK through that of Q, which the same consumer
@@ -43,6 +44,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import element_ops
 from pallas_kernels.config import BACKWARD_CONSUMERS, BackwardKeyConfig, Problem
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
 from pallas_kernels.online_softmax import LOG2E
@@ -85,7 +87,7 @@ def key_value_gradients(
       query, d_out: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero. d_out
         is finite in rows that see no key.
       key, value: `[B, S, K, H]`; S a multiple of 8, finite in rows that no query sees.
-      start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / scale; -inf for rows
+      start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / unit; -inf for rows
         that see no key or are beyond the end.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
@@ -105,7 +107,8 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
     block_q, block_kv = config.block_q, config.block_kv
     group, width, dtype = problem.group, problem.width, problem.dtype
     half = width // _HALVES
-    factor = problem.scale * LOG2E
+    factor = problem.logit_unit * LOG2E
+    has_cap = problem.soft_cap is not None
     # Tiles read Q and dO.
     tiles = KeyTiles(problem, block_kv, block_q, row_bytes=2 * width * dtype.itemsize)
 
@@ -170,6 +173,11 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         def late_slot_of(j):
             return lax.rem(j + (_STAGES + 1), jnp.int32(_STAGES + 1))
 
+        def capped_weights(logits, slot):
+            """Weights of capped logits: operand of dV, and times the derivative of the cap."""
+            start = plgpu.load(start_smem.at[slot], layout=QUERIES)
+            return element_ops.capped_weights(logits, per_query(start, block_kv), problem)
+
         def take(accumulator, scale, *, wait_n):
             """A gradient from its accumulator; `wait_n` other products stay in flight."""
             gradient = plgpu.wgmma_accumulator_load(accumulator, wait_n=wait_n) * scale
@@ -192,8 +200,11 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
             def compute(dk_acc, dv_acc, s_acc):
                 def issue_logits(j, slot, k_right):
                     plgpu.barrier_wait(q_full.at[slot])
-                    start = plgpu.load(start_smem.at[slot], layout=QUERIES)
-                    s_acc[...] = per_query(start, block_kv)
+                    if has_cap:  # what the cap is for must come alone
+                        s_acc[...] = zero_tile(block_kv, block_q)
+                    else:
+                        start = plgpu.load(start_smem.at[slot], layout=QUERIES)
+                        s_acc[...] = per_query(start, block_kv)
                     plgpu.wgmma(s_acc, k_right, q_smem.at[slot].transpose((1, 0)))
                     plgpu.barrier_wait(late_full.at[late_slot_of(j)])
                     queries = late_smem.at[late_slot_of(j)].transpose((1, 0))
@@ -228,13 +239,22 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                         hand_over_dv(j, dv)
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     k_free.arrive(0, when=j + 1 == end)
-                    weights = jnp.exp2(logits * factor)
-                    if mask is not None:
-                        weights = mask(weights, j)
-                    send_tile(weights_mail, weights)
+                    if has_cap:
+                        logits = element_ops.capped(logits, problem)
+                        if mask is not None:
+                            logits = mask(logits, j, element_ops.UNSEEN)
+                        send_tile(weights_mail, logits)
+                        operand, _ = capped_weights(logits, slot)
+                    else:
+                        weights = jnp.exp2(logits * factor)
+                        if mask is not None:
+                            weights = mask(weights, j)
+                        send_tile(weights_mail, weights)
                     weights_sent.arrive(0)
                     plgpu.barrier_wait(o_full.at[slot])
-                    plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[slot, _LEFT])
+                    if not has_cap:
+                        operand = weights.astype(dtype)
+                    plgpu.wgmma(dv_acc, operand, o_smem.at[slot, _LEFT])
                     fence_async_shared()  # TMA will overwrite the row statistics that were read
                     q_free.arrive(slot)
                     if is_first:
@@ -302,14 +322,20 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                         hand_over(j, *gradients)
                     weights_sent.wait(0)
                     weights = receive_tile(weights_mail, block_q, jnp.float32)
-                    plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[slot, _RIGHT])
+                    if has_cap:
+                        plgpu.barrier_wait(q_full.at[slot])  # for the start of its logits
+                        operand, weights = capped_weights(weights, slot)
+                    else:
+                        operand = weights.astype(dtype)
+                    plgpu.wgmma(dv_acc, operand, o_smem.at[slot, _RIGHT])
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                     v_free.arrive(0, when=j + 1 == end)
                     minus_delta = plgpu.load(delta_smem.at[slot], layout=QUERIES)
                     ds = (weights * (d_weights + per_query(minus_delta, block_kv))).astype(dtype)
                     send_tile(ds_mail, ds)
                     ds_sent.arrive(0)
-                    plgpu.barrier_wait(q_full.at[slot])
+                    if not has_cap:
+                        plgpu.barrier_wait(q_full.at[slot])
                     plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
                     fence_async_shared()  # as above
                     plgpu.wgmma_wait(0)

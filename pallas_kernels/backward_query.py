@@ -33,8 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import element_ops, scheduler
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels import scheduler
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
     FORWARD_SECTION_BYTES,
@@ -80,7 +80,7 @@ def query_gradient(
         is finite in rows that see no key.
       key, value: `[B, S, K, H]`; S a multiple of 8, rows from problem.key_length on zero, finite
         where no query sees them.
-      start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / scale; -inf for rows
+      start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / unit; -inf for rows
         that see no key or are beyond the end.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
@@ -146,7 +146,10 @@ def _key_blocks_of(intervals: jax.Array, block_kv: int, rows: int) -> _KeyBlocks
 def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, interpret: bool):
     block_q, block_kv, (k_stages, v_stages) = config.block_q, config.block_kv, config.stages
     width, dtype = problem.width, problem.dtype
-    factor = problem.scale * LOG2E
+    factor = problem.logit_unit * LOG2E
+    has_cap = problem.soft_cap is not None
+    # At width 256 there are no registers for dP while the weights of capped logits are made.
+    late_d_weights = has_cap and width == 256
 
     tiles = -(-problem.query_length // block_q)
     first_rows = np.arange(tiles) * block_q
@@ -238,20 +241,20 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 rows = pl.ds(first_row_of(warpgroup), _ROWS)
                 return plgpu.load(ref.at[batch, head, rows], layout=_PER_ROW, optimized=False)
 
-            def masked(weights, key_block):
-                """Weights with 0 where the row may not see the key, or there is no such key."""
+            def masked(weights, key_block, fill=0.0):
+                """Weights with `fill` where the row may not see the key, or there is none."""
                 if dynamic:
                     batch, _ = batch_and_head()
                     first_row, last_row = first_row_of(warpgroup), problem.query_length - 1
                     first, end = (
                         load_rows(intervals_ref.at[batch, n], first_row, last_row) for n in range(2)
                     )
-                    weights = keep_columns_from(weights, first - key_block * block_kv, 0.0)
-                    return keep_columns_to(weights, end - (key_block * block_kv + 1), 0.0)
+                    weights = keep_columns_from(weights, first - key_block * block_kv, fill)
+                    return keep_columns_to(weights, end - (key_block * block_kv + 1), fill)
                 row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
                 if problem.lowest is not None:
                     first = row + (first_row_of(warpgroup) + problem.lowest)
-                    weights = keep_columns_from(weights, first - key_block * block_kv, 0.0)
+                    weights = keep_columns_from(weights, first - key_block * block_kv, fill)
                 if problem.highest is not None:
                     last = row + (first_row_of(warpgroup) + problem.highest)
                     last = jnp.minimum(last, problem.key_length - 1)
@@ -259,10 +262,11 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     last = row * 0 + (problem.key_length - 1)
                 else:
                     return weights
-                return keep_columns_to(weights, last - key_block * block_kv, 0.0)
+                return keep_columns_to(weights, last - key_block * block_kv, fill)
 
             def compute(dq_acc, s_acc, dp_acc):
-                start, minus_delta = per_row(start_ref) * factor, per_row(delta_ref)
+                start = per_row(start_ref) * (1.0 if has_cap else factor)
+                minus_delta = per_row(delta_ref)
 
                 def skip(j, _):
                     """A key block that no row of this consumer sees."""
@@ -271,21 +275,36 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     plgpu.barrier_wait(v_full.at[v_slot(j)])
                     v_free.arrive(v_slot(j))
 
+                def issue_d_weights(own_rows, vs):
+                    plgpu.barrier_wait(v_full.at[vs])
+                    plgpu.wgmma(dp_acc, o_smem.at[own_rows], v_smem.at[vs].transpose((1, 0)))
+
                 def step(j, _, *, needs_mask):
                     # Addresses made anew each step: registers are short.
                     ks, vs, own_rows = k_slot(j), v_slot(j), warpgroup + fresh_zero()
                     plgpu.barrier_wait(k_full.at[ks])
                     # Both before the first product, or ptxas injects a wait.
                     s_acc[...] = zero_tile(_ROWS, block_kv)
-                    dp_acc[...] = zero_tile(_ROWS, block_kv)
+                    if not late_d_weights:
+                        dp_acc[...] = zero_tile(_ROWS, block_kv)
                     plgpu.wgmma(s_acc, q_smem.at[own_rows], k_smem.at[ks].transpose((1, 0)))
-                    plgpu.barrier_wait(v_full.at[vs])
-                    plgpu.wgmma(dp_acc, o_smem.at[own_rows], v_smem.at[vs].transpose((1, 0)))
+                    if not late_d_weights:
+                        issue_d_weights(own_rows, vs)
 
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    weights = jnp.exp2(logits * factor + spread(start, logits.shape))
-                    if needs_mask:
-                        weights = masked(weights, end_block - 1 - j)
+                    products = plgpu.wgmma_accumulator_load(s_acc, wait_n=1 - late_d_weights)
+                    logits = element_ops.capped(products, problem)
+                    if has_cap:
+                        if needs_mask:
+                            logits = masked(logits, end_block - 1 - j, element_ops.UNSEEN)
+                        minus_lse = spread(start, logits.shape)
+                        _, weights = element_ops.capped_weights(logits, minus_lse, problem)
+                    else:
+                        weights = jnp.exp2(logits * factor + spread(start, logits.shape))
+                        if needs_mask:
+                            weights = masked(weights, end_block - 1 - j)
+                    if late_d_weights:
+                        dp_acc[...] = zero_tile(_ROWS, block_kv)
+                        issue_d_weights(own_rows, vs)
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     v_free.arrive(vs)
                     d_logits = weights * (d_weights + spread(minus_delta, weights.shape))

@@ -20,7 +20,8 @@ class Problem:
     Query is `[batch, query_length, heads, width]`, key and value are
     `[batch, key_length, kv_heads, width]`. Query i sees keys i + lowest <= j <= i + highest, where
     None is no bound: causal attention has a highest alone, a sliding window has both. Or, if it is
-    `dynamic`, it sees an interval of keys that kernels get as an array (`intervals.py`).
+    `dynamic`, it sees an interval of keys that kernels get as an array (`intervals.py`). With a
+    soft cap, logits become soft_cap * tanh(logits / soft_cap) before all that.
     """
 
     batch: int
@@ -34,6 +35,7 @@ class Problem:
     lowest: int | None = None
     highest: int | None = None
     dynamic: bool = False
+    soft_cap: float | None = None
 
     def __post_init__(self):
         if self.dynamic:
@@ -43,6 +45,11 @@ class Problem:
             # Then the queries that see any key are an interval, and so are the keys that are seen.
             needs = f"at most highest, {self.highest}"
             _need(self.lowest <= self.highest, "lowest", self.lowest, needs)
+
+    @property
+    def logit_unit(self) -> float:
+        """What kernels count logits in: products of query and key, or tanh with a soft cap."""
+        return self.scale if self.soft_cap is None else self.soft_cap
 
     @property
     def has_far_edge(self) -> bool:

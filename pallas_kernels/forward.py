@@ -35,8 +35,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import element_ops, online_softmax, scheduler
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels import online_softmax, scheduler
 from pallas_kernels.config import ForwardConfig, Problem
 from pallas_kernels.online_softmax import LOG2E, RowState, spread
 from pallas_kernels.primitives import (
@@ -44,6 +44,7 @@ from pallas_kernels.primitives import (
     BlockVote,
     NamedBarriers,
     div_rem,
+    fresh_zero,
     interpreting,
     keep_columns_from,
     keep_columns_to,
@@ -212,7 +213,8 @@ def _build(
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
     block_kv, width, dtype = config.block_kv, problem.width, problem.dtype
-    factor = problem.scale * LOG2E
+    factor = problem.logit_unit * LOG2E
+    has_cap = problem.soft_cap is not None
     headroom, limit = online_softmax.weight_range(dtype)
 
     turn = NamedBarriers(first=consumers + 2, count=consumers, arrivers=1)
@@ -250,9 +252,20 @@ def _build(
         block = lax.axis_index("block")
         zero = jnp.int32(0)
         no_rows = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.int32), _PER_ROW)
-        tile_count = schedule_ref[block, 0]
+
+        def listed(column):
+            """An entry of this thread block's list."""
+            # With a cap, addresses and entries made anew each time: registers are short.
+            return schedule_ref[block + fresh_zero() if has_cap else block, column]
+
+        tiles_listed = listed(0)
+        tile_count = lambda: listed(0) if has_cap else tiles_listed
+
         slot = lambda step: lax.rem(step, jnp.int32(stages))
-        query_buffer = lambda index: lax.rem(index, jnp.int32(query_buffers))
+
+        def query_buffer(index):
+            buffer = lax.rem(index, jnp.int32(query_buffers))
+            return buffer + fresh_zero() if has_cap else buffer
 
         def needs(tile, batch, column):
             """An entry of `Tiles.key_blocks`."""
@@ -269,9 +282,9 @@ def _build(
                 begin, steps = carry
                 steps, too_low = one_round(begin, steps)
                 is_last = jnp.logical_not(block_vote.any(too_low, warpgroup)) | (begin > 0)
-                return jnp.where(is_last, 2 * tile_count, tile_count), steps
+                return jnp.where(is_last, 2 * tile_count(), tile_count()), steps
 
-            lax.while_loop(lambda carry: carry[0] < 2 * tile_count, run, (zero, zero))
+            lax.while_loop(lambda carry: carry[0] < 2 * tile_count(), run, (zero, zero))
 
         @pl.when(warpgroup < consumers)
         def _consumer():
@@ -328,7 +341,8 @@ def _build(
                     logits = masked_far(logits, tile, key_block, bounds)
                 return logits
 
-            def first_softmax(logits, tile, key_block, bounds):
+            def first_softmax(products, tile, key_block, bounds):
+                logits = element_ops.capped(products, problem)
                 if any_mask:
                     logits = masked(logits, tile, key_block, bounds)
                 weights, state = online_softmax.start(logits, factor, headroom)
@@ -337,8 +351,8 @@ def _build(
                 return weights, state
 
             def compute(o_acc, s_acc, begin, first_step):
-                end = begin + tile_count
-                number_of = lambda index: schedule_ref[block, 1 + index - begin]
+                end = begin + tile_count()
+                number_of = lambda index: listed(1 + index - begin)
 
                 def issue_logits(buffer, k_slot):
                     s_acc[...] = zero_tile(_ROWS, block_kv)
@@ -377,6 +391,7 @@ def _build(
                     pass_turn()
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     k_free.arrive(k_slot)
+                    logits = element_ops.capped(logits, problem)
                     correction = None
                     if exact:
                         if any_mask:
@@ -519,8 +534,8 @@ def _build(
             plgpu.set_max_registers(config.registers[1], action="decrease")
 
             def load_tiles(begin, first_step):
-                end = begin + tile_count
-                locate = lambda index: tiles.locate(schedule_ref[block, 1 + index - begin])
+                end = begin + tile_count()
+                locate = lambda index: tiles.locate(listed(1 + index - begin))
 
                 def load_queries(index):
                     tile, batch, head = locate(index)

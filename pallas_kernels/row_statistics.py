@@ -1,6 +1,7 @@
 """What the backward needs to know of each row: one pass over O and dO.
 
-    start        -LSE / scale, where the accumulator of the logits starts
+    start        -LSE / unit (`Problem.logit_unit`): -LSE / scale, where the accumulator of the
+                 logits starts, or with a soft cap -LSE / cap, which is added later
     minus_delta  dLSE - rowsum(dO * O)
 
 Rows that see no key, and rows beyond the end, have a start of -inf and a minus_delta of 0, whatever
@@ -85,7 +86,7 @@ def _build(problem: Problem, padded_rows: int, interpret: bool):
         row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW) + first
         counts = (row <= last) & (lse != -jnp.inf)
         rows = pl.ds(first, _ROWS)
-        start = jnp.where(counts, lse * (-1.0 / problem.scale), -jnp.inf)
+        start = jnp.where(counts, lse * (-1.0 / problem.logit_unit), -jnp.inf)
         store_rows(start_ref.at[batch, head, rows], start)
         store_rows(minus_delta_ref.at[batch, head, rows], jnp.where(counts, d_lse - products, 0.0))
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_flash
+from tests.test_kernel_elements import check as check_elements
 from tests.test_kernel_intervals import as_arrays
 from tests.test_kernels import check, few_thread_blocks, inputs, with_a_jump
 
@@ -351,3 +352,31 @@ def test_second_call_compiles_nothing():
         assert not compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize(
+    ("options", "cap"),
+    [
+        ({}, 50.0),
+        ({"is_causal": True, "query_offset": -30}, 5.0),
+        ({"local_window_size": (300, 40)}, 0.5),
+        (as_arrays({"is_causal": True, "key_value_seq_lengths": [700, 0, 1091]}), 2.0),
+    ],
+    ids=["full", "causal", "window", "lengths"],
+)
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_soft_cap(H, options, cap):
+    dtype = jnp.float16 if cap < 3 else jnp.bfloat16
+    arrays = inputs(3, 1157, 1091, 4, 2, H, dtype)
+    settings = few_thread_blocks(H, 20)
+    for deterministic in (False, True):
+        check_elements(
+            arrays, **options, logits_soft_cap=cap, config=settings, deterministic=deterministic
+        )
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_soft_cap_with_sinks_where_maxima_jump(H):
+    """Logits on both sides of the cap, a second round, and sinks that no cap is for."""
+    arrays = with_a_jump(inputs(1, 500, 1091, 3, 3, H, jnp.bfloat16), 0, 300)
+    check_elements(arrays, logits_soft_cap=100.0, sinks=jnp.array([70.0, -1.0, 3.0]))

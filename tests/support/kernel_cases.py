@@ -43,6 +43,14 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
             if lengths is not None:
                 case_name = f"H{width}-lengths-{shape}{'-deterministic' * deterministic}"
                 cases.append((case_name, fn, (*args, lengths)))
+        # A cap has steps of its own, at each mask, in every kernel.
+        for deterministic in (False, True):
+            fn = _forward_and_backward(MASKS[mask] | {"logits_soft_cap": 30.0}, deterministic)
+            case_name = f"{name}-cap{'-deterministic' * deterministic}"
+            cases.append((case_name, fn, args))
+            if lengths is not None and shape == "ragged":
+                case_name = f"H{width}-lengths-{shape}-cap{'-deterministic' * deterministic}"
+                cases.append((case_name, fn, (*args, lengths)))
         if shape == "ragged":
             sinks = jax.ShapeDtypeStruct((N,), jnp.float32)
             fn = _forward_with_sinks(MASKS[mask])
