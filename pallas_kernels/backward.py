@@ -196,8 +196,9 @@ def _build_main(
     # At width 128 there are registers for weights and dQ at a time only where all else is simple.
     early_weights = width <= 64 or not (tiles.any_mask or group > 1)
     has_cap = problem.soft_cap is not None
-    # With both, the producer spills with fewer.
-    registers = (232, 40) if has_cap and problem.dynamic else config.registers
+    registers = config.registers
+    if has_cap and problem.dynamic and with_query_gradient and width == 128:
+        registers = (232, 40)  # the producer spills with fewer
 
     ds_stored = NamedBarriers(first=_CONSUMERS + 2, count=2 * _CONSUMERS, arrivers=1)
     free = NamedBarriers(ds_stored.first + ds_stored.count, stages, arrivers=_CONSUMERS)
