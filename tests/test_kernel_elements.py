@@ -1,177 +1,250 @@
-"""Soft caps on the kernels, in interpret mode with race detection, beside float64 attention."""
+"""A bias and a dense mask on the kernels in interpret mode, beside float64."""
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import element_ops
-from tests import oracle
+from pallas_kernels import elements
 from tests.support.interpret import interpret_mode
-from tests.support.rounding import assert_as_accurate_as_plain
-from tests.test_kernels import few_thread_blocks, inputs
+from tests.test_kernels import check, few_thread_blocks, inputs
+
+# Which axes of [B, N, T, S] an array has; others are 1.
+WHOLE, KEYS, HEADS, ROWS = "bnts", "bs", "nts", "nt"
 
 
-def xla_in_short_floats(query, key, value, **options):
-    """Plain attention, its logits rounded to the dtype of the inputs like every other product."""
-
-    def rounded(x):  # with the derivative of the identity
-        return x + jax.lax.stop_gradient(x.astype(query.dtype).astype(jnp.float32) - x)
-
-    wide = [x.astype(jnp.float32) for x in (query, key, value)]
-    group = query.shape[2] // key.shape[2]
-    wide[1:] = [jnp.repeat(x, group, axis=2) for x in wide[1:]]
-    logits = rounded(jnp.einsum("btnh,bsnh->bnts", *wide[:2])) * query.shape[-1] ** -0.5
-    cap = options.pop("logits_soft_cap", None)
-    if cap is not None:
-        logits = cap * jnp.tanh(logits / cap)
-    sinks = options.pop("sinks", None)
-    seen = oracle.visibility(query.shape[0], query.shape[1], key.shape[1], **options)
-    logits = jnp.where(seen, logits, -1e30)
-    if sinks is not None:
-        sinks = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1))
-        logits = jnp.concatenate([logits, sinks], axis=-1)
-    weights = jax.nn.softmax(logits, axis=-1)[..., : key.shape[1]]
-    weights = rounded(jnp.where(seen, weights, 0.0))
-    lse = jax.nn.logsumexp(logits, axis=-1).transpose(0, 2, 1)
-    return jnp.einsum("bnts,bsnh->btnh", weights, wide[2]).astype(query.dtype), lse
+def shape_of(axes: str, B, N, T, S) -> tuple[int, ...]:
+    sizes = dict(b=B, n=N, t=T, s=S)
+    return tuple(size if axis in axes else 1 for axis, size in sizes.items())
 
 
-def check(arrays, *, config=None, deterministic=False, **options):
-    """Runs forward and backward and compares every result with float64.
-
-    Args:
-      arrays: what `inputs` gives.
-      config, deterministic: as for `jax_flash.attention`.
-      **options: its other options.
-    """
-    query, key, value, dout, dlse = arrays
-    attention = functools.partial(
-        jax_flash.attention,
-        **options,
-        return_residual=True,
-        implementation="mosaic_gpu",
-        config=config,
-        deterministic=deterministic,
-    )
-    (out, lse), vjp = jax.vjp(attention, query, key, value)
-    gradients = vjp((dout, dlse))
-    exact_out, exact_lse = oracle.attention(query, key, value, **options)
-    exact = oracle.gradients(query, key, value, dout=dout, dlse=dlse, **options)
-    (plain, _), plain_vjp = jax.vjp(
-        lambda *x: xla_in_short_floats(*x, **options), query, key, value
-    )
-    seen = np.isfinite(exact_lse)
-    assert_as_accurate_as_plain(out, plain, exact_out, "out")
-    np.testing.assert_allclose(np.asarray(lse)[seen], exact_lse[seen], atol=1e-4, rtol=1e-5)
-    np.testing.assert_array_equal(np.asarray(lse)[~seen], -np.inf)
-    plain_gradients = plain_vjp((dout, jnp.where(seen, dlse, 0.0)))
-    for name, actual, rough, truth in zip(
-        ("d_query", "d_key", "d_value"), gradients, plain_gradients, exact, strict=False
-    ):
-        assert_as_accurate_as_plain(actual, rough, truth, name)
-    for empty in (np.asarray(out)[~seen], np.asarray(gradients[0])[~seen]):
-        assert not empty.any()
+def random_mask(shape, seed=3, share=0.6, empty_rows=True) -> jax.Array:
+    """Holes at random, and where there are rows some that see nothing."""
+    mask = jax.random.bernoulli(jax.random.key(seed), share, shape)
+    return mask.at[:, :, 5:9].set(False) if empty_rows and shape[2] > 9 else mask
 
 
-# --- the tanh -----------------------------------------------------------------------------------
+def random_bias(shape, dtype=jnp.float32, seed=4) -> jax.Array:
+    return (2 * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
 
 
-def test_tanh():
-    x = np.concatenate([np.geomspace(1e-30, 1e16, 20_001), np.linspace(0, 12, 20_001)])
-    x = np.concatenate([x, -x]).astype(np.float32)
-    exact = np.tanh(x.astype(np.float64))
-    with interpret_mode():
-        actual = np.asarray(element_ops.tanh(jnp.asarray(x)), np.float64)
-        assert np.isnan(element_ops.tanh(jnp.float32(np.nan)))
-    assert (abs(actual - exact) <= 1.2e-6 * abs(exact)).all()
-    assert (np.sign(actual) == np.sign(x)).all()
-    assert (abs(actual) <= 1 + 2.0**-22).all()
-
-
-# --- values and gradients -----------------------------------------------------------------------
+@pytest.mark.parametrize("axes", ["bnts", "bs", "nts", "bt", "ns", "bts", ""])
+@pytest.mark.parametrize("axis", [2, 3])
+def test_bits_of_a_mask(axes, axis):
+    shape = shape_of(axes, 2, 3, 70, 133)
+    mask = np.asarray(random_mask(shape))
+    words = np.asarray(elements.pack(jnp.asarray(mask), axis))
+    rows, length = shape[5 - axis], shape[axis]
+    assert words.dtype == np.int32 and words.shape[:3] == (*shape[:2], rows)
+    bits = (words[..., None] >> np.arange(32)) & 1
+    bits = bits.reshape(*words.shape[:3], -1)
+    if length == 1:
+        assert bits.shape[-1] == 32
+        np.testing.assert_array_equal(bits, np.broadcast_to(mask.swapaxes(axis, 3), bits.shape))
+    else:
+        assert bits.shape[-1] % 128 == 0
+        np.testing.assert_array_equal(bits[..., :length], mask.swapaxes(axis, 3))
+        assert not bits[..., length:].any()
 
 
 @pytest.mark.parametrize(
-    ("T", "S", "N", "K", "H", "dtype", "cap", "options"),
+    ("T", "S", "N", "K", "H", "dtype", "axes", "options"),
     [
-        (200, 264, 2, 1, 64, jnp.bfloat16, 1.0, {"is_causal": True}),
-        (1, 239, 2, 2, 64, jnp.float16, 50.0, {}),
-        (113, 203, 2, 1, 128, jnp.bfloat16, 5.0, {"is_causal": True, "query_offset": 90}),
-        (150, 140, 1, 1, 128, jnp.float16, 2.0, {"local_window_size": (40, 9)}),
-        (70, 200, 1, 1, 256, jnp.bfloat16, 2.0, {"is_causal": True, "query_offset": -10}),
-        (150, 67, 2, 1, 256, jnp.float16, 0.5, {}),
+        (130, 200, 2, 1, 64, jnp.bfloat16, WHOLE, {}),
+        (200, 133, 2, 1, 64, jnp.float16, KEYS, dict(is_causal=True, query_offset=-20)),
+        (67, 150, 2, 2, 128, jnp.bfloat16, HEADS, dict(is_causal=True, query_offset=83)),
+        (140, 77, 1, 1, 128, jnp.float16, "bts", dict(local_window_size=(60, 20))),
+        (130, 67, 2, 1, 256, jnp.bfloat16, WHOLE, {}),
+        (70, 100, 1, 1, 256, jnp.bfloat16, KEYS, dict(is_causal=True)),
+        (100, 90, 1, 1, 64, jnp.bfloat16, ROWS, {}),
     ],
 )
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_soft_cap(T, S, N, K, H, dtype, cap, options, deterministic):
-    if deterministic and H == 256:
-        pytest.skip("the same kernels")
-    arrays = inputs(1, T, S, N, K, H, dtype)
+def test_mask(T, S, N, K, H, dtype, axes, options):
+    """With rows that see nothing, in tiles with others, and holes anywhere."""
+    mask = random_mask(shape_of(axes, 2, N, T, S))
     with interpret_mode():
-        check(arrays, logits_soft_cap=cap, **options, deterministic=deterministic)
+        check(inputs(2, T, S, N, K, H, dtype), mask=mask, **options)
+
+
+@pytest.mark.parametrize("H", [64, 128])
+def test_mask_with_deterministic_gradients_and_sinks(H):
+    arrays = inputs(1, 150, 200, 2, 1, H, jnp.bfloat16)
+    mask = random_mask((1, 2, 150, 200))
+    sinks = jnp.array([2.0, -1.0])
+    with interpret_mode():
+        check(arrays, mask=mask, sinks=sinks, deterministic=True)
+
+
+def test_rows_that_see_their_first_key_in_the_last_step():
+    """And others in the first one alone, of logits that differ by more than weights may."""
+    query, key, *rest = inputs(1, 64, 400, 1, 1, 64, jnp.bfloat16)
+    key = key * jnp.where(jnp.arange(400) < 128, 30, 1).astype(key.dtype)[:, None, None]
+    early = jnp.arange(400) < jnp.where(jnp.arange(64) % 2, 100, 400)[:, None]
+    mask = jnp.where((jnp.arange(64) % 4 == 2)[:, None], jnp.arange(400) >= 390, early)
+    with interpret_mode():
+        check((query, key, *rest), mask=mask, config=few_thread_blocks(64, 1))
+
+
+def with_lengths(**options):
+    return {k: jnp.array(v) if isinstance(v, list) else v for k, v in options.items()}
 
 
 @pytest.mark.parametrize(
-    ("H", "factor", "cap"),
+    ("H", "options"),
     [
-        (64, 30.0, 2.0),  # all weights e^2, e^-2 or nearly so
-        (128, 1.0, 1e-3),  # tanh(1000), weights all the same
-        (64, 3.0, 1e6),  # no cap to speak of
+        (64, with_lengths(key_value_seq_lengths=[150, 0], is_causal=True)),
+        (128, with_lengths(query_seq_lengths=[100, 64], query_offset=[9, -40], is_causal=True)),
+        (256, with_lengths(query_seq_lengths=[70, 100], key_value_seq_lengths=[0, 99])),
     ],
 )
-def test_logits_far_beyond_the_cap_or_below_it(H, factor, cap):
-    query, *rest = inputs(1, 80, 150, 1, 1, H, jnp.bfloat16)
+def test_mask_with_lengths(H, options):
+    mask = random_mask((2, 1, 100, 180))
     with interpret_mode():
-        check((query * factor, *rest), logits_soft_cap=cap, is_causal=True, query_offset=70)
-
-
-def test_soft_cap_with_sinks_where_maxima_jump():
-    """A second round over the tiles of a thread block; the sink is a logit that no cap is for."""
-    query, key, *rest = inputs(1, 150, 400, 2, 2, 64, jnp.bfloat16)
-    arrays = query, key.at[:, :100, 0].multiply(60), *rest
-    with interpret_mode():
-        check(
-            arrays,
-            logits_soft_cap=100.0,
-            sinks=jnp.array([70.0, -1.0]),
-            config=few_thread_blocks(64, 1),
-        )
+        check(inputs(2, 100, 180, 2, 1, H, jnp.bfloat16), mask=mask, **options)
 
 
 @pytest.mark.parametrize("H", [64, 256])
-def test_soft_cap_with_lengths_by_batch_entry(H):
-    """Among them rows and keys that nothing sees, whose NaN do no harm."""
-    arrays = inputs(2, 90, 80, 2, 1, H, jnp.bfloat16)
-    lengths = jnp.array([50, 0])
-    options = dict(is_causal=True, query_offset=jnp.array([-20, 5]), key_value_seq_lengths=lengths)
+def test_many_tiles_of_a_thread_block(H):
+    arrays = inputs(1, 300, 277, 2, 1, H, jnp.bfloat16)
+    mask = random_mask((1, 2, 300, 277))
     with interpret_mode():
-        check(arrays, logits_soft_cap=3.0, **options, config=few_thread_blocks(H, 2))
-        query, key, value, dout, _ = arrays
-        unseen = (jnp.arange(80) >= lengths[:, None])[..., None, None]
-        attention = functools.partial(
-            jax_flash.attention, **options, logits_soft_cap=3.0, implementation="mosaic_gpu"
-        )
-        clean, vjp = jax.vjp(attention, query, key, value)
-        out, poisoned_vjp = jax.vjp(
-            attention, query, *(jnp.where(unseen, jnp.nan, x) for x in (key, value))
-        )
-        np.testing.assert_array_equal(out, clean)
-        for actual, expected in zip(poisoned_vjp(dout), vjp(dout), strict=True):
-            np.testing.assert_allclose(
-                actual.astype("float32"), expected.astype("float32"), atol=1e-2
-            )
+        check(arrays, mask=mask, is_causal=True, config=few_thread_blocks(H, 1))
 
 
-def test_vmap_with_a_soft_cap():
-    query, key, value, _, _ = inputs(2, 40, 48, 2, 2, 64, jnp.bfloat16)
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("H", [64, 256])
+def test_what_a_mask_hides_does_not_count(H, poison):
+    """Keys that no query sees, queries that see no key, and their cotangents."""
+    query, key, value, dout, dlse = inputs(1, 80, 150, 2, 1, H, jnp.bfloat16)
+    mask = random_mask((1, 2, 80, 150)).at[..., 40:60].set(False)
+    no_query = np.asarray(~mask.any(3)).transpose(0, 2, 1)
+    assert no_query.any()
     attention = functools.partial(
-        jax_flash.attention, logits_soft_cap=2.0, implementation="mosaic_gpu"
+        jax_flash.attention, mask=mask, return_residual=True, implementation="mosaic_gpu"
     )
+
+    def results(query, key, value, dout, dlse):
+        results, vjp = jax.vjp(attention, query, key, value)
+        return *results, *vjp((dout, dlse))
+
+    def poisoned(x, poison=poison):
+        return jnp.where(no_query.reshape(no_query.shape + (1,) * (x.ndim - 3)), poison, x)
+
     with interpret_mode():
-        np.testing.assert_array_equal(
-            jax.vmap(attention)(query, key, value), attention(query, key, value)
+        clean = results(query, key, value, dout, dlse)
+        got = results(
+            poisoned(query, jnp.nan),  # numpy warns of inf in a product, which stops a kernel
+            key.at[:, 40:60].set(poison),
+            value.at[:, 40:60].set(poison),
+            poisoned(dout),
+            poisoned(dlse),
         )
+    out, lse, d_query, d_key, d_value = clean
+    chex.assert_trees_all_equal(got, clean)
+    chex.assert_trees_all_equal(np.isneginf(lse), no_query)
+    for x, nothing in ((out, no_query), (d_query, no_query)):
+        assert not np.asarray(x)[nothing].any()
+    for x in (d_key, d_value):
+        assert not np.asarray(x)[:, 40:60].any()
+
+
+@pytest.mark.parametrize("axes", [(None, 0, None), (0, None, 0), (0, None, None)])
+def test_vmap(axes):
+    """Over queries, masks or biases, of which each gets the gradient of its own call."""
+    query, key, value, _, _ = inputs(2, 24, 40, 2, 1, 64, jnp.bfloat16)
+    stacks = (
+        jnp.stack([query, -query]),
+        random_mask((2, 1, 1, 24, 40)),
+        random_bias((2, 2, 24, 40)),
+    )
+
+    def gradients(query, mask, bias):
+        def loss(query, key, bias):
+            out = jax_flash.attention(query, key, value, bias, mask, implementation="mosaic_gpu")
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(query, key, bias)
+
+    one = lambda n: [x[n if axis == 0 else 0] for x, axis in zip(stacks, axes, strict=True)]
+    args = [x if axis == 0 else x[0] for x, axis in zip(stacks, axes, strict=True)]
+    with interpret_mode():
+        together = jax.vmap(gradients, in_axes=axes)(*args)
+        alone = jax.tree.map(lambda *x: jnp.stack(x), gradients(*one(0)), gradients(*one(1)))
+    chex.assert_trees_all_close(together[0], alone[0], rtol=1e-5)
+    chex.assert_trees_all_close(together[1], alone[1], rtol=2**-7, atol=1e-3)
+    assert abs(alone[1][2]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "dtype", "axes", "bias_dtype", "options"),
+    [
+        (130, 200, 2, 1, 64, jnp.bfloat16, WHOLE, jnp.bfloat16, {}),
+        (200, 133, 2, 1, 64, jnp.float16, KEYS, jnp.float32, dict(is_causal=True)),
+        (67, 150, 2, 2, 128, jnp.bfloat16, HEADS, jnp.float32, dict(is_causal=True)),
+        (140, 77, 1, 1, 128, jnp.float16, "bts", jnp.float16, dict(local_window_size=(60, 20))),
+        (130, 67, 2, 1, 256, jnp.bfloat16, "ns", jnp.bfloat16, {}),
+        (70, 100, 1, 1, 256, jnp.bfloat16, HEADS, jnp.bfloat16, dict(is_causal=True)),
+        (100, 90, 2, 1, 64, jnp.bfloat16, ROWS, jnp.float32, dict(is_causal=True, query_offset=-9)),
+        (70, 130, 2, 1, 64, jnp.bfloat16, "n", jnp.bfloat16, {}),
+    ],
+)
+def test_bias(T, S, N, K, H, dtype, axes, bias_dtype, options):
+    bias = random_bias(shape_of(axes, 2, N, T, S), bias_dtype)
+    with interpret_mode():
+        check(inputs(2, T, S, N, K, H, dtype), bias=bias, **options)
+
+
+@pytest.mark.parametrize("H", [64, 256])
+def test_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H):
+    """Also in rows that see nothing, which share tiles with others; -inf hides a key."""
+    arrays = inputs(2, 80, 150, 1, 1, H, jnp.bfloat16)
+    options = with_lengths(query_seq_lengths=[50, 80], key_value_seq_lengths=[140, 0])
+    attention = functools.partial(
+        jax_flash.attention, **options, return_residual=True, implementation="mosaic_gpu"
+    )
+    bias = random_bias((2, 1, 80, 150)).at[:, :, 3].set(-jnp.inf).at[..., 9:30].set(-jnp.inf)
+    hidden = (jnp.arange(80) >= jnp.array([50, 0])[:, None])[:, None, :, None]
+    hidden = hidden | (jnp.arange(150) >= 140)
+
+    def results(bias):
+        results, vjp = jax.vjp(lambda *x: attention(*x), *arrays[:3], bias)
+        return *results, *vjp(arrays[3:])
+
+    with interpret_mode():
+        clean, got = results(bias), results(jnp.where(hidden, jnp.nan, bias))
+    chex.assert_trees_all_equal(got, clean)
+    out, lse, *gradients = clean
+    chex.assert_tree_all_finite((out, gradients))
+    assert np.isneginf(lse[:, 3]).all() and np.isfinite(lse[0, 4:50]).all()
+    assert not np.asarray(gradients[3])[..., 9:30].any()
+    assert not np.asarray(gradients[3])[np.asarray(hidden)].any()
+
+
+@pytest.mark.parametrize(
+    ("H", "h", "mask_axes", "bias_axes", "options"),
+    [
+        (40, 72, "bts", "bs", dict(is_causal=True)),
+        (96, 96, None, HEADS, {}),
+        (192, 128, WHOLE, KEYS, dict(deterministic=True)),
+        (160, 224, KEYS, ROWS, dict(local_window_size=(60, 20))),
+    ],
+)
+def test_other_widths(H, h, mask_axes, bias_axes, options):
+    T, S, N, K = 70, 133, 2, 1
+    mask = random_mask(shape_of(mask_axes, 2, N, T, S)) if mask_axes else None
+    bias = random_bias(shape_of(bias_axes, 2, N, T, S))
+    with interpret_mode():
+        check(inputs(2, T, S, N, K, H, jnp.bfloat16, h=h), mask=mask, bias=bias, **options)
+
+
+@pytest.mark.parametrize("H", [64, 256])
+def test_bias_of_keys_over_many_tiles(H):
+    """Whose -inf hides all keys of the first steps, and one key of the last stands far above."""
+    arrays = inputs(1, 300, 277, 2, 1, H, jnp.bfloat16)
+    bias = random_bias((1, 2, 1, 277)).at[..., 100:].set(-jnp.inf).at[..., 5].set(200.0)
+    with interpret_mode():
+        check(arrays, bias=bias, config=few_thread_blocks(H, 1))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from tests.test_kernel_elements import check as check_elements
+from tests.test_kernel_elements import random_bias, random_mask, shape_of
 from tests.test_kernel_intervals import as_arrays
 from tests.test_kernels import check, few_thread_blocks, inputs, with_a_jump
 
@@ -59,8 +59,8 @@ def test_lengths(T, S, H, is_causal):
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_a_thread_block_walks_many_tiles(H, mask):
     """In the forward and in the backward, with dQ and without: four tiles and more."""
-    arrays = inputs(4, 1157, 1091, 16, 4, H, jnp.bfloat16)
-    settings = few_thread_blocks(H, 40)
+    arrays = inputs(2, 1157, 1091, 4, 2, H, jnp.bfloat16)
+    settings = few_thread_blocks(H, 8)
     check(arrays, **mask, config=settings)
     check(arrays, **mask, config=settings, deterministic=True)
 
@@ -153,9 +153,14 @@ INTERVALS = {
 }
 
 
-@pytest.mark.parametrize("kind", INTERVALS)
 @pytest.mark.parametrize("H", [64, 128, 256])
-@pytest.mark.parametrize(("T", "S"), [(3, 3), (799, 3), (113, 703), (1024, 512), (1157, 1091)])
+@pytest.mark.parametrize(
+    ("T", "S", "kind"),
+    [
+        *((T, S, kind) for T, S in [(113, 703), (1157, 1091)] for kind in INTERVALS),
+        *((T, S, "all") for T, S in [(3, 3), (799, 3), (1024, 512)]),
+    ],
+)
 def test_lengths_and_offsets_by_batch_entry(T, S, H, kind):
     case = T + H // 64 + list(INTERVALS).index(kind)
     N, K = [(2, 2), (4, 2), (3, 1)][case % 3]
@@ -165,11 +170,11 @@ def test_lengths_and_offsets_by_batch_entry(T, S, H, kind):
 
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_lengths_where_a_thread_block_walks_many_tiles(H):
-    arrays = inputs(4, 1157, 1091, 16, 4, H, jnp.bfloat16)
+    arrays = inputs(4, 1157, 1091, 2, 1, H, jnp.bfloat16)
     options = as_arrays(INTERVALS["causal"])
-    check(arrays, **options, config=few_thread_blocks(H, 40))
-    check(arrays, **options, config=few_thread_blocks(H, 40), deterministic=True)
-    sinks = jnp.linspace(-3.0, 12.0, 16)
+    check(arrays, **options, config=few_thread_blocks(H, 8))
+    check(arrays, **options, config=few_thread_blocks(H, 8), deterministic=True)
+    sinks = jnp.linspace(-3.0, 12.0, 2)
     check(with_a_jump(arrays, 0, 300), **options, sinks=sinks)
 
 
@@ -354,29 +359,102 @@ def test_second_call_compiles_nothing():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+ELEMENTS = {
+    "dense mask": dict(mask="bnts"),
+    "key mask": dict(mask="bs", is_causal=True),
+    "dense bias": dict(bias="bnts", local_window_size=(300, 100)),
+    "bias of heads": dict(bias="nts", is_causal=True),
+    "bias of keys": dict(bias="bs"),
+    "both": dict(mask="bts", bias="nts", query_seq_lengths=[500, 1157]),
+}
+
+
+@pytest.mark.parametrize("kind", ELEMENTS)
+@pytest.mark.parametrize("H", [64, 128, 160, 256])
+def test_mask_and_bias(H, kind):
+    """With rows that see nothing, odd lengths, and the gradient of the bias."""
+    options = as_arrays(ELEMENTS[kind])
+    case = H // 64 + list(ELEMENTS).index(kind)
+    T, S = [(1157, 1091), (640, 768)][case % 2]
+    N, K = [(2, 2), (4, 2), (3, 1)][case % 3]
+    if "mask" in options:
+        options["mask"] = random_mask(shape_of(options["mask"], 2, N, T, S))
+    if "bias" in options:
+        dtype = [jnp.bfloat16, jnp.float32][case % 2]
+        options["bias"] = random_bias(shape_of(options["bias"], 2, N, T, S), dtype)
+    arrays = inputs(2, T, S, N, K, H, [jnp.bfloat16, jnp.float16][case % 2], seed=case)
+    check(arrays, **options, deterministic=case % 4 == 0)
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_mask_and_bias_repeats_are_bit_equal(H):
+    """All gradients, 100 times, with thread blocks of many tiles."""
+    query, key, value, dout, _ = inputs(2, 1157, 1157, 8, 4, H, jnp.bfloat16)
+    mask, bias = random_mask((2, 1, 1157, 1157)), random_bias((1, 8, 1157, 1157), jnp.bfloat16)
+
+    @jax.jit
+    def results(query, key, value, bias, dout):
+        function = functools.partial(attention, mask=mask, deterministic=True)
+        out, vjp = jax.vjp(function, query, key, value, bias)
+        return out, *vjp(dout)
+
+    first = results(query, key, value, bias, dout)
+    for _ in range(100):
+        chex.assert_trees_all_equal(results(query, key, value, bias, dout), first)
+
+
+def test_a_scan_over_layers_runs_each_kernel_once():
+    """XLA may run a kernel twice, if a scan stacks its result and something else uses it."""
+    arrays = inputs(2, 256, 256, 4, 2, 128, jnp.bfloat16)
+    query, key, value, *_ = arrays
+    weights = jnp.ones((3, 512, 512), jnp.bfloat16)
+
+    def loss(query, weights):
+        def layer(x, weight):
+            out = attention(x, key, value, is_causal=True)
+            return (out.reshape(2, 256, 512) @ weight).reshape(x.shape), None
+
+        return jax.lax.scan(layer, query, weights)[0].astype("float32").sum()
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(query, weights).compile()
+    calls = [line for line in compiled.as_text().splitlines() if "mosaic_gpu" in line]
+    for kernel in ("attention_forward", "row_statistics", "attention_backward", "cast_dq"):
+        assert sum(f"/{kernel}/" in line for line in calls) == 1, kernel
+
+
 @pytest.mark.parametrize(
-    ("options", "cap"),
+    ("H", "cap", "deterministic", "options"),
     [
-        ({}, 50.0),
-        ({"is_causal": True, "query_offset": -30}, 5.0),
-        ({"local_window_size": (300, 40)}, 0.5),
-        (as_arrays({"is_causal": True, "key_value_seq_lengths": [700, 0, 1091]}), 2.0),
+        (64, 50.0, False, {}),
+        (64, 0.5, True, {"local_window_size": (300, 40)}),
+        (64, 2.0, False, {"is_causal": True, "key_value_seq_lengths": [700, 0, 1091]}),
+        (128, 5.0, False, {"is_causal": True, "query_offset": -30}),
+        (128, 50.0, True, {}),
+        (128, 2.0, False, {"is_causal": True, "key_value_seq_lengths": [700, 0, 1091]}),
+        (192, 5.0, False, {"is_causal": True}),
+        (256, 0.5, False, {"local_window_size": (300, 40)}),
+        (256, 2.0, False, {"key_value_seq_lengths": [700, 0, 1091]}),
     ],
-    ids=["full", "causal", "window", "lengths"],
 )
-@pytest.mark.parametrize("H", [64, 128, 256])
-def test_soft_cap(H, options, cap):
-    dtype = jnp.float16 if cap < 3 else jnp.bfloat16
-    arrays = inputs(3, 1157, 1091, 4, 2, H, dtype)
-    settings = few_thread_blocks(H, 20)
-    for deterministic in (False, True):
-        check_elements(
-            arrays, **options, logits_soft_cap=cap, config=settings, deterministic=deterministic
-        )
+def test_soft_cap(H, cap, deterministic, options):
+    """Logits on both sides of the cap, odd lengths, and many tiles for each thread block."""
+    arrays = inputs(3, 1157, 1091, 4, 2, H, jnp.float16 if cap < 3 else jnp.bfloat16)
+    options = as_arrays(options) | dict(logits_soft_cap=cap, deterministic=deterministic)
+    check(arrays, **options, config=few_thread_blocks(H, 20))
 
 
-@pytest.mark.parametrize("H", [64, 128, 256])
-def test_soft_cap_with_sinks_where_maxima_jump(H):
-    """Logits on both sides of the cap, a second round, and sinks that no cap is for."""
+@pytest.mark.parametrize(("H", "mask", "bias"), [(64, "bts", "nts"), (128, None, "bs")])
+def test_soft_cap_with_mask_and_bias(H, mask, bias):
+    """And sinks, which no cap is for."""
+    N, T, S = 4, 640, 768
+    mask = random_mask(shape_of(mask, 2, N, T, S)) if mask else None
+    bias = random_bias(shape_of(bias, 2, N, T, S), jnp.bfloat16)
+    options = dict(mask=mask, bias=bias, sinks=jnp.array([7.0, -1.0, 3.0, 0.0]))
+    check(inputs(2, T, S, N, 2, H, jnp.bfloat16), logits_soft_cap=5.0, **options)
+
+
+@pytest.mark.parametrize("H", [64, 256])
+def test_soft_cap_where_maxima_jump(H):
+    """A second round, and sinks."""
     arrays = with_a_jump(inputs(1, 500, 1091, 3, 3, H, jnp.bfloat16), 0, 300)
-    check_elements(arrays, logits_soft_cap=100.0, sinks=jnp.array([70.0, -1.0, 3.0]))
+    check(arrays, logits_soft_cap=100.0, sinks=jnp.array([70.0, -1.0, 3.0]))

@@ -1,8 +1,8 @@
-"""What is done to each logit besides the softmax, forward and backward: the soft cap.
+"""The soft cap of logits, and its derivative.
 
-A logit is problem.scale * q.k. With a soft cap it becomes cap * tanh(logit / cap), before masks.
-Kernels then hold the tanh alone: `Problem.logit_unit`, which exponents are multiplied with, is the
-cap in the place of the scale.
+A logit is problem.scale * q.k + bias. With a soft cap it becomes cap * tanh(logit / cap), before
+what hides keys. Kernels then hold the tanh alone: `Problem.logit_unit`, which exponents are
+multiplied with, is the cap in the place of the scale.
 
 The tanh. The hardware's (`tanh.approx`) is off by up to 2^-11, with a cap of 50 by 0.02 in a logit,
 and exp2 with a division would take two more instructions of the unit that is short at width 64.
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.config import Problem
+from pallas_kernels.elements import Loaded, biased
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import rsqrt
 
@@ -33,6 +34,8 @@ _SINH = (
 # Of x^2, in what x is multiplied with: from there on tanh is 1 in float32. Without it the square of
 # sinh would be infinite from x = 550 on, and tanh 0.
 _FAR = 64.0
+# From there on tanh is 1 for a logit whose bias may be infinite, which `tanh` does not take.
+_INFINITE = 16.0
 # A capped logit that is none: its weight is 0, its square finite.
 UNSEEN = -1e9
 
@@ -47,12 +50,28 @@ def tanh(x: jax.Array) -> jax.Array:
     return sinh * rsqrt(sinh * sinh + 1.0)
 
 
-def capped(products: jax.Array, problem: Problem) -> jax.Array:
-    """Logits in units of `problem.logit_unit`, from products of query and key in float32."""
+def capped(products: jax.Array, loaded: Loaded, problem: Problem) -> tuple[jax.Array, float]:
+    """Logits with bias and cap, if any, and what to multiply them with to have them in log2 units.
+
+    Args:
+      products: of query and key, in float32.
+      loaded: what gives the bias, where products do not begin with it.
+      problem: with a soft cap, logits are in units of `problem.logit_unit`.
+    """
     if problem.soft_cap is None:
-        return products
-    factor = problem.scale / problem.soft_cap
-    return by_columns(lambda x: tanh(x * factor), products)
+        return biased(products, problem.scale * LOG2E, loaded)
+    factor, bias_factor = problem.scale / problem.soft_cap, 1.0 / problem.soft_cap
+
+    def compute(products, *bias):
+        logits = products * factor
+        for x in bias:
+            logits = logits + x.astype(jnp.float32) * bias_factor
+        if problem.has_bias:
+            logits = jnp.clip(logits, -_INFINITE, _INFINITE)
+        return tanh(logits)
+
+    bias = () if loaded.bias is None else (loaded.bias(),)
+    return by_columns(compute, products, *bias), problem.soft_cap * LOG2E
 
 
 def capped_weights(
