@@ -36,6 +36,7 @@ CHECKPOINT_NAMES = (OUT_NAME, LSE_NAME)
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 _SCALES = (1e-30, 1e4)
+_SOFT_CAPS = (1e-3, 1e6)
 _ROW_MULTIPLE = 8  # TMA tiles are 8 rows high: other lengths are padded here
 
 
@@ -60,7 +61,10 @@ def unsupported(call: Call) -> str | None:
         f"scale {call.scale} is not in {_SCALES}": isinstance(call.scale, (int, float))
         and not (_SCALES[0] <= call.scale <= _SCALES[1]),
         "segment ids": see.query_segment_ids is not None,
-        "logits_soft_cap": call.logits_soft_cap is not None,
+        f"logits_soft_cap {call.logits_soft_cap} is not in {_SOFT_CAPS}": (
+            call.logits_soft_cap is not None
+            and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
+        ),
         "dropout": call.dropout_rate > 0,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -104,6 +108,7 @@ def _prepared(call: Call):
         dynamic=bool(intervals),
         has_mask=has_mask,
         has_bias=has_bias,
+        soft_cap=call.logits_soft_cap,
         deterministic=call.deterministic,
         config=call.config
         or default(
@@ -221,6 +226,7 @@ class _Settings:
     dynamic: bool
     has_mask: bool
     has_bias: bool
+    soft_cap: float | None
     deterministic: bool
     config: Config
 
@@ -241,6 +247,7 @@ class _Settings:
             has_mask=self.has_mask,
             has_bias=self.has_bias,
             value_width=value.shape[-1],
+            soft_cap=self.soft_cap,
         )
 
 

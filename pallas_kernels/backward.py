@@ -19,6 +19,10 @@ What is left of dQ, the factor scale and the cast, is a small kernel of its own.
 gradients dQ comes from `backward_query.py`, and this kernel gives dK and dV alone, as
 `backward_key.py` does at widths above 128. Columns are 64 or 128 here: zeros fill what is missing.
 
+With a soft cap, the logits must come alone: S' starts at 0, and P' times the derivative of the cap
+takes the place of P' in dS'. Registers are shorter then, so that dQ of the step before is done
+before S' is begun.
+
 dQ of a step is 64 rows by 64 columns for each consumer, and needs the dS' of both. As it is a step
 late, neither waits for the other. In the first step of a tile there is none to compute: the product
 runs all the same, on what is there, and goes nowhere.
@@ -51,8 +55,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import backward_key, backward_query, bias_gradient, row_statistics
-from pallas_kernels.columns import Columns
+from pallas_kernels import backward_key, backward_query, bias_gradient, row_statistics, soft_cap
+from pallas_kernels.columns import Columns, put_tile
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
     BACKWARD_QUERY,
@@ -190,7 +194,8 @@ def _build_main(
         Columns(problem.value_width, _DQ_TILE, columns.start)
         for columns in _tiles_of(value_columns.size)
     ]
-    factor = problem.scale * LOG2E
+    factor = problem.logit_unit * LOG2E
+    has_cap = problem.soft_cap is not None
     if block_q * width != _CONSUMERS * _DQ_TILE**2:
         raise ValueError(
             f"block_q: got {block_q} at width {width}, needs {_CONSUMERS * _DQ_TILE**2 // width},"
@@ -205,6 +210,11 @@ def _build_main(
     # At width 128 there are registers for weights and dQ at a time only where all else is simple.
     simple = not (tiles.any_mask or group > 1) and key_columns.tiles == value_columns.tiles == 1
     early_weights = (width <= 64 or simple) and not problem.has_elements
+    # Where there are no registers for dP' at a time.
+    weights_first = problem.has_elements or (has_cap and problem.dynamic and width <= 64)
+    registers = config.registers
+    if has_cap and problem.dynamic and with_query_gradient and width == 128:
+        registers = (232, 40)  # the producer spills with fewer
 
     ds_stored = NamedBarriers(first=_CONSUMERS + 2, count=2 * _CONSUMERS, arrivers=1)
     free = NamedBarriers(ds_stored.first + ds_stored.count, stages, arrivers=_CONSUMERS)
@@ -268,18 +278,23 @@ def _build_main(
 
         # One copy of the code a consumer: addresses become constants, which saves registers.
         def _consumer(consumer: int):
-            plgpu.set_max_registers(config.registers[0], action="increase")
+            plgpu.set_max_registers(registers[0], action="increase")
             own_first_key = _KEYS * consumer
             own = pl.ds(own_first_key, _KEYS)
 
             def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc=None):
+                def load_start(slot):
+                    return per_query(plgpu.load(start_smem.at[slot], layout=QUERIES), _KEYS)
+
                 def issue_logits(slot, index):
-                    s_acc[...] = per_query(plgpu.load(start_smem.at[slot], layout=QUERIES), _KEYS)
+                    # What a cap is for must come alone.
+                    s_acc[...] = zero_tile(_KEYS, block_q) if has_cap else load_start(slot)
                     k = k_smem.at[k_slot(index) + fresh_zero(), :, own]
                     key_columns.contract(s_acc, k, q_smem.at[slot])
 
-                def issue_d_weights(slot):
-                    dp_acc[...] = zero_tile(_KEYS, block_q)
+                def issue_d_weights(slot, zeroed=False):
+                    if not zeroed:
+                        dp_acc[...] = zero_tile(_KEYS, block_q)
                     v = v_smem.at[fresh_zero(), :, own]
                     value_columns.contract(dp_acc, v, o_smem.at[slot])
 
@@ -287,6 +302,18 @@ def _build_main(
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
                     logits, to_log2 = biased(logits, factor, loaded)
                     return jnp.exp2(logits * to_log2)
+
+                def masked(weights, mask, j, loaded, fill=0.0):
+                    if mask is not None:
+                        weights = mask(weights, j, fill)
+                    return masked_by_element(weights, loaded, fill)
+
+                def load_capped_weights(loaded, mask, j, slot, *, wait_n):
+                    """Weights, the operand of dV, and times the derivative of the cap, for dS'."""
+                    products = plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
+                    logits, _ = soft_cap.capped(products, loaded, problem)
+                    logits = masked(logits, mask, j, loaded, soft_cap.UNSEEN)
+                    return soft_cap.capped_weights(logits, load_start(slot), problem)
 
                 def load_ds(weights, slot):
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=value_columns.tiles)
@@ -325,16 +352,18 @@ def _build_main(
                     ds_stored.arrive(2 * parity + consumer)
                     ds_stored.wait(2 * parity + (1 - consumer))
                     dk = dk.astype(dtype)
-                    key_columns.put(k_smem.at[k_slot(index) + fresh_zero(), :, own], dk)
+                    k = k_smem.at[k_slot(index) + fresh_zero(), :, own]
+                    key_columns.put(k, dk, anew=has_cap)  # with a cap registers are short
                     for n, columns in enumerate(_tiles_of(value_columns.size)):
-                        ds_smem[n + fresh_zero(), 0, own] = dv[:, columns].astype(dtype)
+                        d_value = dv[:, columns].astype(dtype)
+                        put_tile(ds_smem.at[n + fresh_zero(), 0, own], d_value, anew=has_cap)
                     fence_async_shared()
                     gradients_staged.arrive(0)
 
                 def hand_over_ds(parity, ds):
                     # Two buffers: the other may still read what was stored one step ago.
                     for n, columns in enumerate(_tiles_of(block_q)):
-                        ds_smem[parity, n, own] = ds[:, columns]
+                        put_tile(ds_smem.at[parity, n, own], ds[:, columns], anew=has_cap)
                     fence_async_shared()
                     ds_stored.arrive(2 * parity + consumer)
 
@@ -353,9 +382,7 @@ def _build_main(
                         hand_over_dq()
                         plgpu.barrier_wait(o_full.at[o_slot])
                     issue_d_weights(o_slot)
-                    if mask is not None:
-                        weights = mask(weights, j)
-                    weights = masked_by_element(weights, loaded, 0.0)
+                    weights = masked(weights, mask, j, loaded)
                     value_columns.expand(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
                     ds = load_ds(weights, o_slot)
                     key_columns.expand(dk_acc, ds, q_smem.at[slot])
@@ -364,32 +391,53 @@ def _build_main(
                     free.arrive(slot)
 
                 def step_without_dq(j, mask, load_elements, index):
-                    slot, o_slot, _ = slots(j)
+                    slot, o_slot, parity = slots(j)
                     plgpu.barrier_wait(q_full.at[slot])
+                    # All that starts at zero before the first product, or ptxas injects a wait.
+                    zeroed = has_cap and not weights_first
+                    if zeroed:
+                        dp_acc[...] = zero_tile(_KEYS, block_q)
                     issue_logits(slot, index)
                     loaded = load_elements(j)
-                    if problem.has_elements:  # there are no registers for dP' at a time
-                        weights = load_weights(loaded, wait_n=0)
+                    wait_n = 0 if weights_first else value_columns.tiles
+                    if not weights_first:
                         plgpu.barrier_wait(o_full.at[o_slot])
-                        issue_d_weights(o_slot)
+                        issue_d_weights(o_slot, zeroed)
+                    if has_cap:
+                        operand, weights = load_capped_weights(
+                            loaded, mask, j, o_slot, wait_n=wait_n
+                        )
                     else:
+                        weights = load_weights(loaded, wait_n=wait_n)
+                    if weights_first:
                         plgpu.barrier_wait(o_full.at[o_slot])
                         issue_d_weights(o_slot)
-                        weights = load_weights(loaded, wait_n=value_columns.tiles)
-                    if mask is not None:
-                        weights = mask(weights, j)
-                    weights = masked_by_element(weights, loaded, 0.0)
-                    value_columns.expand(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
-                    key_columns.expand(dk_acc, load_ds(weights, o_slot), q_smem.at[slot])
-                    fence_async_shared()  # TMA will overwrite row statistics that were read
+                    if not has_cap:
+                        weights = masked(weights, mask, j, loaded)
+                        operand = weights.astype(dtype)
+                    value_columns.expand(dv_acc, operand, o_smem.at[o_slot])
+                    ds = load_ds(weights, o_slot)
+                    key_columns.expand(dk_acc, ds, q_smem.at[slot])
+                    if with_query_gradient:
+                        hand_over_ds(parity, ds)
+                    else:
+                        fence_async_shared()  # TMA will overwrite row statistics that were read
                     plgpu.wgmma_wait(0)
                     free.arrive(slot)
+
+                def step_after_dq(j, mask, load_elements, index):
+                    """Where registers are short: dQ of the step before is done first."""
+                    issue_late_dq(1 - lax.rem(j, jnp.int32(2)), index)
+                    hand_over_dq()
+                    step_without_dq(j, mask, load_elements, index)
 
                 def whole_tile(carry):
                     index, j = carry
                     plgpu.barrier_wait(k_full.at[k_slot(index)])
                     plgpu.barrier_wait(v_full)
-                    step = step_with_dq if with_query_gradient else step_without_dq
+                    step = step_without_dq
+                    if with_query_gradient:
+                        step = step_after_dq if has_cap else step_with_dq
                     step = functools.partial(step, index=index)
                     j = walk.loop_over_steps(step, index, j, own_first_key)
                     v_free.arrive(0)
@@ -422,7 +470,7 @@ def _build_main(
 
         @pl.when(warpgroup == _CONSUMERS)
         def _producer():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
+            plgpu.set_max_registers(registers[1], action="decrease")
 
             def load_step(carry):
                 """Loads a block of Q and one of dO, and their row statistics; returns the next.

@@ -20,8 +20,9 @@ Both tiles are left operands from registers, and go through one place in shared 
 each thread finds what the same thread of the other consumer left (`primitives.send_tile`).
 
 P' is sent as float32: rounded to the dtype of the inputs, as for dV, it would add to the error of
-dS'. The right columns of K stay in registers of the first consumer, which saves reading them from
-shared memory in every step.
+dS'. With a soft cap it is the capped logits that are sent, as their derivative is needed too; the
+other computes P' once more. The right columns of K stay in registers of the first consumer, which
+saves reading them from shared memory in every step.
 
 A tile's gradients leave in the first step of the next, under its first products: each part of dV
 through that part of the last slot of dO, each part of dK through that of Q, which the same consumer
@@ -45,6 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import soft_cap
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BackwardKeyConfig, Problem, whole_tiles
 from pallas_kernels.elements import NO_ELEMENTS, ElementRefs, Elements, biased
@@ -94,7 +96,7 @@ def key_value_gradients(
         problem.query_length on zero. d_out is finite in rows that see no key.
       key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite in rows that no query
         sees.
-      start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / scale; -inf for rows
+      start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / unit; -inf for rows
         that see no key or are beyond the end.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
@@ -148,7 +150,8 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
     group, dtype = problem.group, problem.dtype
     key_parts = _Parts.of(problem.width, _KEY_PARTS)
     value_parts = _Parts.of(problem.value_width, _VALUE_PARTS)
-    factor = problem.scale * LOG2E
+    factor = problem.logit_unit * LOG2E
+    has_cap = problem.soft_cap is not None
     # Tiles read Q and dO.
     row_bytes = (problem.width + problem.value_width) * dtype.itemsize
     tiles = KeyTiles(problem, block_kv, block_q, row_bytes=row_bytes)
@@ -215,6 +218,13 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         def late_slot_of(j):
             return lax.rem(j + (_STAGES + 1), jnp.int32(_STAGES + 1))
 
+        def load_start(slot):
+            return per_query(plgpu.load(start_smem.at[slot], layout=QUERIES), block_kv)
+
+        def capped_weights(logits, slot):
+            """Weights of capped logits: operand of dV, and times the derivative of the cap."""
+            return soft_cap.capped_weights(logits, load_start(slot), problem)
+
         def take(accumulator, scale, *, wait_n):
             """A gradient from its accumulator; `wait_n` other products stay in flight."""
             gradient = plgpu.wgmma_accumulator_load(accumulator, wait_n=wait_n) * scale
@@ -241,12 +251,17 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
             def compute(dk_acc, dv_acc, s_acc):
                 def issue_logits(j, slot, k_right):
                     plgpu.barrier_wait(q_full.at[slot])
-                    start = plgpu.load(start_smem.at[slot], layout=QUERIES)
-                    s_acc[...] = per_query(start, block_kv)
+                    # What a cap is for must come alone.
+                    s_acc[...] = zero_tile(block_kv, block_q) if has_cap else load_start(slot)
                     right_key.contract(s_acc, k_right, q_smem.at[slot])
                     plgpu.barrier_wait(late_full.at[late_slot_of(j)])
                     k_left = key_parts.resident(k_smem, _LEFT)
                     left_key.contract(s_acc, k_left, late_smem.at[late_slot_of(j)])
+
+                def masked(weights, mask, j, loaded, fill=0.0):
+                    if mask is not None:
+                        weights = mask(weights, j, fill)
+                    return masked_by_element(weights, loaded, fill)
 
                 def issue_late_dk(j):
                     """dK of the step before j."""
@@ -279,16 +294,21 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                     loaded = load_elements(j)
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=own_key.tiles)
                     k_free.arrive(0, when=j + 1 == end)
-                    logits, to_log2 = biased(logits, factor, loaded)
-                    weights = jnp.exp2(logits * to_log2)
-                    if mask is not None:
-                        weights = mask(weights, j)
-                    weights = masked_by_element(weights, loaded, 0.0)
-                    send_tile(weights_mail, weights)
+                    if has_cap:
+                        logits, _ = soft_cap.capped(logits, loaded, problem)
+                        logits = masked(logits, mask, j, loaded, soft_cap.UNSEEN)
+                        send_tile(weights_mail, logits)
+                        operand, _ = capped_weights(logits, slot)
+                    else:
+                        logits, to_log2 = biased(logits, factor, loaded)
+                        weights = masked(jnp.exp2(logits * to_log2), mask, j, loaded)
+                        send_tile(weights_mail, weights)
                     weights_sent.arrive(0)
                     plgpu.barrier_wait(o_full.at[slot])
                     d_out = value_parts.at(o_smem, _LEFT, slot)
-                    own_value.expand(dv_acc, weights.astype(dtype), d_out)
+                    if not has_cap:
+                        operand = weights.astype(dtype)
+                    own_value.expand(dv_acc, operand, d_out)
                     fence_async_shared()  # TMA will overwrite the row statistics that were read
                     q_free.arrive(slot)
                     if is_first:
@@ -363,14 +383,20 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                     weights_sent.wait(0)
                     weights = receive_tile(weights_mail, block_q, jnp.float32)
                     d_out = value_parts.at(o_smem, _RIGHT, slot)
-                    own_value.expand(dv_acc, weights.astype(dtype), d_out)
+                    if has_cap:
+                        plgpu.barrier_wait(q_full.at[slot])  # for the start of its logits
+                        operand, weights = capped_weights(weights, slot)
+                    else:
+                        operand = weights.astype(dtype)
+                    own_value.expand(dv_acc, operand, d_out)
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=own_value.tiles)
                     v_free.arrive(0, when=j + 1 == end)
                     minus_delta = plgpu.load(delta_smem.at[slot], layout=QUERIES)
                     ds = (weights * (d_weights + per_query(minus_delta, block_kv))).astype(dtype)
                     send_tile(ds_mail, ds)
                     ds_sent.arrive(0)
-                    plgpu.barrier_wait(q_full.at[slot])
+                    if not has_cap:
+                        plgpu.barrier_wait(q_full.at[slot])
                     own_key.expand(dk_acc, ds, q_smem.at[slot])
                     fence_async_shared()  # as above
                     plgpu.wgmma_wait(0)

@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels import scheduler
+from pallas_kernels import scheduler, soft_cap
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
@@ -83,7 +83,7 @@ def query_gradient(
         problem.query_length on zero. d_out is finite in rows that see no key.
       key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, rows from problem.key_length
         on zero, finite where no query sees them.
-      start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / scale; -inf for rows
+      start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / unit; -inf for rows
         that see no key or are beyond the end.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
@@ -100,8 +100,8 @@ def query_gradient(
     return kernel(intervals, *elements.operands(), *operands)
 
 
-def hide(weights, problem: Problem, first_row, first_key, bounds) -> jax.Array:
-    """`(64, n)` weights with 0 where the row may not see the key, or there is no such key.
+def hide(weights, problem: Problem, first_row, first_key, bounds, fill: float = 0.0) -> jax.Array:
+    """`(64, n)` weights with `fill` where the row may not see the key, or there is no such key.
 
     Args:
       first_row: gives the first row; called where it is needed, as registers are short.
@@ -110,19 +110,19 @@ def hide(weights, problem: Problem, first_row, first_key, bounds) -> jax.Array:
     """
     if problem.dynamic:
         first, end = bounds()
-        weights = keep_columns_from(weights, first - first_key, 0.0)
-        return keep_columns_to(weights, end - (first_key + 1), 0.0)
+        weights = keep_columns_from(weights, first - first_key, fill)
+        return keep_columns_to(weights, end - (first_key + 1), fill)
     row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
     if problem.lowest is not None:
         first = row + (first_row() + problem.lowest)
-        weights = keep_columns_from(weights, first - first_key, 0.0)
+        weights = keep_columns_from(weights, first - first_key, fill)
     if problem.highest is not None:
         last = jnp.minimum(row + (first_row() + problem.highest), problem.key_length - 1)
     elif problem.key_length % weights.shape[1]:
         last = row * 0 + (problem.key_length - 1)
     else:
         return weights
-    return keep_columns_to(weights, last - first_key, 0.0)
+    return keep_columns_to(weights, last - first_key, fill)
 
 
 class _KeyBlocks(NamedTuple):
@@ -178,9 +178,10 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
     dtype = problem.dtype
     key_columns = Columns.whole(problem.width)
     value_columns = Columns.whole(problem.value_width)
-    factor = problem.scale * LOG2E
-    # With 256 columns of dQ there are no registers for elements and dP at a time.
-    weights_first = problem.has_elements and key_columns.size > 192
+    factor = problem.logit_unit * LOG2E
+    has_cap = problem.soft_cap is not None
+    # With 256 columns of dQ there are no registers for elements, or a cap, and dP at a time.
+    weights_first = (problem.has_elements or has_cap) and key_columns.size > 192
 
     tiles = -(-problem.query_length // block_q)
     first_rows = np.arange(tiles) * block_q
@@ -274,8 +275,8 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 rows = pl.ds(first_row_of(warpgroup), _ROWS)
                 return plgpu.load(ref.at[batch, head, rows], layout=_PER_ROW, optimized=False)
 
-            def masked(weights, key_block):
-                """Weights with 0 where the row may not see the key, or there is no such key."""
+            def masked(weights, key_block, fill=0.0):
+                """Weights with `fill` where the row may not see the key, or there is none."""
                 first_row = lambda: first_row_of(warpgroup)
 
                 def bounds():
@@ -285,10 +286,11 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                         load_rows(intervals_ref.at[batch, n], first, last_row) for n in range(2)
                     ]
 
-                return hide(weights, problem, first_row, key_block * block_kv, bounds)
+                return hide(weights, problem, first_row, key_block * block_kv, bounds, fill)
 
             def compute(dq_acc, s_acc, dp_acc):
-                start, minus_delta = per_row(start_ref) * factor, per_row(delta_ref)
+                start = per_row(start_ref) * (1.0 if has_cap else factor)
+                minus_delta = per_row(delta_ref)
 
                 def skip(j, _):
                     """A key block that no row of this consumer sees."""
@@ -321,11 +323,19 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     loaded = load_elements(j) if problem.has_elements else NOTHING_LOADED
                     open_products = 0 if weights_first else value_columns.tiles
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
-                    logits, to_log2 = biased(logits, factor, loaded)
-                    weights = jnp.exp2(logits * to_log2 + spread(start, logits.shape))
-                    if needs_mask:
-                        weights = masked(weights, end_block - 1 - j)
-                    weights = masked_by_element(weights, loaded, 0.0)
+                    if has_cap:
+                        logits, _ = soft_cap.capped(logits, loaded, problem)
+                        if needs_mask:
+                            logits = masked(logits, end_block - 1 - j, soft_cap.UNSEEN)
+                        logits = masked_by_element(logits, loaded, soft_cap.UNSEEN)
+                        minus_lse = spread(start, logits.shape)
+                        _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
+                    else:
+                        logits, to_log2 = biased(logits, factor, loaded)
+                        weights = jnp.exp2(logits * to_log2 + spread(start, logits.shape))
+                        if needs_mask:
+                            weights = masked(weights, end_block - 1 - j)
+                        weights = masked_by_element(weights, loaded, 0.0)
                     if weights_first:
                         dp_acc[...] = zero_tile(_ROWS, block_kv)
                         issue_d_weights(own_rows, vs)

@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import soft_cap
 from pallas_kernels.backward_query import hide
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BIAS_GRADIENT, BiasGradientConfig, Problem
@@ -82,7 +83,7 @@ def bias_gradient(
         problem.query_length on zero. Both are finite in rows that see no key.
       key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite where no query sees
         them.
-      start: `[B, N, T up to a multiple of BLOCK_Q]` float32, -LSE / scale; -inf for rows that see
+      start: `[B, N, T up to a multiple of BLOCK_Q]` float32, -LSE / unit; -inf for rows that see
         no key or are beyond the end.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
@@ -207,7 +208,8 @@ def _build(pieces: _Pieces, interpret: bool):
     dtype = problem.dtype
     key_columns = Columns.whole(problem.width)
     value_columns = Columns.whole(problem.value_width)
-    factor = problem.scale * LOG2E
+    factor = problem.logit_unit * LOG2E
+    has_cap = problem.soft_cap is not None
     steps = pieces.steps()
 
     free = NamedBarriers(first=_CONSUMERS + 2, count=stages, arrivers=_CONSUMERS)
@@ -257,8 +259,6 @@ def _build(pieces: _Pieces, interpret: bool):
                 loaded = elements.load(batch, head, first_row, first_key, block_kv, early=True)
 
                 logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=value_columns.tiles)
-                logits, to_log2 = biased(logits, factor, loaded)
-                weights = jnp.exp2(logits * to_log2 + spread(start * factor, logits.shape))
 
                 def bounds():
                     last_row = problem.query_length - 1
@@ -266,8 +266,19 @@ def _build(pieces: _Pieces, interpret: bool):
                         load_rows(intervals_ref.at[batch, n], first_row, last_row) for n in range(2)
                     ]
 
-                weights = hide(weights, problem, lambda: first_row, first_key, bounds)
-                weights = masked(weights, loaded, 0.0)
+                def hidden(weights, fill):
+                    weights = hide(weights, problem, lambda: first_row, first_key, bounds, fill)
+                    return masked(weights, loaded, fill)
+
+                if has_cap:
+                    logits, _ = soft_cap.capped(logits, loaded, problem)
+                    logits = hidden(logits, soft_cap.UNSEEN)
+                    minus_lse = spread(start, logits.shape)
+                    _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
+                else:
+                    logits, to_log2 = biased(logits, factor, loaded)
+                    weights = jnp.exp2(logits * to_log2 + spread(start * factor, logits.shape))
+                    weights = hidden(weights, 0.0)
                 # A row that does not count may have a bias that is NaN.
                 weights = jnp.where(spread(start, weights.shape) > -jnp.inf, weights, 0.0)
                 d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)

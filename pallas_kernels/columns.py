@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.config import whole_tiles
-from pallas_kernels.primitives import OPERAND, interpreting
+from pallas_kernels.primitives import OPERAND, interpreting, store_operand
 
 _BOX = 64  # columns: 128 bytes, which is as wide as TMA swizzles
 
@@ -84,10 +84,10 @@ class Columns:
         n, start = divmod(start, self.tile_width)
         return buffer.at[n, :, pl.ds(start, _BOX)]
 
-    def put(self, buffer, values: jax.Array) -> None:
-        """Stores `(rows, size)` values to shared memory."""
+    def put(self, buffer, values: jax.Array, *, anew: bool = False) -> None:
+        """Stores `(rows, size)` values to shared memory; anew as in `put_tile`."""
         for n, columns in enumerate(self.tile_slices):
-            buffer[n] = values[:, columns]
+            put_tile(buffer.at[n], values[:, columns], anew=anew)
 
     def contract(self, accumulator, a, b) -> None:
         """Issues accumulator += a b', a and b of these columns, in `tiles` commit groups.
@@ -125,3 +125,11 @@ class Columns:
         whole = dataclasses.replace(buffer, transforms=(swizzle, tiling))
         rows = dataclasses.replace(buffer, transforms=(swizzle,)).reshape(whole.shape)
         return dataclasses.replace(rows, transforms=(*rows.transforms, *indices)).at[n]
+
+
+def put_tile(ref, tile: jax.Array, *, anew: bool = False) -> None:
+    """Stores one tile to shared memory; anew: with addresses that are in no register till then."""
+    if anew:
+        store_operand(ref, tile)
+    else:
+        ref[...] = tile

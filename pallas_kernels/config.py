@@ -23,7 +23,8 @@ class Problem:
     highest, where None is no bound: causal attention has a highest alone, a sliding window has
     both. Or, if it is `dynamic`, it sees an interval of keys that kernels get as an array
     (`intervals.py`). Kernels of one that `has_mask` or `has_bias` get these as arrays too
-    (`elements.py`).
+    (`elements.py`). With a soft cap, logits with their bias become soft_cap * tanh(logits /
+    soft_cap) before all that hides keys.
 
     Attributes:
       value_width: as width if it is 0.
@@ -43,6 +44,7 @@ class Problem:
     value_width: int = 0
     has_mask: bool = False
     has_bias: bool = False
+    soft_cap: float | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "value_width", self.value_width or self.width)
@@ -56,6 +58,11 @@ class Problem:
             # Then the queries that see any key are an interval, and so are the keys that are seen.
             needs = f"at most highest, {self.highest}"
             _need(self.lowest <= self.highest, "lowest", self.lowest, needs)
+
+    @property
+    def logit_unit(self) -> float:
+        """What kernels count logits in: products of query and key, or tanh with a soft cap."""
+        return self.scale if self.soft_cap is None else self.soft_cap
 
     @property
     def has_far_edge(self) -> bool:

@@ -40,7 +40,7 @@ from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import online_softmax, scheduler
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardConfig, Problem
-from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements, biased
+from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.online_softmax import LOG2E, RowState, spread
 from pallas_kernels.primitives import (
@@ -56,6 +56,7 @@ from pallas_kernels.primitives import (
     store_rows,
     zero_tile,
 )
+from pallas_kernels.soft_cap import capped
 
 _ROWS = 64  # query rows of a consumer: the M of a wgmma
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -235,7 +236,9 @@ def _build(
     mask_throughout = problem.has_bias and has_far_edge
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
-    registers_are_short = query_buffers == 1 and config.block_kv > 64
+    has_cap = problem.soft_cap is not None
+    # Then addresses and entries of lists are made anew where they are used.
+    registers_are_short = has_cap or (query_buffers == 1 and config.block_kv > 64)
     block_kv, dtype = config.block_kv, problem.dtype
     key_columns = Columns.whole(problem.width)
     value_columns = Columns.whole(problem.value_width)
@@ -295,9 +298,19 @@ def _build(
         block = lax.axis_index("block")
         zero = jnp.int32(0)
         no_rows = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.int32), _PER_ROW)
-        tile_count = schedule_ref[block, 0]
+
+        def listed(column, anew=has_cap):
+            """An entry of this thread block's list."""
+            return schedule_ref[block + fresh_zero() if anew else block, column]
+
+        tiles_listed = listed(0)
+        tile_count = lambda: listed(0) if has_cap else tiles_listed
+
         slot = lambda step: lax.rem(step, jnp.int32(stages))
-        query_buffer = lambda index: lax.rem(index, jnp.int32(query_buffers))
+
+        def query_buffer(index):
+            buffer = lax.rem(index, jnp.int32(query_buffers))
+            return buffer + fresh_zero() if has_cap else buffer
 
         def needs(tile, batch, column):
             """An entry of `Tiles.key_blocks`."""
@@ -317,9 +330,9 @@ def _build(
                 begin, steps = carry
                 steps, too_low = one_round(begin, steps)
                 is_last = jnp.logical_not(block_vote.any(too_low, warpgroup)) | (begin > 0)
-                return jnp.where(is_last, 2 * tile_count, tile_count), steps
+                return jnp.where(is_last, 2 * tile_count(), tile_count()), steps
 
-            lax.while_loop(lambda carry: carry[0] < 2 * tile_count, run, (zero, zero))
+            lax.while_loop(lambda carry: carry[0] < 2 * tile_count(), run, (zero, zero))
 
         @pl.when(warpgroup < consumers)
         def _consumer():
@@ -343,6 +356,13 @@ def _build(
                 first_row, last_row = tiles.first_row(tile, warpgroup), problem.query_length - 1
                 ref = optional_refs[0]
                 return [load_rows(ref.at[batch, n], first_row, last_row) for n in range(2)]
+
+            def bounds_of(tile, batch):
+                """What gives `load_bounds`: loads them only then where registers are short."""
+                if has_cap:
+                    return lambda: load_bounds(tile, batch)
+                bounds = load_bounds(tile, batch)
+                return lambda: bounds
 
             def masked_near(logits, tile, key_block, bounds):
                 """Logits with -inf where a key is behind the last of its row, or there is none."""
@@ -387,8 +407,9 @@ def _build(
                     batch, head, first_row, first_key, block_kv, early=elements_early
                 )
 
-            def first_softmax(logits, tile, key_block, bounds, loaded):
-                logits, factor = biased(logits, problem.scale * LOG2E, loaded)
+            def first_softmax(products, tile, key_block, bounds, loaded):
+                logits, factor = capped(products, loaded, problem)
+                bounds = bounds()
                 if any_mask:
                     logits = masked(logits, tile, key_block, bounds)
                 logits = masked_by_element(logits, loaded, -jnp.inf)
@@ -398,12 +419,8 @@ def _build(
                 return weights, state
 
             def compute(o_acc, s_acc, begin, first_step):
-                end = begin + tile_count
-
-                def number_of(index):
-                    # Where registers are short, the address is made anew.
-                    own = block + fresh_zero() if registers_are_short else block
-                    return schedule_ref[own, 1 + index - begin]
+                end = begin + tile_count()
+                number_of = lambda index: listed(1 + index - begin, anew=registers_are_short)
 
                 def issue_logits(buffer, k_slot):
                     if has_bias_of_keys:
@@ -424,7 +441,7 @@ def _build(
 
                 def start_tile(index, steps, tile, batch):
                     """The first key block of a tile, with no other product open."""
-                    end_block, bounds = end_of(tile, batch), load_bounds(tile, batch)
+                    end_block, bounds = end_of(tile, batch), bounds_of(tile, batch)
                     loaded = load_elements(lambda: number_of(index), 0)
 
                     @pl.when(index < end)
@@ -446,7 +463,8 @@ def _build(
                         number = number_of(index + fresh_zero())
                         tile, batch, _ = tiles.locate(number)
                         end_block = end_of(tile, batch)
-                    bounds = load_bounds(tile, batch) if exact or far else None
+                    if exact or far:
+                        bounds = bounds_of(tile, batch)
                     k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
                     plgpu.barrier_wait(k_full.at[k_slot])
                     take_turn()
@@ -454,14 +472,14 @@ def _build(
                     issue_output(weights, v_slot)
                     pass_turn()
                     loaded = load_elements(lambda: number, j)
-                    logits = load_logits()
+                    products = load_logits()
                     k_free.arrive(k_slot)
                     correction = None
-                    logits, factor = biased(logits, problem.scale * LOG2E, loaded)
+                    logits, factor = capped(products, loaded, problem)
                     if exact and any_mask:
-                        logits = masked(logits, tile, end_block - 1 - j, bounds)
+                        logits = masked(logits, tile, end_block - 1 - j, bounds())
                     elif far:
-                        logits = masked_far(logits, tile, end_block - 1 - j, bounds)
+                        logits = masked_far(logits, tile, end_block - 1 - j, bounds())
                     logits = masked_by_element(logits, loaded, -jnp.inf)
                     if exact or exact_throughout:
                         weights, correction, state = online_softmax.advance(
@@ -498,7 +516,7 @@ def _build(
                         if columns.first > 0:
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         staged = slice(columns.first, columns.first + columns.size)
-                        columns.put(staging, output[:, staged].astype(dtype))
+                        columns.put(staging, output[:, staged].astype(dtype), anew=has_cap)
                         plgpu.commit_smem()
                         columns.store(staging, o_ref.at[batch, rows_of(tile), head])
 
@@ -511,7 +529,7 @@ def _build(
                     q_free.arrive(query_buffer(index))
                     inverse, too_low = end_rows(state, too_low, tile, batch, head)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    bounds = load_bounds(next_tile, next_batch)
+                    bounds = bounds_of(next_tile, next_batch)
 
                     # After the last tile the logits are of no tile, and go nowhere.
                     @pl.when(index + 1 < end)
@@ -611,8 +629,8 @@ def _build(
             plgpu.set_max_registers(config.registers[1], action="decrease")
 
             def load_tiles(begin, first_step):
-                end = begin + tile_count
-                locate = lambda index: tiles.locate(schedule_ref[block, 1 + index - begin])
+                end = begin + tile_count()
+                locate = lambda index: tiles.locate(listed(1 + index - begin))
 
                 def load_queries(index):
                     tile, batch, head = locate(index)

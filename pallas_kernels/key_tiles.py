@@ -264,11 +264,14 @@ class Walk:
         is_last = (t + 1 == self.steps(index)) & (index < self.count())
         return index + is_last, jnp.where(is_last, 0, t + 1)
 
-    def masked(self, weights: jax.Array, j, *, index, to_block, own_first_key: int) -> jax.Array:
+    def masked(
+        self, weights: jax.Array, j, fill: float = 0.0, *, index, to_block, own_first_key: int
+    ) -> jax.Array:
         """`(64, block_q)` weights, 0 where the query may not see the key, or there is no such key.
 
         Args:
           j: number of the step; j + to_block is its query block.
+          fill: what stands there, where it is not 0.
           own_first_key: of the consumer, in the tile.
         """
         problem, block_q = self.tiles.problem, self.tiles.block_q
@@ -280,8 +283,8 @@ class Walk:
             first, end = (
                 load_rows(self.seeing_ref.at[batch, n], first_key, last_key) for n in range(2)
             )
-            weights = keep_columns_from(weights, first - query_block * block_q, 0.0)
-            return keep_columns_to(weights, end - (query_block * block_q + 1), 0.0)
+            weights = keep_columns_from(weights, first - query_block * block_q, fill)
+            return keep_columns_to(weights, end - (query_block * block_q + 1), fill)
         if problem.lowest is None:
             key = plgpu.broadcasted_iota(jnp.int32, weights.shape[:1], 0, layout=_KEYS)
         else:  # an iota would stay in registers across all three loops
@@ -293,10 +296,10 @@ class Walk:
                 first_seeing = key - (query_block * block_q + problem.highest)
             if self.tiles.ragged:
                 first_seeing = jnp.where(key < problem.key_length, first_seeing, block_q)
-            weights = keep_columns_from(weights, first_seeing, 0.0)
+            weights = keep_columns_from(weights, first_seeing, fill)
         if problem.lowest is not None:
             last_seeing = key - (query_block * block_q + problem.lowest)
-            weights = keep_columns_to(weights, last_seeing, 0.0)
+            weights = keep_columns_to(weights, last_seeing, fill)
         return weights
 
     def load_elements(self, j, *, index, end, own_first_key: int) -> Loaded:

@@ -1,6 +1,7 @@
 """What the backward needs before its main kernel: one pass over O and dO.
 
-    start        -LSE / scale, where the accumulator of the logits starts
+    start        -LSE / unit (`Problem.logit_unit`): -LSE / scale, where the accumulator of the
+                 logits starts, or with a soft cap -LSE / cap, which is added later
     minus_delta  dLSE - rowsum(dO * O)
     dQ           zeros, where thread blocks of the main kernel add to it
 
@@ -94,7 +95,7 @@ def _build(problem: Problem, padded_rows: int, with_dq: bool, interpret: bool):
         row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW) + first
         counts = (row <= last) & (lse != -jnp.inf)
         rows = pl.ds(first, _ROWS)
-        start = jnp.where(counts, lse * (-1.0 / problem.scale), -jnp.inf)
+        start = jnp.where(counts, lse * (-1.0 / problem.logit_unit), -jnp.inf)
         store_rows(start_ref.at[batch, head, rows], start)
         store_rows(minus_delta_ref.at[batch, head, rows], jnp.where(counts, d_lse - products, 0.0))
         for dq_ref, column_tile in itertools.product(dq_refs, range(column_tiles)):

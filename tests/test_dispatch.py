@@ -150,7 +150,8 @@ def test_attention_runs_what_explain_says(on, monkeypatch):
         ({"local_window_size": 9, "sinks": jnp.ones(N)}, None),
         ({"mask": jnp.ones((B, 1, T, S), bool)}, None),
         ({"bias": jnp.ones((N, 1, S), jnp.float16), "is_causal": True}, None),
-        ({"local_window_size": 9, "logits_soft_cap": 30.0}, "logits_soft_cap"),
+        ({"local_window_size": 9, "logits_soft_cap": 30.0}, None),
+        ({"logits_soft_cap": 1e-4}, "logits_soft_cap 0.0001 is not in (0.001, 1000000.0)"),
     ],
 )
 def test_what_the_kernels_take(monkeypatch, options, reason):

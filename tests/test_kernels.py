@@ -26,12 +26,21 @@ def inputs(B, T, S, N, K, H, dtype, seed=0, h=None):
     return (*arrays, jax.random.normal(keys[4], (B, T, N), jnp.float32))
 
 
-def check(arrays, *, sinks=None, bias=None, config=None, deterministic=False, **options):
+def check(
+    arrays,
+    *,
+    sinks=None,
+    bias=None,
+    logits_soft_cap=None,
+    config=None,
+    deterministic=False,
+    **options,
+):
     """Runs forward and backward and compares every result with float64.
 
     Args:
       arrays: what `inputs` gives.
-      sinks, bias, config, deterministic: as for `jax_flash.attention`.
+      sinks, bias, logits_soft_cap, config, deterministic: as for `jax_flash.attention`.
       **options: what of its other arguments decides what is visible.
     """
     query, key, value, dout, dlse = arrays
@@ -44,6 +53,7 @@ def check(arrays, *, sinks=None, bias=None, config=None, deterministic=False, **
             bias,
             **options,
             sinks=sinks,
+            logits_soft_cap=logits_soft_cap,
             return_residual=True,
             implementation="mosaic_gpu",
             config=config,
@@ -53,11 +63,16 @@ def check(arrays, *, sinks=None, bias=None, config=None, deterministic=False, **
     (out, lse), vjp = jax.vjp(attention, query, key, value, bias, sinks)
     *gradients, d_sinks = vjp((dout, dlse))
 
-    exact_out, exact_lse = oracle.attention(query, key, value, bias, sinks=sinks, **options)
-    exact = oracle.gradients(query, key, value, bias, dout=dout, dlse=dlse, sinks=sinks, **options)
+    exact_options = dict(sinks=sinks, logits_soft_cap=logits_soft_cap, **options)
+    exact_out, exact_lse = oracle.attention(query, key, value, bias, **exact_options)
+    exact = oracle.gradients(query, key, value, bias, dout=dout, dlse=dlse, **exact_options)
     visible = oracle.visibility(query.shape[0], query.shape[1], key.shape[1], **options)
     (plain, _), plain_vjp = jax.vjp(
-        lambda *x: plain_attention(*x[:3], visible, sinks, x[3]), query, key, value, bias
+        lambda *x: plain_attention(*x[:3], visible, sinks, x[3], logits_soft_cap),
+        query,
+        key,
+        value,
+        bias,
     )
     assert_as_accurate_as_plain(out, plain, exact_out, "out")
     seen = np.isfinite(exact_lse)

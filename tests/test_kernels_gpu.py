@@ -420,3 +420,41 @@ def test_a_scan_over_layers_runs_each_kernel_once():
     calls = [line for line in compiled.as_text().splitlines() if "mosaic_gpu" in line]
     for kernel in ("attention_forward", "row_statistics", "attention_backward", "cast_dq"):
         assert sum(f"/{kernel}/" in line for line in calls) == 1, kernel
+
+
+@pytest.mark.parametrize(
+    ("H", "cap", "deterministic", "options"),
+    [
+        (64, 50.0, False, {}),
+        (64, 0.5, True, {"local_window_size": (300, 40)}),
+        (64, 2.0, False, {"is_causal": True, "key_value_seq_lengths": [700, 0, 1091]}),
+        (128, 5.0, False, {"is_causal": True, "query_offset": -30}),
+        (128, 50.0, True, {}),
+        (128, 2.0, False, {"is_causal": True, "key_value_seq_lengths": [700, 0, 1091]}),
+        (192, 5.0, False, {"is_causal": True}),
+        (256, 0.5, False, {"local_window_size": (300, 40)}),
+        (256, 2.0, False, {"key_value_seq_lengths": [700, 0, 1091]}),
+    ],
+)
+def test_soft_cap(H, cap, deterministic, options):
+    """Logits on both sides of the cap, odd lengths, and many tiles for each thread block."""
+    arrays = inputs(3, 1157, 1091, 4, 2, H, jnp.float16 if cap < 3 else jnp.bfloat16)
+    options = as_arrays(options) | dict(logits_soft_cap=cap, deterministic=deterministic)
+    check(arrays, **options, config=few_thread_blocks(H, 20))
+
+
+@pytest.mark.parametrize(("H", "mask", "bias"), [(64, "bts", "nts"), (128, None, "bs")])
+def test_soft_cap_with_mask_and_bias(H, mask, bias):
+    """And sinks, which no cap is for."""
+    N, T, S = 4, 640, 768
+    mask = random_mask(shape_of(mask, 2, N, T, S)) if mask else None
+    bias = random_bias(shape_of(bias, 2, N, T, S), jnp.bfloat16)
+    options = dict(mask=mask, bias=bias, sinks=jnp.array([7.0, -1.0, 3.0, 0.0]))
+    check(inputs(2, T, S, N, 2, H, jnp.bfloat16), logits_soft_cap=5.0, **options)
+
+
+@pytest.mark.parametrize("H", [64, 256])
+def test_soft_cap_where_maxima_jump(H):
+    """A second round, and sinks."""
+    arrays = with_a_jump(inputs(1, 500, 1091, 3, 3, H, jnp.bfloat16), 0, 300)
+    check(arrays, logits_soft_cap=100.0, sinks=jnp.array([70.0, -1.0, 3.0]))

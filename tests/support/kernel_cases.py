@@ -35,6 +35,19 @@ ELEMENT_WIDTHS = {
 # Query and value widths beside those of `config.WIDTHS`.
 OTHER_WIDTHS = [(192, 128), (192, 192), (96, 96), (160, 160), (40, 72)]
 
+# With a soft cap, at the masks that take most registers, in tiles with tails: widths, mask or
+# "lengths", axes of a dense mask and of a bias in float32, and whether gradients are deterministic.
+SOFT_CAPS: list[tuple[int, int, str, str | None, str | None, bool]] = [
+    (64, 64, "window", None, None, False),
+    (64, 64, "lengths", None, None, True),
+    (128, 128, "window", None, None, False),
+    (128, 128, "lengths", None, None, True),
+    (192, 128, "lengths", None, None, False),
+    (256, 256, "window", None, None, False),
+    (64, 64, "full", "bnts", None, False),
+    (128, 128, "lengths", None, "bs", False),
+]
+
 BATCH = 2  # a batch of one takes fewer registers
 
 # (T, S, N, K, dtype): tiles that fit, and tails at both ends with grouped heads.
@@ -71,7 +84,7 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
             if lengths is not None:
                 case_name = f"H{width}-lengths-{shape}-sinks"
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
-    return cases + _cases_of_other_widths() + _cases_of_elements()
+    return cases + _cases_of_other_widths() + _cases_of_elements() + _cases_of_soft_caps()
 
 
 def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
@@ -95,6 +108,28 @@ def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
 def _cases_of_elements() -> list[tuple[str, Callable, Any]]:
     """With tails, which take most registers."""
     cases = []
+    for kind, width in ((k, width) for k, widths in ELEMENT_WIDTHS.items() for width in widths):
+        mask, mask_axes, bias_axes, bias_dtype, deterministic = ELEMENTS[kind]
+        fn = _forward_and_backward(MASKS.get(mask, {}), deterministic)
+        args = _ragged_args(width, width, mask, mask_axes, bias_axes, bias_dtype)
+        cases.append((f"H{width}-{mask}-{kind}", fn, args))
+    return cases
+
+
+def _cases_of_soft_caps() -> list[tuple[str, Callable, Any]]:
+    cases = []
+    for width, value_width, mask, mask_axes, bias_axes, deterministic in SOFT_CAPS:
+        options = MASKS.get(mask, {}) | {"logits_soft_cap": 30.0}
+        fn = _forward_and_backward(options, deterministic)
+        args = _ragged_args(width, value_width, mask, mask_axes, bias_axes, jnp.float32)
+        elements = "-dense-mask" * bool(mask_axes) + "-bias" * bool(bias_axes)
+        name = f"H{width}-h{value_width}-{mask}{elements}-cap{'-deterministic' * deterministic}"
+        cases.append((name, fn, args))
+    return cases
+
+
+def _ragged_args(width, value_width, mask, mask_axes, bias_axes, bias_dtype) -> tuple:
+    """Of `_forward_and_backward`, with tails; mask may be "lengths"."""
     T, S, N, K, dtype = SHAPES["ragged"]
     sizes = dict(b=BATCH, n=N, t=T, s=S)
 
@@ -102,17 +137,11 @@ def _cases_of_elements() -> list[tuple[str, Callable, Any]]:
         shape = tuple(size if axis in axes else 1 for axis, size in sizes.items()) if axes else ()
         return jax.ShapeDtypeStruct(shape, dtype) if axes else None
 
-    for kind, width in ((k, width) for k, widths in ELEMENT_WIDTHS.items() for width in widths):
-        mask, mask_axes, bias_axes, bias_dtype, deterministic = ELEMENTS[kind]
-        query = jax.ShapeDtypeStruct((BATCH, T, N, width), dtype)
-        key = jax.ShapeDtypeStruct((BATCH, S, K, width), dtype)
-        lse = jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32)
-        lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if mask == "lengths" else None
-        dense_mask, bias = array(mask_axes, bool), array(bias_axes, bias_dtype or dtype)
-        fn = _forward_and_backward(MASKS.get(mask, {}), deterministic)
-        args = query, key, key, query, lse, lengths, dense_mask, bias
-        cases.append((f"H{width}-{mask}-{kind}", fn, args))
-    return cases
+    shapes = (T, N, width), (S, K, width), (S, K, value_width), (T, N, value_width)
+    arrays = [jax.ShapeDtypeStruct((BATCH, *shape), dtype) for shape in shapes]
+    lse = jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32)
+    lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if mask == "lengths" else None
+    return *arrays, lse, lengths, array(mask_axes, bool), array(bias_axes, bias_dtype or dtype)
 
 
 # Tokens, page size, splits and options of decode_attention, from nothing to everything at once.

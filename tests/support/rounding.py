@@ -23,7 +23,13 @@ def assert_as_accurate_as_plain(actual, plain, exact, name: str, more: float = 0
 
 
 def plain_attention(
-    query, key, value, seen, sinks: jax.Array | None = None, bias: jax.Array | None = None
+    query,
+    key,
+    value,
+    seen,
+    sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Textbook attention with every product and the weights in the dtype of the inputs.
 
@@ -32,6 +38,7 @@ def plain_attention(
       seen: bool, broadcastable to `[B, N, T, S]`.
       sinks: None or `[N]`.
       bias: None, or broadcastable to `[B, N, T, S]`.
+      logits_soft_cap: None, or what limits logits with their bias.
 
     Returns:
       Output `[B, T, N, h]` and LSE `[B, T, N]` float32, finite where nothing is seen.
@@ -42,6 +49,8 @@ def plain_attention(
     logits = logits.astype(jnp.float32)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     logits = jnp.where(seen, logits, -1e30)
     if sinks is not None:
         sinks = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1))

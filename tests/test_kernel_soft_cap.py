@@ -1,0 +1,169 @@
+"""Soft caps on the kernels in interpret mode, beside float64."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from pallas_kernels import soft_cap
+from tests.support.interpret import interpret_mode
+from tests.test_kernel_elements import random_bias, random_mask, shape_of, with_lengths
+from tests.test_kernels import check, few_thread_blocks, inputs
+
+
+def test_tanh():
+    x = np.concatenate([np.geomspace(1e-30, 1e16, 20_001), np.linspace(0, 12, 20_001)])
+    x = np.concatenate([x, -x]).astype(np.float32)
+    exact = np.tanh(x.astype(np.float64))
+    with interpret_mode():
+        actual = np.asarray(soft_cap.tanh(jnp.asarray(x)), np.float64)
+        assert np.isnan(soft_cap.tanh(jnp.float32(np.nan)))
+    assert (abs(actual - exact) <= 1.2e-6 * abs(exact)).all()
+    assert (np.sign(actual) == np.sign(x)).all()
+    assert (abs(actual) <= 1 + 2.0**-22).all()
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "dtype", "cap", "options"),
+    [
+        (200, 264, 2, 1, 64, jnp.bfloat16, 1.0, {"is_causal": True}),
+        (1, 239, 2, 2, 64, jnp.float16, 50.0, {}),
+        (113, 203, 2, 1, 128, jnp.bfloat16, 5.0, {"is_causal": True, "query_offset": 90}),
+        (150, 140, 1, 1, 128, jnp.float16, 2.0, {"local_window_size": (40, 9)}),
+        (70, 200, 1, 1, 256, jnp.bfloat16, 2.0, {"is_causal": True, "query_offset": -10}),
+        (150, 67, 2, 1, 256, jnp.float16, 0.5, {}),
+    ],
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_soft_cap(T, S, N, K, H, dtype, cap, options, deterministic):
+    if deterministic and H == 256:
+        pytest.skip("the same kernels")
+    arrays = inputs(1, T, S, N, K, H, dtype)
+    with interpret_mode():
+        check(arrays, logits_soft_cap=cap, **options, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(
+    ("H", "h", "options"),
+    [
+        (40, 72, dict(is_causal=True)),
+        (192, 128, dict(local_window_size=(60, 20))),
+        (160, 160, {}),
+    ],
+)
+def test_other_widths(H, h, options):
+    with interpret_mode():
+        check(inputs(2, 70, 133, 2, 1, H, jnp.bfloat16, h=h), logits_soft_cap=2.0, **options)
+
+
+@pytest.mark.parametrize(
+    ("H", "factor", "cap"),
+    [
+        (64, 30.0, 2.0),  # all weights e^2, e^-2 or nearly so
+        (128, 1.0, 1e-3),  # tanh(1000), weights all the same
+        (64, 3.0, 1e6),  # no cap to speak of
+    ],
+)
+def test_logits_far_beyond_the_cap_or_below_it(H, factor, cap):
+    query, *rest = inputs(1, 80, 150, 1, 1, H, jnp.bfloat16)
+    with interpret_mode():
+        check((query * factor, *rest), logits_soft_cap=cap, is_causal=True, query_offset=70)
+
+
+def test_sinks_where_maxima_jump():
+    """A second round over the tiles of a thread block; the sink is a logit that no cap is for."""
+    query, key, *rest = inputs(1, 150, 400, 2, 2, 64, jnp.bfloat16)
+    arrays = query, key.at[:, :100, 0].multiply(60), *rest
+    with interpret_mode():
+        check(
+            arrays,
+            logits_soft_cap=100.0,
+            sinks=jnp.array([70.0, -1.0]),
+            config=few_thread_blocks(64, 1),
+        )
+
+
+@pytest.mark.parametrize("H", [64, 256])
+def test_lengths_by_batch_entry(H):
+    """Among them rows and keys that nothing sees, whose NaN do no harm."""
+    arrays = inputs(2, 90, 80, 2, 1, H, jnp.bfloat16)
+    lengths = jnp.array([50, 0])
+    options = dict(is_causal=True, query_offset=jnp.array([-20, 5]), key_value_seq_lengths=lengths)
+    with interpret_mode():
+        check(arrays, logits_soft_cap=3.0, **options, config=few_thread_blocks(H, 2))
+        query, key, value, dout, _ = arrays
+        unseen = (jnp.arange(80) >= lengths[:, None])[..., None, None]
+        attention = functools.partial(
+            jax_flash.attention, **options, logits_soft_cap=3.0, implementation="mosaic_gpu"
+        )
+        clean, vjp = jax.vjp(attention, query, key, value)
+        out, poisoned_vjp = jax.vjp(
+            attention, query, *(jnp.where(unseen, jnp.nan, x) for x in (key, value))
+        )
+        chex.assert_trees_all_equal(out, clean)
+        chex.assert_trees_all_close(poisoned_vjp(dout), vjp(dout), rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("H", "dtype", "mask_axes", "bias_axes", "options"),
+    [
+        (64, jnp.bfloat16, "bnts", None, dict(local_window_size=(60, 20))),
+        (64, jnp.float16, "bts", "nts", {}),
+        (64, jnp.bfloat16, None, "bs", dict(is_causal=True, deterministic=True)),
+        (128, jnp.bfloat16, None, "bs", with_lengths(key_value_seq_lengths=[100, 0])),
+        (128, jnp.float16, "bs", "nt", dict(is_causal=True, deterministic=True)),
+        (256, jnp.bfloat16, "nts", None, dict(is_causal=True)),
+        (256, jnp.bfloat16, None, "bs", {}),
+    ],
+)
+def test_with_mask_and_bias(H, dtype, mask_axes, bias_axes, options):
+    """The bias is below the cap, the mask above it, and the bias's gradient is through the cap."""
+    B, T, S, N, K = 2, 70, 140, 2, 1
+    mask = random_mask(shape_of(mask_axes, B, N, T, S)) if mask_axes else None
+    bias = random_bias(shape_of(bias_axes, B, N, T, S)) if bias_axes else None
+    with interpret_mode():
+        check(inputs(B, T, S, N, K, H, dtype), mask=mask, bias=bias, logits_soft_cap=2.0, **options)
+
+
+@pytest.mark.parametrize("axes", ["bs", "bts"])
+def test_infinite_bias(axes):
+    """Gives the cap, with the sign of the bias, and hides nothing; NaN where no query sees it."""
+    query, key, value, dout, dlse = inputs(2, 40, 150, 1, 1, 64, jnp.bfloat16)
+    lengths = jnp.array([120, 0])
+    bias = random_bias(shape_of(axes, 2, 1, 40, 150)).at[..., 9:30].set(-jnp.inf)
+    bias = bias.at[..., 50].set(jnp.inf).at[..., 60].set(jnp.finfo(jnp.float32).min)
+    hidden = (jnp.arange(150) >= lengths[:, None])[:, None, None]
+    attention = functools.partial(
+        jax_flash.attention,
+        key_value_seq_lengths=lengths,
+        logits_soft_cap=2.0,
+        return_residual=True,
+        implementation="mosaic_gpu",
+    )
+
+    def results(bias):
+        results, vjp = jax.vjp(attention, query, key, value, bias)
+        return *results, *vjp((dout, dlse))
+
+    with interpret_mode():
+        clean = results(jnp.clip(bias, -1e3, 1e3))
+        chex.assert_trees_all_close(results(bias), clean, rtol=1e-5)
+        chex.assert_trees_all_equal(results(jnp.where(hidden, jnp.nan, bias)), results(bias))
+    chex.assert_tree_all_finite(clean[2:])
+    assert not np.asarray(clean[0][1]).any() and abs(clean[5]).max() > 1e-3
+
+
+def test_vmap():
+    query, key, value, _, _ = inputs(2, 40, 48, 2, 2, 64, jnp.bfloat16)
+    attention = functools.partial(
+        jax_flash.attention, logits_soft_cap=2.0, implementation="mosaic_gpu"
+    )
+    with interpret_mode():
+        chex.assert_trees_all_equal(
+            jax.vmap(attention)(query[:, None], key[:, None], value[:, None])[:, 0],
+            attention(query, key, value),
+        )
