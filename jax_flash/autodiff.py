@@ -22,7 +22,7 @@ from jax.interpreters import mlir
 
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
-from pallas_kernels import backward, forward
+from pallas_kernels import backward, forward, segments
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels.config import WIDTHS, Config, Problem, default
 from pallas_kernels.primitives import interpreting
@@ -56,7 +56,6 @@ def unsupported(call: Call) -> str | None:
         and not (_SCALES[0] <= call.scale <= _SCALES[1]),
         "bias": call.bias is not None,
         "mask": see.mask is not None,
-        "segment ids": see.query_segment_ids is not None,
         "logits_soft_cap": call.logits_soft_cap is not None,
         "dropout": call.dropout_rate > 0,
     }
@@ -67,11 +66,18 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     """Attention on the kernels; call must be one that `unsupported` has no reason against."""
     assert isinstance(call.scale, (int, float))  # else unsupported
     lowest, highest, intervals = _intervals(call)
+    query_ids, key_ids = call.visibility.query_segment_ids, call.visibility.key_value_segment_ids
+    ids: tuple[jax.Array, ...] = (
+        () if query_ids is None or key_ids is None else (query_ids, key_ids)
+    )
+    are_one = query_ids is key_ids
     settings = _Settings(
         scale=float(call.scale),
         lowest=lowest,
         highest=highest,
         dynamic=bool(intervals),
+        segmented=bool(ids),
+        all_count=bool(ids) and are_one and not intervals and _has_self(lowest, highest),
         deterministic=call.deterministic,
         config=call.config or default(call.query.shape[-1]),
     )
@@ -80,15 +86,12 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
         # For each batch entry, as vmap makes the batch longer.
         batch_and_heads = call.query.shape[0], call.query.shape[2]
         sinks = (jnp.broadcast_to(call.sinks.astype(jnp.float32), batch_and_heads),)
-    problem = settings.problem(call.query, call.key)
-    out, lse = _attention(
-        settings,
-        _zero_unseeing(call.query, problem, intervals),
-        _zero_unseen(call.key, problem, intervals),
-        _zero_unseen(call.value, problem, intervals),
-        sinks,
-        intervals,
-    )
+    query, key, value = call.query, call.key, call.value
+    if not settings.all_count:
+        problem = settings.problem(query, key)
+        query = _zero_unseeing(query, problem, intervals, ids)
+        key, value = (_zero_unseen(x, problem, intervals, ids) for x in (key, value))
+    out, lse = _attention(settings, query, key, value, sinks, intervals, ids)
     return out, lse.transpose(0, 2, 1)
 
 
@@ -125,22 +128,46 @@ def _bounds(
     return lowest, highest
 
 
-def _zero_unseeing(x: jax.Array, problem: Problem, intervals: tuple[jax.Array, ...]) -> jax.Array:
+def _has_self(lowest: int | None, highest: int | None) -> bool:
+    """Whether every position sees itself by these bounds."""
+    return (lowest is None or lowest <= 0) and (highest is None or highest >= 0)
+
+
+def _zero_unseeing(
+    x: jax.Array,
+    problem: Problem,
+    intervals: tuple[jax.Array, ...],
+    ids: tuple[jax.Array, ...],
+) -> jax.Array:
     """x `[B, T, ...]` with zeros where a query sees no key: 0 * NaN would be NaN."""
-    for seen_keys in intervals:
-        x = _zero_where_empty(x, seen_keys)
+    if ids:
+        query_ids, key_ids = ids
+        of_queries = intervals or (run_time_intervals.of_bounds_of_queries(problem),)
+        return _zero_unless(segments.has_partner(query_ids, key_ids, of_queries[0]), x)
+    for seen in intervals:
+        x = _zero_unless(seen[:, 0] < seen[:, 1], x)
     return _zero_outside(x, problem.seeing_queries)
 
 
-def _zero_unseen(x: jax.Array, problem: Problem, intervals: tuple[jax.Array, ...]) -> jax.Array:
+def _zero_unseen(
+    x: jax.Array,
+    problem: Problem,
+    intervals: tuple[jax.Array, ...],
+    ids: tuple[jax.Array, ...],
+) -> jax.Array:
     """x `[B, S, ...]` with zeros where no query sees the key."""
-    for seen_keys in intervals:
-        x = _zero_where_empty(x, run_time_intervals.of_keys(seen_keys, problem.key_length))
+    seeing = [run_time_intervals.of_keys(seen, problem.key_length) for seen in intervals]
+    if ids:
+        query_ids, key_ids = ids
+        of_keys = seeing or (run_time_intervals.of_bounds_of_keys(problem),)
+        return _zero_unless(segments.has_partner(key_ids, query_ids, of_keys[0]), x)
+    for seen_by in seeing:
+        x = _zero_unless(seen_by[:, 0] < seen_by[:, 1], x)
     return _zero_outside(x, problem.seen_keys)
 
 
-def _zero_where_empty(x: jax.Array, intervals: jax.Array) -> jax.Array:
-    counts = intervals[:, 0] < intervals[:, 1]
+def _zero_unless(counts: jax.Array, x: jax.Array) -> jax.Array:
+    """x `[B, R, ...]` with zeros where `[B, R]` counts is false."""
     return jnp.where(counts.reshape(counts.shape + (1,) * (x.ndim - 2)), x, 0)
 
 
@@ -159,6 +186,8 @@ class _Settings:
     lowest: int | None
     highest: int | None
     dynamic: bool
+    segmented: bool
+    all_count: bool  # whether every query is known to see a key, and every key to be seen
     deterministic: bool
     config: Config
 
@@ -176,33 +205,35 @@ class _Settings:
             lowest=self.lowest,
             highest=self.highest,
             dynamic=self.dynamic,
+            segmented=self.segmented,
         )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings, query, key, value, sinks, intervals):
+def _attention(settings, query, key, value, sinks, intervals, ids):
     """Output `[B, T, N, H]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
 
-    Intervals are one `[B, 2, T]`, or none where they are static.
+    Intervals are one `[B, 2, T]`, or none where they are static. Ids are `[B, T]` of queries and
+    `[B, S]` of keys, or none.
     """
-    return _attention_forward(settings, query, key, value, sinks, intervals)[0]
+    return _attention_forward(settings, query, key, value, sinks, intervals, ids)[0]
 
 
-def _attention_forward(settings, query, key, value, sinks, intervals):
+def _attention_forward(settings, query, key, value, sinks, intervals, ids):
     run = _folding_vmap(functools.partial(_run_forward, settings))
-    out, lse = run(query, key, value, sinks, intervals)
+    out, lse = run(query, key, value, sinks, intervals, ids)
     out = checkpoint_name(out, OUT_NAME)
     lse = checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (query, key, value, sinks, intervals, out, lse)
+    return (out, lse), (query, key, value, sinks, intervals, ids, out, lse)
 
 
 def _attention_backward(settings, residuals, cotangents):
-    query, key, value, sinks, intervals, *results = residuals
+    query, key, value, sinks, intervals, ids, *results = residuals
     run = _folding_vmap(functools.partial(_run_backward, settings))
     # A sink is in the LSE: to the gradients of the others it is no more than that.
-    gradients = run(query, key, value, intervals, *results, *cotangents)
+    gradients = run(query, key, value, intervals, ids, *results, *cotangents)
     d_sinks = tuple(_sink_gradient(sink, *results, *cotangents) for sink in sinks)
-    return *gradients, d_sinks, None
+    return *gradients, d_sinks, None, None
 
 
 def _sink_gradient(sink, out, lse, d_out, d_lse):
@@ -217,16 +248,17 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
-def _run_forward(settings, query, key, value, sinks, intervals):
+def _run_forward(settings, query, key, value, sinks, intervals, ids):
     problem = settings.problem(query, key)
 
-    def kernel(query, key, value, sinks, intervals):
+    def kernel(query, key, value, sinks, intervals, ids):
         out, lse = forward.attention(
             _pad_rows(query),
             _pad_rows(key),
             _pad_rows(value),
             next(iter(sinks), None),
             next(iter(intervals), None),
+            ids or None,
             problem=problem,
             config=settings.config.forward,
         )
@@ -234,33 +266,37 @@ def _run_forward(settings, query, key, value, sinks, intervals):
 
     lse_shape = (problem.batch, problem.heads, problem.query_length)
     out_types = (jax.typeof(query), jax.ShapeDtypeStruct(lse_shape, jnp.float32))
-    return _on_hopper(kernel, out_types, query, key, value, sinks, intervals)
+    return _on_hopper(kernel, out_types, query, key, value, sinks, intervals, ids)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_backward(settings, query, key, value, intervals, out, lse, d_out, d_lse):
+def _run_backward(settings, query, key, value, intervals, ids, out, lse, d_out, d_lse):
     problem = settings.problem(query, key)
 
-    def kernel(query, key, value, intervals, out, lse, d_out, d_lse):
+    def kernel(query, key, value, intervals, ids, out, lse, d_out, d_lse):
+        if not settings.all_count:
+            d_out = _zero_unseeing(d_out, problem, intervals, ids)
         d_query, d_key, d_value = backward.attention_gradients(
             _pad_rows(query),
             _pad_rows(key),
             _pad_rows(value),
             _pad_rows(out),
             lse,
-            _pad_rows(_zero_unseeing(d_out, problem, intervals)),
+            _pad_rows(d_out),
             d_lse,
             problem=problem,
             config=settings.config.backward,
             deterministic=settings.deterministic,
             query_config=settings.config.backward_query,
             intervals=next(iter(intervals), None),
+            ids=ids or None,
         )
         rows, keys = problem.query_length, problem.key_length
         return d_query[:, :rows], d_key[:, :keys], d_value[:, :keys]
 
     out_types = (jax.typeof(query), jax.typeof(key), jax.typeof(value))
-    return _on_hopper(kernel, out_types, query, key, value, intervals, out, lse, d_out, d_lse)
+    args = query, key, value, intervals, ids, out, lse, d_out, d_lse
+    return _on_hopper(kernel, out_types, *args)
 
 
 def _pad_rows(x):

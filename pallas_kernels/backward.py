@@ -98,6 +98,7 @@ def attention_gradients(
     deterministic: bool = False,
     query_config: BackwardQueryConfig | None = None,
     intervals: jax.Array | None = None,
+    ids: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of attention.
 
@@ -115,6 +116,8 @@ def attention_gradients(
       query_config: that kernel's tile sizes; None for those of `BACKWARD_QUERY`.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
+      ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
+        `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
 
     Returns:
       Gradients of query, key and value, in their shapes and dtype. Rows from key_length on are
@@ -135,22 +138,22 @@ def attention_gradients(
     operands = query, key, value, d_out, start, minus_delta
     if deterministic:
         dq = backward_query.query_gradient(
-            *operands, intervals, problem=problem, config=query_config
+            *operands, intervals, ids, problem=problem, config=query_config
         )
         if isinstance(config, BackwardKeyConfig):
             gradients = backward_key.key_value_gradients(
-                *operands, intervals, problem=problem, config=config
+                *operands, intervals, ids, problem=problem, config=config
             )
         else:
             main = _build_main(problem, config, key.shape[1], interpreting(), False)
-            gradients = main(intervals, *operands)
+            gradients = main(intervals, ids, *operands)
         return dq, *gradients
     # The kernel zeroes it. On a CPU, in interpret mode, `lax.empty` is of zeros.
     dq_tiles = problem.batch * problem.heads * padded_rows // _DQ_TILE * problem.width // _DQ_TILE
     d_query = jax.new_ref(lax.empty((dq_tiles, *fragment_shape(_DQ_TILE)), jnp.float32))
     progress = jax.new_ref(_zero_ahead(_key_tiles(problem, config.block_q, True)).progress())
     main = _build_main(problem, config, key.shape[1], interpreting(), True)
-    d_key, d_value = main(intervals, *operands, d_query, progress)
+    d_key, d_value = main(intervals, ids, *operands, d_query, progress)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())
     return cast(jax.freeze(d_query)), d_key, d_value
 
@@ -189,8 +192,9 @@ def _build_main(
     tiles = _key_tiles(problem, block_q, with_query_gradient)
     query_blocks = tiles.query_blocks
     zero_ahead = _zero_ahead(tiles)
-    # At width 128 there are registers for weights and dQ at a time only where all else is simple.
-    early_weights = width <= 64 or not (tiles.any_mask or group > 1)
+    # There are registers for weights and dQ at a time only where all else is simple.
+    is_simple = not (tiles.any_mask or group > 1)
+    early_weights = is_simple or (width <= 64 and not (problem.segmented and group > 1))
 
     ds_stored = NamedBarriers(first=_CONSUMERS + 2, count=2 * _CONSUMERS, arrivers=1)
     free = NamedBarriers(ds_stored.first + ds_stored.count, stages, arrivers=_CONSUMERS)
@@ -227,21 +231,18 @@ def _build_main(
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_backward(
-        schedule_ref, seeing_blocks_ref, *more_refs,
+        *all_refs,
         k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem, delta_smem,
         k_full, v_full, q_full, o_full, dq_smem=None, twins=None,
     ):  # fmt: skip
-        seeing_ref, *refs = more_refs if problem.dynamic else (None, *more_refs)
+        walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, *dq_refs, dk_ref, dv_ref = refs
         ds_stored, free, v_free, dq_staged, gradients_staged, sent = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
         )
         warpgroup = lax.axis_index("warpgroup")
-        block = lax.axis_index("block")
         zero = jnp.int32(0)
-
-        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, block, seeing_ref)
 
         def first_index():
             """A list is walked from its end, since comparing with 0 takes no register."""
@@ -332,9 +333,11 @@ def _build_main(
                     else:
                         hand_over_dq()
                         plgpu.barrier_wait(o_full.at[o_slot])
+                    # Between dQ and dP' there are registers for it.
+                    equal_ids = mask.equal_ids(j) if mask is not None else None
                     issue_d_weights(o_slot)
                     if mask is not None:
-                        weights = mask(weights, j)
+                        weights = mask(weights, j, equal_ids)
                     plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
                     ds = load_ds(weights, o_slot)
                     plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
@@ -344,13 +347,14 @@ def _build_main(
 
                 def step_without_dq(j, mask, index):
                     slot, o_slot, _ = slots(j)
+                    equal_ids = mask.equal_ids(j) if mask is not None else None
                     plgpu.barrier_wait(q_full.at[slot])
                     issue_logits(slot, index)
                     plgpu.barrier_wait(o_full.at[o_slot])
                     issue_d_weights(o_slot)
                     weights = load_weights()
                     if mask is not None:
-                        weights = mask(weights, j)
+                        weights = mask(weights, j, equal_ids)
                     plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
                     plgpu.wgmma(dk_acc, load_ds(weights, o_slot), q_smem.at[slot])
                     fence_async_shared()  # TMA will overwrite row statistics that were read

@@ -75,6 +75,7 @@ def key_value_gradients(
     start: jax.Array,
     minus_delta: jax.Array,
     intervals: jax.Array | None = None,
+    ids: tuple[jax.Array, jax.Array] | None = None,
     *,
     problem: Problem,
     config: BackwardKeyConfig,
@@ -90,6 +91,8 @@ def key_value_gradients(
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
+      ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
+        `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: registers and thread blocks.
 
@@ -97,7 +100,7 @@ def key_value_gradients(
       Gradients in the shape and dtype of key. Rows from key_length on are arbitrary.
     """
     kernel = _build(problem, config, key.shape[1], interpreting())
-    return kernel(intervals, query, key, value, d_out, start, minus_delta)
+    return kernel(intervals, ids, query, key, value, d_out, start, minus_delta)
 
 
 @functools.lru_cache
@@ -146,11 +149,11 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_backward_key(
-        schedule_ref, seeing_blocks_ref, *more_refs,
+        *all_refs,
         k_smem, v_smem, late_smem, q_smem, o_smem, start_smem, delta_smem, mail,
         k_full, v_full, late_full, q_full, o_full, twins=None,
     ):  # fmt: skip
-        seeing_ref, *refs = more_refs if problem.dynamic else (None, *more_refs)
+        walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dk_ref, dv_ref = refs
         weights_sent, ds_sent, late_free, q_free, o_free, k_free, v_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
@@ -159,8 +162,6 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         weights_mail = mail
         ds_mail = mail.at[pl.ds(0, mail_shape(block_q, dtype)[0])]
         warpgroup = lax.axis_index("warpgroup")
-        block = lax.axis_index("block")
-        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, block, seeing_ref)
         zero = jnp.int32(0)
 
         def slot_of(j):
@@ -230,7 +231,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                     k_free.arrive(0, when=j + 1 == end)
                     weights = jnp.exp2(logits * factor)
                     if mask is not None:
-                        weights = mask(weights, j)
+                        weights = mask(weights, j, mask.equal_ids(j))
                     send_tile(weights_mail, weights)
                     weights_sent.arrive(0)
                     plgpu.barrier_wait(o_full.at[slot])

@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels import scheduler
+from pallas_kernels import scheduler, segments
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
     FORWARD_SECTION_BYTES,
@@ -48,10 +48,12 @@ from pallas_kernels.primitives import (
     OPERAND,
     NamedBarriers,
     div_rem,
+    equal_columns,
     fresh_zero,
     interpreting,
     keep_columns_from,
     keep_columns_to,
+    keep_equal,
     load_rows,
     zero_tile,
 )
@@ -69,6 +71,7 @@ def query_gradient(
     start: jax.Array,
     minus_delta: jax.Array,
     intervals: jax.Array | None = None,
+    ids: tuple[jax.Array, jax.Array] | None = None,
     *,
     problem: Problem,
     config: BackwardQueryConfig,
@@ -85,6 +88,8 @@ def query_gradient(
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
+      ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
+        `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
 
@@ -92,7 +97,7 @@ def query_gradient(
       `[B, T, N, H]` in the input dtype. Rows that see no key are 0.
     """
     kernel = _build(problem, config, query.shape[1], interpreting())
-    return kernel(intervals, query, key, value, d_out, start, minus_delta)
+    return kernel(intervals, ids, query, key, value, d_out, start, minus_delta)
 
 
 class _KeyBlocks(NamedTuple):
@@ -129,16 +134,33 @@ def _key_blocks(problem: Problem, block_kv: int, first_row, rows: int, xp) -> _K
     return _KeyBlocks(first, end, first_unmasked, xp.maximum(end_unmasked, first_unmasked))
 
 
-def _key_blocks_of(intervals: jax.Array, block_kv: int, rows: int) -> _KeyBlocks:
-    """The same of each tile of `rows` rows, `[B, tiles]`, from the keys `[B, 2, T]` of each query.
+def _key_blocks_of(
+    intervals: jax.Array | np.ndarray,
+    block_kv: int,
+    rows: int,
+    ids: tuple[jax.Array, jax.Array] | None = None,
+) -> _KeyBlocks:
+    """The same of each tile of `rows` rows, `[B, tiles]`.
 
     A row that sees nothing needs no mask, as it has no weight.
+
+    Args:
+      intervals: the keys `[B or 1, 2, T]` of each query.
+      ids: segment ids of queries and keys, if the problem is segmented.
     """
     reach = run_time_intervals.reach(intervals, rows, empty_rows_count=False)
-    end = -(-reach.end // block_kv)
-    first = jnp.minimum(reach.first // block_kv, end)
-    first_unmasked = jnp.clip(-(-reach.common_first // block_kv), first, end)
-    end_unmasked = jnp.clip(reach.common_end // block_kv, first_unmasked, end)
+    blocks = segments.Blocks(
+        first=reach.first // block_kv,
+        end=-(-reach.end // block_kv),
+        first_unmasked=-(-reach.common_first // block_kv),
+        end_unmasked=reach.common_end // block_kv,
+    )
+    if ids is not None:
+        blocks = segments.restricted(blocks, segments.sharing(*ids, rows, block_kv))
+    end = blocks.end
+    first = jnp.minimum(blocks.first, end)
+    first_unmasked = jnp.clip(blocks.first_unmasked, first, end)
+    end_unmasked = jnp.clip(blocks.end_unmasked, first_unmasked, end)
     return _KeyBlocks(first, end, first_unmasked, end_unmasked)
 
 
@@ -150,8 +172,9 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
     tiles = -(-problem.query_length // block_q)
     first_rows = np.arange(tiles) * block_q
-    dynamic, has_far_edge = problem.dynamic, problem.has_far_edge
-    of_tiles = _key_blocks(problem, block_kv, first_rows, block_q, np)  # if dynamic, of all keys
+    by_batch, has_far_edge = problem.by_batch, problem.has_far_edge
+    # What is known at run time only is left out.
+    of_tiles = _key_blocks(problem, block_kv, first_rows, block_q, np)
     key_blocks = of_tiles.end - of_tiles.first
     any_mask = has_far_edge or bool((of_tiles.end_unmasked < of_tiles.end).any())
 
@@ -169,18 +192,22 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         order = np.c_[order, of_tiles.end[tile]]
     order = order.astype(np.int32)
 
-    def order_of(intervals: jax.Array) -> jax.Array:
+    def order_of(intervals, ids) -> jax.Array:
         """The order, with key blocks by batch entry, and `_KeyBlocks` of each consumer."""
+        if intervals is None:
+            intervals = run_time_intervals.of_bounds_of_queries(problem)
         batch = head // problem.heads
-        of_tiles = _key_blocks_of(intervals, block_kv, block_q)
+        blocks = _key_blocks_of(intervals, block_kv, _ROWS, ids)
+        of_consumers = jnp.stack([with_all_consumers(x) for x in blocks], axis=-1)
+        of_consumers = of_consumers.reshape(problem.batch, tiles, _CONSUMERS, -1)
+        first, end = of_consumers[..., 0], of_consumers[..., 1]
+        tile_end = end.max(-1, keepdims=True)
+        tile_first = jnp.where(first < end, first, tile_end).min(-1, keepdims=True)
         # A consumer that sees nothing has no blocks, at the tile's first.
-        of_consumers = [
-            jnp.maximum(x, jnp.repeat(of_tiles.first, _CONSUMERS, axis=1))
-            for x in map(with_all_consumers, _key_blocks_of(intervals, block_kv, _ROWS))
-        ]
-        by_consumer = jnp.stack(of_consumers, axis=-1).reshape(problem.batch, tiles, -1)
-        ends = jnp.stack([of_tiles.end - of_tiles.first, of_tiles.end], axis=-1)
-        numbers = jnp.concatenate([ends, by_consumer], axis=-1)[batch, tile]
+        of_consumers = jnp.maximum(of_consumers, tile_first[..., None])
+        by_consumer = of_consumers.reshape(problem.batch, tiles, -1)
+        numbers = jnp.concatenate([tile_end - tile_first, tile_end, by_consumer], axis=-1)
+        numbers = numbers[batch, tile]
         return jnp.concatenate([jnp.asarray(order[:, :2]), numbers], axis=1)
 
     def with_all_consumers(of_consumers: jax.Array) -> jax.Array:
@@ -209,8 +236,8 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         order_ref, *more_refs,
         q_smem, o_smem, k_smem, v_smem, q_full, o_full, k_full, v_full, twins=None,
     ):  # fmt: skip
-        intervals_ref, *refs = more_refs if dynamic else (None, *more_refs)
-        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref = refs
+        # Intervals if dynamic, ids if segmented, then the operands.
+        *mask_refs, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref = more_refs
         k_free, v_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -238,16 +265,33 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 rows = pl.ds(first_row_of(warpgroup), _ROWS)
                 return plgpu.load(ref.at[batch, head, rows], layout=_PER_ROW, optimized=False)
 
-            def masked(weights, key_block):
+            def compare_ids(j):
+                """Where keys of step j and rows have equal segment ids; None if there are none."""
+                if not problem.segmented:
+                    return None
+                batch, _ = batch_and_head()
+                query_ids_ref, key_ids_ref = mask_refs[-2:]
+                first_key = (end_block - 1 - j) * block_kv
+                first_row, last_row = first_row_of(warpgroup), problem.query_length - 1
+                ids = load_rows(query_ids_ref.at[batch], first_row, last_row)
+                return equal_columns(ids, key_ids_ref.at[batch], first_key, block_kv)
+
+            def masked(weights, key_block, equal_ids):
                 """Weights with 0 where the row may not see the key, or there is no such key."""
-                if dynamic:
-                    batch, _ = batch_and_head()
-                    first_row, last_row = first_row_of(warpgroup), problem.query_length - 1
-                    first, end = (
-                        load_rows(intervals_ref.at[batch, n], first_row, last_row) for n in range(2)
-                    )
-                    weights = keep_columns_from(weights, first - key_block * block_kv, 0.0)
-                    return keep_columns_to(weights, end - (key_block * block_kv + 1), 0.0)
+                within = masked_by_intervals if problem.dynamic else masked_by_bounds
+                weights = within(weights, key_block)
+                return weights if equal_ids is None else keep_equal(weights, equal_ids, 0.0)
+
+            def masked_by_intervals(weights, key_block):
+                batch, _ = batch_and_head()
+                first_row, last_row = first_row_of(warpgroup), problem.query_length - 1
+                first, end = (
+                    load_rows(mask_refs[0].at[batch, n], first_row, last_row) for n in range(2)
+                )
+                weights = keep_columns_from(weights, first - key_block * block_kv, 0.0)
+                return keep_columns_to(weights, end - (key_block * block_kv + 1), 0.0)
+
+            def masked_by_bounds(weights, key_block):
                 row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
                 if problem.lowest is not None:
                     first = row + (first_row_of(warpgroup) + problem.lowest)
@@ -274,6 +318,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 def step(j, _, *, needs_mask):
                     # Addresses made anew each step: registers are short.
                     ks, vs, own_rows = k_slot(j), v_slot(j), warpgroup + fresh_zero()
+                    equal_ids = compare_ids(j) if needs_mask else None
                     plgpu.barrier_wait(k_full.at[ks])
                     # Both before the first product, or ptxas injects a wait.
                     s_acc[...] = zero_tile(_ROWS, block_kv)
@@ -285,7 +330,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                     weights = jnp.exp2(logits * factor + spread(start, logits.shape))
                     if needs_mask:
-                        weights = masked(weights, end_block - 1 - j)
+                        weights = masked(weights, end_block - 1 - j, equal_ids)
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     v_free.arrive(vs)
                     d_logits = weights * (d_weights + spread(minus_delta, weights.shape))
@@ -293,7 +338,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     plgpu.wgmma_wait(0)
                     k_free.arrive(ks)
 
-                if dynamic:
+                if by_batch:
                     columns = range(len(_KeyBlocks._fields))
                     own_first = 4 + len(columns) * warpgroup
                     own = _KeyBlocks(*(order_ref[block, own_first + n] for n in columns))
@@ -371,9 +416,13 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         compiler_params=HAND_ORDERED,
     )
 
-    def run(intervals: jax.Array | None, *operands):
-        if intervals is None:
+    def run(intervals, ids, *operands):
+        if not by_batch:
             return kernel(jnp.asarray(order), *operands)
-        return kernel(order_of(intervals), intervals, *operands)
+        masks: tuple[jax.Array, ...] = () if intervals is None else (intervals,)
+        if ids is not None:
+            query_ids, key_ids = ids
+            masks = (*masks, query_ids, segments.padded(key_ids, block_kv))
+        return kernel(order_of(intervals, ids), *masks, *operands)
 
     return run

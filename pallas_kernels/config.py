@@ -20,7 +20,8 @@ class Problem:
     Query is `[batch, query_length, heads, width]`, key and value are
     `[batch, key_length, kv_heads, width]`. Query i sees keys i + lowest <= j <= i + highest, where
     None is no bound: causal attention has a highest alone, a sliding window has both. Or, if it is
-    `dynamic`, it sees an interval of keys that kernels get as an array (`intervals.py`).
+    `dynamic`, it sees an interval of keys that kernels get as an array (`intervals.py`). If it is
+    `segmented`, it sees only those of them that have its segment id (`segments.py`).
     """
 
     batch: int
@@ -34,6 +35,7 @@ class Problem:
     lowest: int | None = None
     highest: int | None = None
     dynamic: bool = False
+    segmented: bool = False
 
     def __post_init__(self):
         if self.dynamic:
@@ -47,7 +49,12 @@ class Problem:
     @property
     def has_far_edge(self) -> bool:
         """Whether a query may be without the first keys."""
-        return self.dynamic or self.lowest is not None
+        return self.by_batch or self.lowest is not None
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether what a tile needs is known at run time only, for each batch entry."""
+        return self.dynamic or self.segmented
 
     @property
     def seeing_queries(self) -> slice:

@@ -145,7 +145,7 @@ def test_attention_runs_what_explain_says(on, monkeypatch):
                 "query_segment_ids": jnp.ones((B, T), jnp.int32),
                 "key_value_segment_ids": jnp.ones((B, S), jnp.int32),
             },
-            "segment ids",
+            None,
         ),
         ({"local_window_size": 9, "sinks": jnp.ones(N)}, None),
         ({"local_window_size": 9, "logits_soft_cap": 30.0}, "logits_soft_cap"),
