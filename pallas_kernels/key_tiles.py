@@ -182,8 +182,7 @@ class KeyTiles:
         """The kernel that makes dK and dV, `[batch, key_rows, kv_heads, width]` each.
 
         Args:
-          body: takes the refs of `Walk`, of which it takes the first, those of the operands, and
-            of dK and dV.
+          body: takes the refs that `Walk.of_refs` takes, those of the operands, and of dK and dV.
           thread_blocks: how many to launch at most.
           from_end: thread blocks walk their lists from the end.
 
