@@ -235,13 +235,13 @@ def _build_main(
         k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem, delta_smem,
         k_full, v_full, q_full, o_full, dq_smem=None, twins=None,
     ):  # fmt: skip
+        warpgroup = lax.axis_index("warpgroup")
         walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, *dq_refs, dk_ref, dv_ref = refs
         ds_stored, free, v_free, dq_staged, gradients_staged, sent = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
         )
-        warpgroup = lax.axis_index("warpgroup")
         zero = jnp.int32(0)
 
         def first_index():

@@ -153,6 +153,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         k_smem, v_smem, late_smem, q_smem, o_smem, start_smem, delta_smem, mail,
         k_full, v_full, late_full, q_full, o_full, twins=None,
     ):  # fmt: skip
+        warpgroup = lax.axis_index("warpgroup")
         walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dk_ref, dv_ref = refs
         weights_sent, ds_sent, late_free, q_free, o_free, k_free, v_free = (
@@ -161,7 +162,6 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         )
         weights_mail = mail
         ds_mail = mail.at[pl.ds(0, mail_shape(block_q, dtype)[0])]
-        warpgroup = lax.axis_index("warpgroup")
         zero = jnp.int32(0)
 
         def slot_of(j):
