@@ -2,8 +2,9 @@
 
 Every candidate is checked against float32 before it is timed, in each of three passes: forward,
 backward (from what the candidate kept of its forward), and both in one program. TFLOP/s count
-4*B*N*T*S*H for the forward pass, half of that if causal, with a window 4*B*N*H for each pair of a
-query and a key that it sees, 2.5 times that for the backward and 3.5 times that for both.
+4*B*N*T*S*H for the forward pass, half of that if causal, with a window or packed documents 4*B*N*H
+for each pair of a query and a key that it sees, 2.5 times that for the backward and 3.5 times that
+for both.
 
 Peers: cuDNN through jax.nn, and FlashAttention-3 where the package dew_flash_attn is importable
 (PyPI dew-flash-attn-cu13: Dao-AILab's kernels bound to JAX).
@@ -27,6 +28,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jax_flash
 from benchmarks import timing
@@ -36,8 +38,8 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 # Relative error of a right result: bf16 output and weights give 2e-3 to 3e-3.
 TOLERANCE = 1e-2
 
-# FLOPs over those of the forward, which has two matrix products; the backward has five.
-PASSES = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+# How many products of a pass have the query's width, and how many the value's.
+PASSES = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,9 @@ class Row:
 
     Attributes:
       window: None, or how many keys before its own a query sees; needs causal.
+      documents: None, or how many the batch entry is packed of; needs causal, a batch of 1 and no
+        window. Their lengths are random.
+      value_width: of values and output; as width if it is 0.
     """
 
     batch: int
@@ -55,33 +60,57 @@ class Row:
     width: int
     causal: bool
     window: int | None = None
+    documents: int | None = None
+    value_width: int = 0
 
     @property
     def name(self) -> str:
         grouped = "" if self.heads == self.key_heads else f" {self.heads}/{self.key_heads} heads"
         mask = "causal" if self.causal else "full"
-        window = "" if self.window is None else f" window {self.window}"
-        return f"b{self.batch} s{self.length}{grouped} H{self.width} {mask}{window}"
+        if self.window is not None:
+            mask += f" window {self.window}"
+        if self.documents is not None:
+            mask += f" {self.documents} documents"
+        widths = f"H{self.width}" + (f"/{self.value_width}" if self.value_width else "")
+        return f"b{self.batch} s{self.length}{grouped} {widths} {mask}"
+
+    @property
+    def document_lengths(self) -> tuple[int, ...] | None:
+        if self.documents is None:
+            return None
+        positions = np.random.default_rng(0).permutation(self.length - 1) + 1
+        ends = [0, *sorted(positions[: self.documents - 1].tolist()), self.length]
+        return tuple(end - start for start, end in itertools.pairwise(ends))
 
     @property
     def mask(self) -> dict[str, Any]:
         """What candidates are told of the mask."""
-        window = {} if self.window is None else {"window": self.window}
-        return {"causal": self.causal} | window
+        more = {"window": self.window, "documents": self.document_lengths}
+        return {"causal": self.causal} | {k: v for k, v in more.items() if v is not None}
 
     def flops(self, passes: str) -> float:
         pairs = self.length**2 * (0.5 if self.causal else 1)
         if self.window is not None:
             seen = min(self.window, self.length - 1) + 1
             pairs = seen * (self.length - seen) + seen * (seen + 1) / 2
-        return 4 * self.batch * self.heads * self.width * pairs * PASSES[passes]
+        if self.document_lengths is not None:
+            pairs = sum(length * (length + 1) for length in self.document_lengths) / 2
+        of_width, of_value_width = PASSES[passes]
+        columns = of_width * self.width + of_value_width * (self.value_width or self.width)
+        return 2 * self.batch * self.heads * columns * pairs
 
     def inputs(self) -> tuple[jax.Array, ...]:
         """Query, key, value and the cotangent of the output, random in bf16."""
-        queries = (self.batch, self.length, self.heads, self.width)
-        keys = (self.batch, self.length, self.key_heads, self.width)
+        value_width = self.value_width or self.width
+        queries = (self.batch, self.length, self.heads)
+        keys = (self.batch, self.length, self.key_heads)
         names = jax.random.split(jax.random.key(0), 4)
-        shapes = (queries, keys, keys, queries)
+        shapes = (
+            (*queries, self.width),
+            (*keys, self.width),
+            (*keys, value_width),
+            (*queries, value_width),
+        )
         return tuple(
             jax.random.normal(name, shape, jnp.bfloat16)
             for name, shape in zip(names, shapes, strict=True)
@@ -107,20 +136,40 @@ SUITES = {
         Row(1, 16384, 32, 8, 128, True, window=1024),
         Row(1, 16384, 32, 8, 128, True, window=4096),
         Row(4, 8192, 64, 8, 64, True, window=128),
+        Row(1, 16384, 16, 16, 128, True, documents=16),
+        Row(1, 32768, 32, 8, 128, True, documents=8),
+        Row(1, 16384, 32, 32, 64, True, documents=32),
+    ],
+    # 192 and 128 are those of multi-head latent attention.
+    "widths": [
+        *(Row(4, 4096, 16, 16, 192, causal, value_width=128) for causal in (False, True)),
+        *(Row(4, 4096, 16, 16, width, True) for width in (80, 96, 160, 192)),
     ],
     # Small enough for a CPU.
     "small": [
         *(Row(1, 256, 4, 2, 64, causal) for causal in (False, True)),
         Row(1, 256, 4, 2, 64, True, window=40),
+        Row(1, 256, 4, 2, 64, True, documents=3),
     ],
 }
+
+
+def segment_ids(documents: tuple[int, ...]) -> jax.Array:
+    """The document of each token, `[1, T]` int32, which XLA takes for an input of the program."""
+    ids = np.repeat(np.arange(len(documents), dtype=np.int32), documents)
+    return jax.lax.optimization_barrier(jnp.asarray(ids[None]))
 
 
 def jax_flash_with(implementation: str, **options) -> Callable:
     """A candidate of ours; options are those of `jax_flash.attention`."""
 
-    def attention(query, key, value, causal, window=None):
-        more = options if window is None else options | {"local_window_size": (window, 0)}
+    def attention(query, key, value, causal, window=None, documents=None):
+        more = dict(options)
+        if window is not None:
+            more["local_window_size"] = (window, 0)
+        if documents is not None:
+            ids = segment_ids(documents)
+            more |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
         return jax_flash.attention(
             query, key, value, is_causal=causal, implementation=implementation, **more
         )
@@ -129,11 +178,18 @@ def jax_flash_with(implementation: str, **options) -> Callable:
 
 
 def _jax_nn(implementation: Literal["cudnn", "xla"]) -> Callable:
-    def attention(query, key, value, causal, window=None):
+    def attention(query, key, value, causal, window=None, documents=None):
+        mask = None
+        if documents is not None:
+            if implementation == "cudnn":
+                raise NotImplementedError("jax.nn has packed documents as a dense mask only")
+            ids = segment_ids(documents)
+            mask = (ids[:, :, None] == ids[:, None, :])[:, None]
         return jax.nn.dot_product_attention(
             query,
             key,
             value,
+            mask=mask,
             is_causal=causal,
             local_window_size=None if window is None else (window, 0),
             implementation=implementation,
@@ -142,12 +198,18 @@ def _jax_nn(implementation: Literal["cudnn", "xla"]) -> Callable:
     return attention
 
 
-def _fa3(query, key, value, causal, window=None):
-    from dew_flash_attn import flash_mha
+def _fa3(query, key, value, causal, window=None, documents=None):
+    from dew_flash_attn import flash_mha, flash_mha_varlen
 
+    scale = query.shape[-1] ** -0.5
+    if documents is not None:
+        starts = jnp.asarray(np.cumsum([0, *documents]), jnp.int32)
+        starts = jax.lax.optimization_barrier(starts)
+        packed = (x[0] for x in (query, key, value))
+        return flash_mha_varlen(*packed, starts, max(documents), scale, causal)[None]
     # Its causal mask is aligned bottom-right, which is top-left where T == S.
     window_size = (-1, -1) if window is None else (window, 0)
-    return flash_mha(query, key, value, query.shape[-1] ** -0.5, causal, window_size)
+    return flash_mha(query, key, value, scale, causal, window_size)
 
 
 # Its gradients are the same bit by bit from run to run. The peers' are not, so that it stands
@@ -231,9 +293,19 @@ def build(candidate: Callable, row: Row, passes: str) -> list[jax.stages.Compile
 
 # To find the fastest matmul for each shape would take longer than these are used.
 @functools.partial(
-    jax.jit, static_argnames=("causal", "window"), compiler_options={"xla_gpu_autotune_level": 0}
+    jax.jit,
+    static_argnames=("causal", "window", "documents"),
+    compiler_options={"xla_gpu_autotune_level": 0},
 )
-def reference(query, key, value, dout, causal: bool, window: int | None = None):
+def reference(
+    query,
+    key,
+    value,
+    dout,
+    causal: bool,
+    window: int | None = None,
+    documents: tuple[int, ...] | None = None,
+):
     """The output and dquery, dkey, dvalue in float32, one head at a time."""
     batch, length, heads, width = query.shape
     key_heads = key.shape[2]
@@ -248,6 +320,9 @@ def reference(query, key, value, dout, causal: bool, window: int | None = None):
         if window is not None:
             too_early = jnp.tri(length, k=-window - 1, dtype=bool)
             logits = jnp.where(too_early, -jnp.inf, logits)
+        if documents is not None:
+            ids = segment_ids(documents)[0]
+            logits = jnp.where(ids[:, None] == ids, logits, -jnp.inf)
         p = jax.nn.softmax(logits)
         out = dot(p, v)
         dp = dot(do, v.T)
@@ -256,17 +331,17 @@ def reference(query, key, value, dout, causal: bool, window: int | None = None):
 
     def heads_first(x):
         x = jnp.repeat(x, heads // x.shape[2], axis=2)
-        return x.transpose(0, 2, 1, 3).reshape(batch * heads, length, width)
+        return x.transpose(0, 2, 1, 3).reshape(batch * heads, length, -1)
 
     def heads_third(x):
-        return x.reshape(batch, heads, length, width).transpose(0, 2, 1, 3)
+        return x.reshape(batch, heads, length, -1).transpose(0, 2, 1, 3)
 
     out, dq, dk, dv = map(
         heads_third, jax.lax.map(one_head, tuple(map(heads_first, (query, key, value, dout))))
     )
 
     def sum_groups(x):
-        return x.reshape(batch, length, key_heads, heads // key_heads, width).sum(axis=3)
+        return x.reshape(batch, length, key_heads, heads // key_heads, -1).sum(axis=3)
 
     return out, dq, sum_groups(dk), sum_groups(dv)
 

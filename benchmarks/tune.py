@@ -43,7 +43,7 @@ def registers_needed(width: int, config: ForwardConfig) -> int:
 def shared_memory_bytes(width: int, config: ForwardConfig) -> int:
     """Bytes that a thread block takes: queries, K and V, staged output and mbarriers."""
     rows = config.query_buffers * config.block_q + 2 * config.stages * config.block_kv
-    staged = config.block_q * min(width, 128)
+    staged = config.block_q * min(width, config.staged_columns)
     mbarriers = config.query_buffers + 2 * config.stages
     return 2 * (rows * width + staged) + 8 * mbarriers + _REDUCTION_BYTES
 
@@ -190,6 +190,7 @@ def conclusion(width: int, results: list[dict]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), help="separated by commas")
+    parser.add_argument("--suite", choices=attention.SUITES, default="train")
     parser.add_argument("--list", action="store_true", help="print what would be tried, and stop")
     attention.add_arguments(parser)
     options = parser.parse_args(argv)
@@ -206,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
         print(attention.markdown(lines))
         return 0
 
-    rows = [row for row in attention.select("train", options) if row.width in widths]
+    rows = [row for row in attention.select(options.suite, options) if row.width in widths]
     if not rows:
         parser.error("no such row")
     device = device_of(jnp.zeros(()))
@@ -227,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
         conclusions.append(conclusion(width, sections))
         # After each width, so that a search that is cut short leaves what it found.
         record["results"] += settings + sections
-        path = attention.write(options.results, "tune forward", record)
+        path = attention.write(options.results, f"tune {options.suite} forward", record)
 
     print("", *conclusions, sep="\n")
     found = attention.problems(record["results"])

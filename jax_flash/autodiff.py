@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -24,7 +25,8 @@ from jax_flash.call import Call
 from jax_flash.masks import Visibility
 from pallas_kernels import backward, forward, segments
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels.config import WIDTHS, Config, Problem, default
+from pallas_kernels.config import SUPPORTED_WIDTHS, Config, Problem, default
+from pallas_kernels.elements import BIAS_DTYPES, Elements
 from pallas_kernels.primitives import interpreting
 
 OUT_NAME = "jax_flash_out"
@@ -45,17 +47,19 @@ def unsupported(call: Call) -> str | None:
         f"dtype {call.query.dtype}: the kernels take bfloat16 and float16": (
             call.query.dtype not in _DTYPES
         ),
-        f"head width {width}: the kernels take {', '.join(map(str, WIDTHS))}": (
-            width not in WIDTHS
+        f"head width {width}: the kernels take multiples of 8 up to 256": (
+            width not in SUPPORTED_WIDTHS
         ),
-        f"value width {value_width} differs from query width {width}": value_width != width,
+        f"value width {value_width}: the kernels take multiples of 8 up to 256": (
+            value_width not in SUPPORTED_WIDTHS
+        ),
         "an empty batch, head or sequence axis": 0 in (batch, heads, query_length, key_length),
         "scale as an array": not isinstance(call.scale, (int, float)),
         # The exponent's multiplier is a float32, and -LSE / scale is added up in one.
         f"scale {call.scale} is not in {_SCALES}": isinstance(call.scale, (int, float))
         and not (_SCALES[0] <= call.scale <= _SCALES[1]),
-        "bias": call.bias is not None,
-        "mask": see.mask is not None,
+        "segment ids beside a mask or bias": see.query_segment_ids is not None
+        and (see.mask is not None or call.bias is not None),
         "logits_soft_cap": call.logits_soft_cap is not None,
         "dropout": call.dropout_rate > 0,
     }
@@ -71,6 +75,10 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
         () if query_ids is None or key_ids is None else (query_ids, key_ids)
     )
     are_one = query_ids is key_ids
+    width, value_width = call.query.shape[-1], call.value.shape[-1]
+    window = None if lowest is None or highest is None else highest - lowest + 1
+    elements = _elements(call)
+    has_mask, has_bias = elements.mask is not None, elements.bias is not None
     settings = _Settings(
         scale=float(call.scale),
         lowest=lowest,
@@ -78,8 +86,17 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
         dynamic=bool(intervals),
         segmented=bool(ids),
         all_count=bool(ids) and are_one and not intervals and _has_self(lowest, highest),
+        has_mask=has_mask,
+        has_bias=has_bias,
         deterministic=call.deterministic,
-        config=call.config or default(call.query.shape[-1]),
+        config=call.config
+        or default(
+            width,
+            value_width,
+            window=window,
+            has_elements=has_mask or has_bias,
+            forward_loads_elements=has_mask or (has_bias and not elements.has_bias_of_keys),
+        ),
     )
     sinks: tuple[jax.Array, ...] = ()
     if call.sinks is not None:
@@ -87,11 +104,13 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
         batch_and_heads = call.query.shape[0], call.query.shape[2]
         sinks = (jnp.broadcast_to(call.sinks.astype(jnp.float32), batch_and_heads),)
     query, key, value = call.query, call.key, call.value
+    problem = settings.problem(query, key, value)
+    if has_mask:
+        key, value = (_zero_masked(x, call.visibility, problem) for x in (key, value))
     if not settings.all_count:
-        problem = settings.problem(query, key)
         query = _zero_unseeing(query, problem, intervals, ids)
         key, value = (_zero_unseen(x, problem, intervals, ids) for x in (key, value))
-    out, lse = _attention(settings, query, key, value, sinks, intervals, ids)
+    out, lse = _attention(settings, query, key, value, sinks, intervals, ids, elements)
     return out, lse.transpose(0, 2, 1)
 
 
@@ -108,6 +127,24 @@ def _intervals(call: Call) -> tuple[int | None, int | None, tuple[jax.Array, ...
     bounds = see.row_intervals(query_length, key_length)
     whole = [jnp.broadcast_to(x, (batch, query_length)).astype(jnp.int32) for x in bounds]
     return None, None, (jnp.stack(whole, axis=1),)
+
+
+def _elements(call: Call) -> Elements:
+    """Mask and bias, a bias of a dtype that the kernels do not read as float32."""
+    bias = call.bias
+    if bias is not None and bias.dtype not in BIAS_DTYPES:
+        bias = bias.astype(jnp.float32)
+    return Elements(call.visibility.mask, bias)
+
+
+def _zero_masked(x: jax.Array, see: Visibility, problem: Problem) -> jax.Array:
+    """x `[B, S, K, ...]` with zeros where no query sees the key, masked or not."""
+    visible = see.tile(0, problem.query_length, 0, problem.key_length)
+    assert visible is not None  # as there is a mask
+    heads = (problem.kv_heads, problem.group) if visible.shape[1] > 1 else (1, 1)
+    visible = visible.reshape(visible.shape[0], *heads, *visible.shape[2:])
+    seen = visible.any((2, 3)).swapaxes(1, 2)  # [B, S, K], axes whole or 1
+    return jnp.where(seen[..., None], x, 0)
 
 
 def _bounds(
@@ -188,10 +225,12 @@ class _Settings:
     dynamic: bool
     segmented: bool
     all_count: bool  # whether every query is known to see a key, and every key to be seen
+    has_mask: bool
+    has_bias: bool
     deterministic: bool
     config: Config
 
-    def problem(self, query: jax.Array, key: jax.Array) -> Problem:
+    def problem(self, query: jax.Array, key: jax.Array, value: jax.Array) -> Problem:
         batch, query_length, heads, width = query.shape
         return Problem(
             batch=batch,
@@ -206,34 +245,67 @@ class _Settings:
             highest=self.highest,
             dynamic=self.dynamic,
             segmented=self.segmented,
+            has_mask=self.has_mask,
+            has_bias=self.has_bias,
+            value_width=value.shape[-1],
         )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings, query, key, value, sinks, intervals, ids):
-    """Output `[B, T, N, H]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
+def _attention(settings, query, key, value, sinks, intervals, ids, elements):
+    """Output `[B, T, N, h]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
 
     Intervals are one `[B, 2, T]`, or none where they are static. Ids are `[B, T]` of queries and
     `[B, S]` of keys, or none.
     """
-    return _attention_forward(settings, query, key, value, sinks, intervals, ids)[0]
+    return _attention_forward(settings, query, key, value, sinks, intervals, ids, elements)[0]
 
 
-def _attention_forward(settings, query, key, value, sinks, intervals, ids):
+def _attention_with_residuals(settings, *args):
+    """What `_attention_forward` gives, and whether anything asks for the gradient of the bias.
+
+    Args:
+      settings, *args: as for `_attention`, with leaves that are `CustomVJPPrimal`.
+    """
+    *_, elements = args
+    bias_wanted = elements.bias is not None and elements.bias.perturbed
+    results, residuals = _attention_forward(settings, *jax.tree.map(lambda x: x.value, args))
+    return results, (_Static(bias_wanted), *residuals)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """A truth that is part of a tree's structure."""
+
+    holds: bool
+
+
+def _attention_forward(settings, query, key, value, sinks, intervals, ids, elements):
     run = _folding_vmap(functools.partial(_run_forward, settings))
-    out, lse = run(query, key, value, sinks, intervals, ids)
+    out, lse = run(query, key, value, sinks, intervals, ids, elements)
     out = checkpoint_name(out, OUT_NAME)
     lse = checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (query, key, value, sinks, intervals, ids, out, lse)
+    return (out, lse), (query, key, value, sinks, intervals, ids, elements, out, lse)
 
 
 def _attention_backward(settings, residuals, cotangents):
-    query, key, value, sinks, intervals, ids, *results = residuals
+    bias_wanted, query, key, value, sinks, intervals, ids, elements, *results = residuals
+    cotangents = [
+        jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
+    ]
+    # A bias whose gradient is wanted is folded like all others, as under vmap each has its own.
+    differentiated: tuple[jax.Array, ...] = ()
+    if bias_wanted.holds:
+        differentiated, elements = (elements.bias,), elements._replace(bias=None)
     run = _folding_vmap(functools.partial(_run_backward, settings))
     # A sink is in the LSE: to the gradients of the others it is no more than that.
-    gradients = run(query, key, value, intervals, ids, *results, *cotangents)
+    d_query, d_key, d_value, *d_bias = run(
+        query, key, value, intervals, ids, elements, differentiated, *results, *cotangents
+    )
     d_sinks = tuple(_sink_gradient(sink, *results, *cotangents) for sink in sinks)
-    return *gradients, d_sinks, None, None
+    d_elements = Elements(None, *d_bias) if d_bias else None
+    return d_query, d_key, d_value, d_sinks, None, None, d_elements
 
 
 def _sink_gradient(sink, out, lse, d_out, d_lse):
@@ -244,14 +316,14 @@ def _sink_gradient(sink, out, lse, d_out, d_lse):
     return jnp.where(jnp.isneginf(lse), 0.0, weights * d_logits).sum(-1)
 
 
-_attention.defvjp(_attention_forward, _attention_backward)
+_attention.defvjp(_attention_with_residuals, _attention_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
-def _run_forward(settings, query, key, value, sinks, intervals, ids):
-    problem = settings.problem(query, key)
+def _run_forward(settings, query, key, value, sinks, intervals, ids, elements):
+    problem = settings.problem(query, key, value)
 
-    def kernel(query, key, value, sinks, intervals, ids):
+    def kernel(query, key, value, sinks, intervals, ids, elements):
         out, lse = forward.attention(
             _pad_rows(query),
             _pad_rows(key),
@@ -259,24 +331,36 @@ def _run_forward(settings, query, key, value, sinks, intervals, ids):
             next(iter(sinks), None),
             next(iter(intervals), None),
             ids or None,
+            elements,
             problem=problem,
             config=settings.config.forward,
         )
-        return out[:, : problem.query_length], lse[:, :, : problem.query_length]
+        rows = problem.query_length
+        return _keep_apart((out[:, :rows], lse[:, :, :rows]))
 
+    out_shape = (*query.shape[:-1], value.shape[-1])
     lse_shape = (problem.batch, problem.heads, problem.query_length)
-    out_types = (jax.typeof(query), jax.ShapeDtypeStruct(lse_shape, jnp.float32))
-    return _on_hopper(kernel, out_types, query, key, value, sinks, intervals, ids)
+    out_types = (
+        jax.ShapeDtypeStruct(out_shape, query.dtype),
+        jax.ShapeDtypeStruct(lse_shape, jnp.float32),
+    )
+    return _on_hopper(kernel, out_types, query, key, value, sinks, intervals, ids, elements)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_backward(settings, query, key, value, intervals, ids, out, lse, d_out, d_lse):
-    problem = settings.problem(query, key)
+def _run_backward(
+    settings, query, key, value, intervals, ids, elements, differentiated, out, lse, d_out, d_lse
+):
+    """Gradients of query, key, value, and of the bias where `differentiated` has one."""
+    problem = settings.problem(query, key, value)
 
-    def kernel(query, key, value, intervals, ids, out, lse, d_out, d_lse):
+    def kernel(query, key, value, intervals, ids, elements, differentiated, out, lse, d_out, d_lse):
+        query, d_out = _zero_empty(query, d_out, lse, problem)
         if not settings.all_count:
             d_out = _zero_unseeing(d_out, problem, intervals, ids)
-        d_query, d_key, d_value = backward.attention_gradients(
+        if differentiated:
+            elements = elements._replace(bias=differentiated[0])
+        d_query, d_key, d_value, *d_bias = backward.attention_gradients(
             _pad_rows(query),
             _pad_rows(key),
             _pad_rows(value),
@@ -290,13 +374,33 @@ def _run_backward(settings, query, key, value, intervals, ids, out, lse, d_out, 
             query_config=settings.config.backward_query,
             intervals=next(iter(intervals), None),
             ids=ids or None,
+            elements=elements,
+            with_bias_gradient=bool(differentiated),
         )
         rows, keys = problem.query_length, problem.key_length
-        return d_query[:, :rows], d_key[:, :keys], d_value[:, :keys]
+        return _keep_apart((d_query[:, :rows], d_key[:, :keys], d_value[:, :keys], *d_bias))
 
-    out_types = (jax.typeof(query), jax.typeof(key), jax.typeof(value))
-    args = query, key, value, intervals, ids, out, lse, d_out, d_lse
+    out_types = tuple(jax.typeof(x) for x in (query, key, value, *differentiated))
+    args = query, key, value, intervals, ids, elements, differentiated, out, lse, d_out, d_lse
     return _on_hopper(kernel, out_types, *args)
+
+
+def _zero_empty(query, d_out, lse, problem: Problem):
+    """Query and d_out with zeros in rows that see nothing by mask or bias, where 0 * NaN is NaN."""
+    if not problem.has_elements:
+        return query, d_out
+    seeing = jnp.logical_not(jnp.isneginf(lse)).transpose(0, 2, 1)[..., None]
+    d_out = jnp.where(seeing, d_out, 0)
+    return jnp.where(seeing, query, 0) if problem.has_mask else query, d_out
+
+
+def _keep_apart(results):
+    """The same, of which XLA does not know that a kernel made them.
+
+    Where a scan stacks a result that has another use too, XLA would run the kernel twice: once into
+    the stack ("dynamic slice fusion" of custom calls), and once for the other use.
+    """
+    return lax.optimization_barrier(results)
 
 
 def _pad_rows(x):
@@ -310,7 +414,8 @@ def _pad_rows(x):
 def _folding_vmap(function):
     """`function` of arrays `[B, ...]`, where vmap makes the batch longer instead of a new axis.
 
-    Its arguments may be tuples of such arrays.
+    Its arguments may be tuples of such arrays, or `Elements`, whose arrays may have an axis of 1
+    for the batch, or of what divides it.
     """
     function = jax.custom_batching.custom_vmap(function)
 
@@ -320,7 +425,15 @@ def _folding_vmap(function):
             x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
             return x.reshape(-1, *x.shape[2:])
 
-        out = function(*jax.tree.map(fold, tuple(args), tuple(in_batched)))
+        def fold_element(x, batched):
+            return x if x.shape[0] == 1 and not batched else fold(x, batched)
+
+        out = function(
+            *(
+                jax.tree.map(fold_element if isinstance(arg, Elements) else fold, arg, batched)
+                for arg, batched in zip(args, in_batched, strict=True)
+            )
+        )
         unfold = lambda x: x.reshape(axis_size, -1, *x.shape[1:])
         return jax.tree.map(unfold, out), jax.tree.map(lambda _: True, out)
 

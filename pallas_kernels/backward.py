@@ -17,7 +17,7 @@ registers that the products for dV and dK read them from:
 delta = rowsum(dO * O) - dLSE, and the zeros that dQ begins with, come from `row_statistics.py`.
 What is left of dQ, the factor scale and the cast, is a small kernel of its own. For deterministic
 gradients dQ comes from `backward_query.py`, and this kernel gives dK and dV alone, as
-`backward_key.py` does at width 256.
+`backward_key.py` does at widths above 128. Columns are 64 or 128 here: zeros fill what is missing.
 
 dQ of a step is 64 rows by 64 columns for each consumer, and needs the dS' of both. As it is a step
 late, neither waits for the other. In the first step of a tile there is none to compute: the product
@@ -51,7 +51,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import backward_key, backward_query, row_statistics
+from pallas_kernels import backward_key, backward_query, bias_gradient, row_statistics
+from pallas_kernels.columns import Columns
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
     BACKWARD_QUERY,
@@ -60,13 +61,14 @@ from pallas_kernels.config import (
     BackwardQueryConfig,
     Problem,
 )
+from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
+from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     OPERAND,
     NamedBarriers,
-    ZeroAhead,
     div_rem,
     fence_async_shared,
     fragment_shape,
@@ -99,76 +101,80 @@ def attention_gradients(
     query_config: BackwardQueryConfig | None = None,
     intervals: jax.Array | None = None,
     ids: tuple[jax.Array, jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    elements: Elements = NO_ELEMENTS,
+    with_bias_gradient: bool = False,
+) -> tuple[jax.Array, ...]:
     """Gradients of attention.
 
     Args:
-      query, out, d_out: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero.
-        query and d_out are finite in rows that see no key.
-      key, value: `[B, S, K, H]`; S a multiple of 8, finite in rows that no query sees.
+      query: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero. Rows are
+        finite that see no key.
+      key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite in rows that no query
+        sees.
+      out, d_out: `[B, T, N, h]`, as query; out need not be finite in rows that see no key.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
       d_lse: `[B, N, query_length]` float32.
       problem: static description; its lengths may be up to 7 below T and S.
-      config: tile sizes; a `BackwardKeyConfig` at width 256.
+      config: tile sizes; a `BackwardKeyConfig` where query or value is wider than 128.
       deterministic: gradients are the same bit by bit from run to run: dQ is made by a kernel of
-        its own (`backward_query.py`), not summed in the order in which thread blocks end. At width
-        256 they always are.
+        its own (`backward_query.py`), not summed in the order in which thread blocks end. At widths
+        above 128 they always are.
       query_config: that kernel's tile sizes; None for those of `BACKWARD_QUERY`.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
         `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
+      elements: mask and bias of a problem that has them (`elements.py`).
+      with_bias_gradient: the bias has a gradient too, which takes a kernel of its own.
 
     Returns:
-      Gradients of query, key and value, in their shapes and dtype. Rows from key_length on are
-      arbitrary.
+      Gradients of query, key and value, in their shapes and dtype, and of the bias if wanted. Rows
+      from key_length on are arbitrary.
     """
-    if isinstance(config, BackwardKeyConfig) != (problem.width == 256):
+    if isinstance(config, BackwardKeyConfig) != (problem.widest > 128):
         raise TypeError(
-            f"config: got a {type(config).__name__} at width {problem.width}, needs a"
-            " BackwardKeyConfig at width 256, a BackwardConfig at others"
+            f"config: got a {type(config).__name__} at width {problem.widest}, needs a"
+            " BackwardKeyConfig at widths above 128, a BackwardConfig at others"
         )
     deterministic = deterministic or isinstance(config, BackwardKeyConfig)
-    query_config = query_config or BACKWARD_QUERY[problem.width]
+    query_config = query_config or BACKWARD_QUERY[problem.widest]
     block_q = max(config.block_q, query_config.block_q) if deterministic else config.block_q
     padded_rows = -(-problem.query_length // block_q) * block_q
-    start, minus_delta = row_statistics.row_statistics(
-        out, lse, d_out, d_lse, problem=problem, padded_rows=padded_rows
+    rows_of_statistics = padded_rows  # with more, dQ has tiles at its end that nothing uses
+    if with_bias_gradient:
+        block_q = bias_gradient.BLOCK_Q
+        rows_of_statistics = max(padded_rows, -(-problem.query_length // block_q) * block_q)
+    start, minus_delta, *zeros = row_statistics.row_statistics(
+        out,
+        lse,
+        d_out,
+        d_lse,
+        problem=problem,
+        padded_rows=rows_of_statistics,
+        with_dq=not deterministic,
     )
     operands = query, key, value, d_out, start, minus_delta
+    d_bias: tuple[jax.Array, ...] = ()
+    if with_bias_gradient:
+        d_bias = (bias_gradient.bias_gradient(*operands, intervals, elements, problem=problem),)
     if deterministic:
         dq = backward_query.query_gradient(
-            *operands, intervals, ids, problem=problem, config=query_config
+            *operands, intervals, ids, elements, problem=problem, config=query_config
         )
         if isinstance(config, BackwardKeyConfig):
             gradients = backward_key.key_value_gradients(
-                *operands, intervals, ids, problem=problem, config=config
+                *operands, intervals, ids, elements, problem=problem, config=config
             )
         else:
             main = _build_main(problem, config, key.shape[1], interpreting(), False)
-            gradients = main(intervals, ids, *operands)
-        return dq, *gradients
-    # The kernel zeroes it. On a CPU, in interpret mode, `lax.empty` is of zeros.
-    dq_tiles = problem.batch * problem.heads * padded_rows // _DQ_TILE * problem.width // _DQ_TILE
-    d_query = jax.new_ref(lax.empty((dq_tiles, *fragment_shape(_DQ_TILE)), jnp.float32))
-    progress = jax.new_ref(_zero_ahead(_key_tiles(problem, config.block_q, True)).progress())
+            gradients = main(intervals, ids, *elements.operands(transposed=True), *operands)
+        return dq, *gradients, *d_bias
+    d_query = jax.new_ref(*zeros)
     main = _build_main(problem, config, key.shape[1], interpreting(), True)
-    d_key, d_value = main(intervals, ids, *operands, d_query, progress)
+    element_operands = elements.operands(transposed=True)
+    d_key, d_value = main(intervals, ids, *element_operands, *operands, d_query)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())
-    return cast(jax.freeze(d_query)), d_key, d_value
-
-
-def _key_tiles(problem: Problem, block_q: int, with_query_gradient: bool) -> KeyTiles:
-    # Tiles read Q and dO, and add to dQ in float32.
-    element_bytes = 2 * problem.dtype.itemsize + (4 if with_query_gradient else 0)
-    return KeyTiles(problem, _BLOCK_KV, block_q, row_bytes=problem.width * element_bytes)
-
-
-def _zero_ahead(tiles: KeyTiles) -> ZeroAhead:
-    """How dQ is zeroed: in half of the tiles, by the four warps of the producer."""
-    head_bytes = 4 * tiles.problem.group * tiles.query_blocks * tiles.block_q * tiles.problem.width
-    chunk_bytes = -(-head_bytes // (2 * tiles.per_head) // 512) * 512
-    return ZeroAhead(tiles.kv_heads // tiles.section, head_bytes * tiles.section, chunk_bytes)
+    return cast(jax.freeze(d_query)), d_key, d_value, *d_bias
 
 
 @functools.lru_cache
@@ -181,7 +187,12 @@ def _build_main(
 ):
     """The main kernel, or without dQ one that gives dK and dV alone."""
     block_q, stages = config.block_q, config.stages
-    group, width, dtype = problem.group, problem.width, problem.dtype
+    group, width, dtype = problem.group, problem.widest, problem.dtype
+    key_columns, value_columns = Columns(problem.width, width), Columns.whole(problem.value_width)
+    value_boxes = [
+        Columns(problem.value_width, _DQ_TILE, columns.start)
+        for columns in _tiles_of(value_columns.size)
+    ]
     factor = problem.scale * LOG2E
     if block_q * width != _CONSUMERS * _DQ_TILE**2:
         raise ValueError(
@@ -189,12 +200,15 @@ def _build_main(
             f" a {_DQ_TILE} x {_DQ_TILE} tile of dQ for each consumer"
         )
 
-    tiles = _key_tiles(problem, block_q, with_query_gradient)
+    # Tiles read Q and dO, and add to dQ in float32.
+    row_bytes = (problem.width + problem.value_width) * dtype.itemsize
+    row_bytes += 4 * problem.widest if with_query_gradient else 0
+    tiles = KeyTiles(problem, _BLOCK_KV, block_q, row_bytes=row_bytes)
     query_blocks = tiles.query_blocks
-    zero_ahead = _zero_ahead(tiles)
     # There are registers for weights and dQ at a time only where all else is simple.
-    is_simple = not (tiles.any_mask or group > 1)
-    early_weights = is_simple or (width <= 64 and not (problem.segmented and group > 1))
+    simple = not (tiles.any_mask or group > 1) and key_columns.tiles == value_columns.tiles == 1
+    early_weights = simple or (width <= 64 and not (problem.segmented and group > 1))
+    early_weights = early_weights and not problem.has_elements
 
     ds_stored = NamedBarriers(first=_CONSUMERS + 2, count=2 * _CONSUMERS, arrivers=1)
     free = NamedBarriers(ds_stored.first + ds_stored.count, stages, arrivers=_CONSUMERS)
@@ -211,19 +225,20 @@ def _build_main(
         sent=sent,
     )
 
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
     scratch: dict[str, Any] = dict(
-        k_smem=smem((_K_SLOTS, _BLOCK_KV, width)),
-        v_smem=smem((1, _BLOCK_KV, width)),
-        q_smem=smem((stages, block_q, width)),
-        o_smem=smem((stages, block_q, width)),
-        ds_smem=smem((2, block_q // _DQ_TILE, _BLOCK_KV, _DQ_TILE)),
+        k_smem=key_columns.smem(_K_SLOTS, _BLOCK_KV, dtype=dtype),
+        v_smem=value_columns.smem(1, _BLOCK_KV, dtype=dtype),
+        q_smem=key_columns.smem(stages, block_q, dtype=dtype),
+        o_smem=value_columns.smem(stages, block_q, dtype=dtype),
+        ds_smem=plgpu.SMEM(
+            (2, block_q // _DQ_TILE, _BLOCK_KV, _DQ_TILE), dtype, transforms=OPERAND
+        ),
         start_smem=plgpu.SMEM((stages, block_q), jnp.float32),
         delta_smem=plgpu.SMEM((stages, block_q), jnp.float32),
-        k_full=plgpu.Barrier(num_barriers=_K_SLOTS),
-        v_full=plgpu.Barrier(),
-        q_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        o_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        k_full=plgpu.Barrier(num_arrivals=key_columns.tiles, num_barriers=_K_SLOTS),
+        v_full=plgpu.Barrier(num_arrivals=value_columns.tiles),
+        q_full=plgpu.Barrier(num_arrivals=key_columns.tiles + 1, num_barriers=stages),
+        o_full=plgpu.Barrier(num_arrivals=value_columns.tiles + 1, num_barriers=stages),
     )
     if with_query_gradient:
         scratch["dq_smem"] = plgpu.SMEM((_CONSUMERS, *fragment_shape(_DQ_TILE)), jnp.float32)
@@ -260,19 +275,21 @@ def _build_main(
             def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc=None):
                 def issue_logits(slot, index):
                     s_acc[...] = per_query(plgpu.load(start_smem.at[slot], layout=QUERIES), _KEYS)
-                    k = k_smem.at[k_slot(index) + fresh_zero(), own]
-                    plgpu.wgmma(s_acc, k, q_smem.at[slot].transpose((1, 0)))
+                    k = k_smem.at[k_slot(index) + fresh_zero(), :, own]
+                    key_columns.contract(s_acc, k, q_smem.at[slot])
 
                 def issue_d_weights(slot):
                     dp_acc[...] = zero_tile(_KEYS, block_q)
-                    v = v_smem.at[fresh_zero(), own]
-                    plgpu.wgmma(dp_acc, v, o_smem.at[slot].transpose((1, 0)))
+                    v = v_smem.at[fresh_zero(), :, own]
+                    value_columns.contract(dp_acc, v, o_smem.at[slot])
 
-                def load_weights():
-                    return jnp.exp2(plgpu.wgmma_accumulator_load(s_acc, wait_n=1) * factor)
+                def load_weights(loaded, *, wait_n):
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
+                    logits, to_log2 = biased(logits, factor, loaded)
+                    return jnp.exp2(logits * to_log2)
 
                 def load_ds(weights, slot):
-                    d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+                    d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=value_columns.tiles)
                     minus_delta = plgpu.load(delta_smem.at[slot], layout=QUERIES)
                     return (weights * (d_weights + per_query(minus_delta, _KEYS))).astype(dtype)
 
@@ -289,7 +306,7 @@ def _build_main(
                     plgpu.wgmma(
                         dq_acc,
                         ds_smem.at[parity, row].transpose((1, 0)),
-                        k_smem.at[k_slot(index) + fresh_zero(), :, pl.ds(column, _DQ_TILE)],
+                        key_columns.box(k_smem.at[k_slot(index) + fresh_zero()], column),
                     )
 
                 def hand_over_dq():
@@ -304,11 +321,12 @@ def _build_main(
                     dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0) * problem.scale
                     dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
                     dk_acc[...] = zero_tile(_KEYS, width)
-                    dv_acc[...] = zero_tile(_KEYS, width)
+                    dv_acc[...] = zero_tile(_KEYS, value_columns.size)
                     ds_stored.arrive(2 * parity + consumer)
                     ds_stored.wait(2 * parity + (1 - consumer))
-                    k_smem[k_slot(index) + fresh_zero(), own] = dk.astype(dtype)
-                    for n, columns in enumerate(_tiles_of(width)):
+                    dk = dk.astype(dtype)
+                    key_columns.put(k_smem.at[k_slot(index) + fresh_zero(), :, own], dk)
+                    for n, columns in enumerate(_tiles_of(value_columns.size)):
                         ds_smem[n + fresh_zero(), 0, own] = dv[:, columns].astype(dtype)
                     fence_async_shared()
                     gradients_staged.arrive(0)
@@ -320,12 +338,13 @@ def _build_main(
                     fence_async_shared()
                     ds_stored.arrive(2 * parity + consumer)
 
-                def step_with_dq(j, mask, index):
+                def step_with_dq(j, mask, load_elements, index):
                     slot, o_slot, parity = slots(j)
                     plgpu.barrier_wait(q_full.at[slot])
                     issue_logits(slot, index)
                     issue_late_dq(1 - parity, index)
-                    weights = load_weights()
+                    loaded = load_elements(j)
+                    weights = load_weights(loaded, wait_n=1)
                     if early_weights:
                         # A wait here keeps ptxas from computing the weights after dQ.
                         plgpu.barrier_wait(o_full.at[o_slot])
@@ -338,25 +357,33 @@ def _build_main(
                     issue_d_weights(o_slot)
                     if mask is not None:
                         weights = mask(weights, j, equal_ids)
-                    plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
+                    weights = masked_by_element(weights, loaded, 0.0)
+                    value_columns.expand(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
                     ds = load_ds(weights, o_slot)
-                    plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
+                    key_columns.expand(dk_acc, ds, q_smem.at[slot])
                     hand_over_ds(parity, ds)
                     plgpu.wgmma_wait(0)
                     free.arrive(slot)
 
-                def step_without_dq(j, mask, index):
+                def step_without_dq(j, mask, load_elements, index):
                     slot, o_slot, _ = slots(j)
                     equal_ids = mask.equal_ids(j) if mask is not None else None
                     plgpu.barrier_wait(q_full.at[slot])
                     issue_logits(slot, index)
-                    plgpu.barrier_wait(o_full.at[o_slot])
-                    issue_d_weights(o_slot)
-                    weights = load_weights()
+                    loaded = load_elements(j)
+                    if problem.has_elements:  # there are no registers for dP' at a time
+                        weights = load_weights(loaded, wait_n=0)
+                        plgpu.barrier_wait(o_full.at[o_slot])
+                        issue_d_weights(o_slot)
+                    else:
+                        plgpu.barrier_wait(o_full.at[o_slot])
+                        issue_d_weights(o_slot)
+                        weights = load_weights(loaded, wait_n=value_columns.tiles)
                     if mask is not None:
                         weights = mask(weights, j, equal_ids)
-                    plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
-                    plgpu.wgmma(dk_acc, load_ds(weights, o_slot), q_smem.at[slot])
+                    weights = masked_by_element(weights, loaded, 0.0)
+                    value_columns.expand(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
+                    key_columns.expand(dk_acc, load_ds(weights, o_slot), q_smem.at[slot])
                     fence_async_shared()  # TMA will overwrite row statistics that were read
                     plgpu.wgmma_wait(0)
                     free.arrive(slot)
@@ -379,13 +406,13 @@ def _build_main(
                     return index - 1, j
 
                 dk_acc[...] = zero_tile(_KEYS, width)
-                dv_acc[...] = zero_tile(_KEYS, width)
+                dv_acc[...] = zero_tile(_KEYS, value_columns.size)
                 lax.while_loop(lambda carry: carry[0] >= 0, whole_tile, (first_index(), zero))
 
             accumulator = lambda rows, columns: plgpu.ACC((rows, columns), jnp.float32)
             accumulators = [
                 accumulator(_KEYS, width),
-                accumulator(_KEYS, width),
+                accumulator(_KEYS, value_columns.size),
                 accumulator(_KEYS, block_q),
                 accumulator(_KEYS, block_q),
             ]
@@ -416,32 +443,34 @@ def _build_main(
                 @pl.when(index >= 0)
                 def _():
                     pl.when(j >= stages)(lambda: free.wait(slot))
-                    for ref, buffer, row_ref, row_buffer, full in (
-                        (q_ref, q_smem, start_ref, start_smem, q_full),
-                        (do_ref, o_smem, delta_ref, delta_smem, o_full),
+                    for ref, buffer, columns, row_ref, row_buffer, full in (
+                        (q_ref, q_smem, key_columns, start_ref, start_smem, q_full),
+                        (do_ref, o_smem, value_columns, delta_ref, delta_smem, o_full),
                     ):
                         source = ref.at[batch, rows, head]
-                        plgpu.copy_gmem_to_smem(source, buffer.at[slot], full.at[slot])
+                        columns.load(source, buffer.at[slot], full.at[slot])
                         row_source = row_ref.at[batch, head, rows]
                         plgpu.copy_gmem_to_smem(row_source, row_buffer.at[slot], full.at[slot])
 
                 is_last = (t + 1 == walk.steps(index)) & (index >= 0)
                 return j + 1, index - is_last, jnp.where(is_last, 0, t + 1)
 
-            def load_keys(ref, buffer, full, index):
+            def load_keys(ref, buffer, columns, full, index):
                 tile, kv_head_of_all = walk.locate(index)
                 batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
                 source = ref.at[batch, pl.ds(tile * _BLOCK_KV, _BLOCK_KV), kv_head]
-                plgpu.copy_gmem_to_smem(source, buffer, full)
+                columns.load(source, buffer, full)
 
             def load_key(index):
                 slot = k_slot(index)
                 pl.when(index >= 0)(
-                    lambda: load_keys(k_ref, k_smem.at[slot], k_full.at[slot], index)
+                    lambda: load_keys(k_ref, k_smem.at[slot], key_columns, k_full.at[slot], index)
                 )
 
             def load_value(index):
-                pl.when(index >= 0)(lambda: load_keys(v_ref, v_smem.at[0], v_full, index))
+                pl.when(index >= 0)(
+                    lambda: load_keys(v_ref, v_smem.at[0], value_columns, v_full, index)
+                )
 
             def let_stage():
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -459,9 +488,10 @@ def _build_main(
                 query_block, member = walk.step_of(place, t)
                 head_of_all = kv_head_of_all * group + member
                 first = (head_of_all * query_blocks + query_block) * _CONSUMERS
+                (dq_ref,) = dq_refs
 
                 def add(consumer):
-                    source, target = dq_smem.at[consumer], dq_refs[0].at[first + consumer]
+                    source, target = dq_smem.at[consumer], dq_ref.at[first + consumer]
                     plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
 
                 for consumer in range(_CONSUMERS):
@@ -475,19 +505,12 @@ def _build_main(
                 for consumer in range(_CONSUMERS):
                     own = pl.ds(consumer * _KEYS, _KEYS)
                     rows = pl.ds(tile * _BLOCK_KV + consumer * _KEYS, _KEYS)
-                    source = k_smem.at[k_slot(index), own]
-                    plgpu.copy_smem_to_gmem(source, dk_ref.at[batch, rows, kv_head])
-                    for n, columns in enumerate(_tiles_of(width)):
-                        target = dv_ref.at[batch, rows, kv_head, columns]
-                        plgpu.copy_smem_to_gmem(ds_smem.at[n, 0, own], target)
+                    source = k_smem.at[k_slot(index), :, own]
+                    key_columns.store(source, dk_ref.at[batch, rows, kv_head])
+                    for n, columns in enumerate(value_boxes):
+                        columns.store(ds_smem.at[n, :, own], dv_ref.at[batch, rows, kv_head])
 
             def whole_tile(index, following):
-                if with_query_gradient:
-                    _, kv_head_of_all = walk.locate(index)
-                    section, _ = div_rem(kv_head_of_all, tiles.section)
-                    dq_ref, progress_ref = dq_refs
-                    zero_ahead.advance(dq_ref, progress_ref, section)
-
                 def one_step(t, following):
                     if with_query_gradient:
                         add_dq(index, t - 1)
@@ -531,7 +554,8 @@ def _build_main(
 @functools.lru_cache
 def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: bool):
     """dQ from fragment order to `[B, T, N, H]`, times scale, in the input dtype."""
-    width, dtype = problem.width, problem.dtype
+    width, dtype = problem.widest, problem.dtype
+    columns = Columns(problem.width, width)
     row_tiles, column_tiles = -(-query_rows // _DQ_TILE), width // _DQ_TILE
     thread_blocks = problem.batch * problem.heads * row_tiles
 
@@ -546,19 +570,21 @@ def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: 
             for column_tile in range(column_tiles)
         ]
         for column_tile, tile in enumerate(tiles):
-            columns = pl.ds(column_tile * _DQ_TILE, _DQ_TILE)
-            dq_smem[:, columns] = (tile * problem.scale).astype(dtype)
+            box = columns.box(dq_smem, column_tile * _DQ_TILE)
+            box[...] = (tile * problem.scale).astype(dtype)
         plgpu.commit_smem()
         rows = pl.ds(row_tile * _DQ_TILE, _DQ_TILE)
-        plgpu.copy_smem_to_gmem(dq_smem, dq_ref.at[batch, rows, head])
+        columns.store(dq_smem, dq_ref.at[batch, rows, head])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
         cast_dq,
-        out_type=jax.ShapeDtypeStruct((problem.batch, query_rows, problem.heads, width), dtype),
+        out_type=jax.ShapeDtypeStruct(
+            (problem.batch, query_rows, problem.heads, problem.width), dtype
+        ),
         grid=(thread_blocks,),
         grid_names=("block",),
-        scratch_types=dict(dq_smem=plgpu.SMEM((_DQ_TILE, width), dtype, transforms=OPERAND)),
+        scratch_types=dict(dq_smem=columns.smem(_DQ_TILE, dtype=dtype)),
         compiler_params=HAND_ORDERED,
     )
 

@@ -1,10 +1,11 @@
-"""The gradients of key and value alone, at width 256, each product computed once.
+"""The gradients of key and value alone, at widths above 128, each product computed once.
 
-The accumulators of dK and dV for 64 keys fill half of both consumers' registers, so each has half
-of the columns. Neither computes S' and dP' for itself: they have roles, and send each other a tile
-a step. As in `backward.py`, a thread block per SM walks a list of tiles, here of 64 keys of one key
-head, and loops over the query blocks, of every query head of the group, that see any of them; tiles
-are transposed.
+At width 256 the accumulators of dK and dV for 64 keys fill half of both consumers' registers, so
+each has half of the columns; at other widths each has a part of them, such that the products of
+both take as long. Neither computes S' and dP' for itself: they have roles, and send each other a
+tile a step. As in `backward.py`, a thread block per SM walks a list of tiles, here of 64 keys of
+one key head, and loops over the query blocks, of every query head of the group, that see any of
+them; tiles are transposed.
 
     producer   K Q0 V dO0 | Q1 dO1 | ...                         TMA into circular buffers
     weights    S' = K Q' - LSE / scale;  dK += dS' Q of the step before, left columns
@@ -22,8 +23,8 @@ P' is sent as float32: rounded to the dtype of the inputs, as for dV, it would a
 dS'. The right columns of K stay in registers of the first consumer, which saves reading them from
 shared memory in every step.
 
-A tile's gradients leave in the first step of the next, under its first products: each half of dV
-through that half of the last slot of dO, each half of dK through that of Q, which the same consumer
+A tile's gradients leave in the first step of the next, under its first products: each part of dV
+through that part of the last slot of dO, each part of dK through that of Q, which the same consumer
 was the last to read. Only then are the slots free, and the producer sends what it finds there
 before it loads what is next. The first tile has none before it; what its first step computes and
 leaves for that goes nowhere.
@@ -35,19 +36,22 @@ each tile that is sent; the receipt of one is what lets the other overwrite it.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_kernels.config import BACKWARD_CONSUMERS, BackwardKeyConfig, Problem
+from pallas_kernels.columns import Columns
+from pallas_kernels.config import BACKWARD_CONSUMERS, BackwardKeyConfig, Problem, whole_tiles
+from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
+from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
-    OPERAND,
     NamedBarriers,
     div_rem,
     fence_async_shared,
@@ -61,8 +65,11 @@ from pallas_kernels.primitives import (
 )
 
 _CONSUMERS = BACKWARD_CONSUMERS
-_HALVES = 2  # column halves, each contiguous in shared memory
-_LEFT, _RIGHT = range(_HALVES)
+# Columns of a part of Q and K, and of V and dO, by their number in whole tiles; at least two tiles.
+# What the two consumers' products take is level: S' and dP', then dK and dV of their parts.
+_KEY_PARTS = {128: (64, 64), 192: (64, 128), 256: (128, 128)}
+_VALUE_PARTS = {128: (64, 64), 192: (128, 64), 256: (128, 128)}
+_LEFT, _RIGHT = range(2)
 _STAGES = 2  # slots of Q and of dO, as many as fit; see `loads_of_step` for why not 1
 _TILE = plgpu.Layout.WGMMA
 
@@ -76,6 +83,7 @@ def key_value_gradients(
     minus_delta: jax.Array,
     intervals: jax.Array | None = None,
     ids: tuple[jax.Array, jax.Array] | None = None,
+    elements: Elements = NO_ELEMENTS,
     *,
     problem: Problem,
     config: BackwardKeyConfig,
@@ -83,9 +91,10 @@ def key_value_gradients(
     """Gradients of key and value, the same bit by bit from run to run.
 
     Args:
-      query, d_out: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero. d_out
-        is finite in rows that see no key.
-      key, value: `[B, S, K, H]`; S a multiple of 8, finite in rows that no query sees.
+      query, d_out: `[B, T, N, H]` and `[B, T, N, h]`; T a multiple of 8, rows from
+        problem.query_length on zero. d_out is finite in rows that see no key.
+      key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite in rows that no query
+        sees.
       start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / scale; -inf for rows
         that see no key or are beyond the end.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
@@ -93,24 +102,59 @@ def key_value_gradients(
         problem that is dynamic.
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
         `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
+      elements: mask and bias of a problem that has them (`elements.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: registers and thread blocks.
 
     Returns:
-      Gradients in the shape and dtype of key. Rows from key_length on are arbitrary.
+      Gradients in the shapes and dtype of key and value. Rows from key_length on are arbitrary.
     """
     kernel = _build(problem, config, key.shape[1], interpreting())
-    return kernel(intervals, ids, query, key, value, d_out, start, minus_delta)
+    operands = query, key, value, d_out, start, minus_delta
+    return kernel(intervals, ids, *elements.operands(transposed=True), *operands)
+
+
+class _Parts(NamedTuple):
+    """The left and the right columns of an operand, each contiguous in shared memory."""
+
+    left: Columns
+    right: Columns
+
+    @classmethod
+    def of(cls, width: int, parts: dict[int, tuple[int, int]]) -> "_Parts":
+        left, right = parts[max(whole_tiles(width), min(parts))]
+        return cls(Columns(width, left), Columns(width, right, first=left))
+
+    @property
+    def tiles(self) -> int:
+        return self.left.tiles + self.right.tiles
+
+    def smem(self, *shape: int, dtype: np.dtype) -> list[Any]:
+        """Shared memory of both for `(..., rows)`: one array if they are alike, or one each."""
+        *leading, rows = shape
+        if self.left.size == self.right.size:
+            return [self.left.smem(*leading, 2, rows, dtype=dtype)]
+        return [columns.smem(*leading, 1, rows, dtype=dtype) for columns in self]
+
+    def at(self, arrays: list, part: int, *slot):
+        """What `Columns` take of one part: all of it, or a slot of it."""
+        return arrays[part % len(arrays)].at[*slot, part // len(arrays)]
+
+    def resident(self, arrays: list, part: int):
+        """The same of one that has no slots, at an address that is made anew."""
+        return arrays[part % len(arrays)].at[part // len(arrays) + fresh_zero()]
 
 
 @functools.lru_cache
 def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret: bool):
     block_q, block_kv = config.block_q, config.block_kv
-    group, width, dtype = problem.group, problem.width, problem.dtype
-    half = width // _HALVES
+    group, dtype = problem.group, problem.dtype
+    key_parts = _Parts.of(problem.width, _KEY_PARTS)
+    value_parts = _Parts.of(problem.value_width, _VALUE_PARTS)
     factor = problem.scale * LOG2E
     # Tiles read Q and dO.
-    tiles = KeyTiles(problem, block_kv, block_q, row_bytes=2 * width * dtype.itemsize)
+    row_bytes = (problem.width + problem.value_width) * dtype.itemsize
+    tiles = KeyTiles(problem, block_kv, block_q, row_bytes=row_bytes)
 
     weights_sent = NamedBarriers(first=_CONSUMERS + 2, count=1, arrivers=1)
     ds_sent = NamedBarriers(weights_sent.first + 1, count=1, arrivers=1)
@@ -129,21 +173,21 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         v_free=v_free,
     )
 
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
+    left_key, right_key = key_parts
     scratch: dict[str, Any] = dict(
-        k_smem=smem((_HALVES, block_kv, half)),
-        v_smem=smem((_HALVES, block_kv, half)),
-        late_smem=smem((_STAGES + 1, block_q, half)),  # left columns of Q
-        q_smem=smem((_STAGES, block_q, half)),  # right columns of Q
-        o_smem=smem((_STAGES, _HALVES, block_q, half)),
+        k_smem=key_parts.smem(block_kv, dtype=dtype),
+        v_smem=value_parts.smem(block_kv, dtype=dtype),
+        late_smem=left_key.smem(_STAGES + 1, block_q, dtype=dtype),  # left columns of Q
+        q_smem=right_key.smem(_STAGES, block_q, dtype=dtype),  # right columns of Q
+        o_smem=value_parts.smem(_STAGES, block_q, dtype=dtype),
         start_smem=plgpu.SMEM((_STAGES, block_q), jnp.float32),
         delta_smem=plgpu.SMEM((_STAGES, block_q), jnp.float32),
         mail=plgpu.SMEM(mail_shape(block_q, jnp.float32), jnp.int32),
-        k_full=plgpu.Barrier(num_arrivals=_HALVES),
-        v_full=plgpu.Barrier(num_arrivals=_HALVES),
-        late_full=plgpu.Barrier(num_barriers=_STAGES + 1),
-        q_full=plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
-        o_full=plgpu.Barrier(num_arrivals=_HALVES + 1, num_barriers=_STAGES),
+        k_full=plgpu.Barrier(num_arrivals=key_parts.tiles),
+        v_full=plgpu.Barrier(num_arrivals=value_parts.tiles),
+        late_full=plgpu.Barrier(num_arrivals=left_key.tiles, num_barriers=_STAGES + 1),
+        q_full=plgpu.Barrier(num_arrivals=right_key.tiles + 1, num_barriers=_STAGES),
+        o_full=plgpu.Barrier(num_arrivals=value_parts.tiles + 1, num_barriers=_STAGES),
     )
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
@@ -176,48 +220,53 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
             gradient = plgpu.wgmma_accumulator_load(accumulator, wait_n=wait_n) * scale
             return gradient.astype(dtype)
 
-        def leave(staging, gradient, accumulator):
+        def leave(columns, staging, gradient, accumulator):
             """Leaves a gradient for the producer to send, and the accumulator empty."""
-            store_operand(staging, gradient)
-            fence_async_shared()  # also for K's right half, which was read before it is overwritten
-            accumulator[...] = zero_tile(block_kv, half)
+            for n, tile_columns in enumerate(columns.tile_slices):
+                store_operand(staging.at[n], gradient[:, tile_columns])
+            fence_async_shared()  # also for K's right part, which was read before it is overwritten
+            accumulator[...] = zero_tile(block_kv, columns.size)
 
-        def run_with_accumulators(compute):
+        def run_with_accumulators(compute, part):
             accumulator = lambda columns: plgpu.ACC((block_kv, columns), jnp.float32)
-            pl.run_scoped(compute, accumulator(half), accumulator(half), accumulator(block_q))
+            sizes = key_parts[part].size, value_parts[part].size, block_q
+            pl.run_scoped(compute, *map(accumulator, sizes))
 
         @pl.when(warpgroup == 0)
         def _weights():
             plgpu.set_max_registers(config.registers[0], action="increase")
+
+            own_key, own_value = key_parts[_LEFT], value_parts[_LEFT]
 
             def compute(dk_acc, dv_acc, s_acc):
                 def issue_logits(j, slot, k_right):
                     plgpu.barrier_wait(q_full.at[slot])
                     start = plgpu.load(start_smem.at[slot], layout=QUERIES)
                     s_acc[...] = per_query(start, block_kv)
-                    plgpu.wgmma(s_acc, k_right, q_smem.at[slot].transpose((1, 0)))
+                    right_key.contract(s_acc, k_right, q_smem.at[slot])
                     plgpu.barrier_wait(late_full.at[late_slot_of(j)])
-                    queries = late_smem.at[late_slot_of(j)].transpose((1, 0))
-                    plgpu.wgmma(s_acc, k_smem.at[_LEFT + fresh_zero()], queries)
+                    k_left = key_parts.resident(k_smem, _LEFT)
+                    left_key.contract(s_acc, k_left, late_smem.at[late_slot_of(j)])
 
                 def issue_late_dk(j):
                     """dK of the step before j."""
                     ds_sent.wait(0)
                     ds = receive_tile(ds_mail, block_q, dtype)
-                    plgpu.wgmma(dk_acc, ds, late_smem.at[late_slot_of(j - 1)])
+                    own_key.expand(dk_acc, ds, late_smem.at[late_slot_of(j - 1)])
 
                 def hand_over_dv(j, dv):
                     """Once the other's dS' has come: by then it has read that slot of dO."""
-                    leave(o_smem.at[slot_of(j - 1), _LEFT], dv, dv_acc)
+                    d_out = value_parts.at(o_smem, _LEFT, slot_of(j - 1))
+                    leave(own_value, d_out, dv, dv_acc)
                     o_free.arrive(slot_of(j - 1))
 
                 def hand_over_dk(j, *, wait_n):
                     dk = take(dk_acc, problem.scale, wait_n=wait_n)
                     plgpu.commit_smem()  # all warps have read Q
-                    leave(late_smem.at[late_slot_of(j - 1)], dk, dk_acc)
+                    leave(own_key, late_smem.at[late_slot_of(j - 1)], dk, dk_acc)
                     late_free.arrive(late_slot_of(j - 1))
 
-                def step(j, mask, *, k_right, end, is_first=False):
+                def step(j, mask, load_elements, *, k_right, end, is_first=False):
                     slot = slot_of(j) + fresh_zero()  # made anew each step: registers are short
                     if is_first:
                         dv = take(dv_acc, 1.0, wait_n=0)
@@ -227,27 +276,35 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                     issue_late_dk(j)
                     if is_first:
                         hand_over_dv(j, dv)
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    loaded = load_elements(j)
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=own_key.tiles)
                     k_free.arrive(0, when=j + 1 == end)
-                    weights = jnp.exp2(logits * factor)
+                    logits, to_log2 = biased(logits, factor, loaded)
+                    weights = jnp.exp2(logits * to_log2)
                     if mask is not None:
                         weights = mask(weights, j, mask.equal_ids(j))
+                    weights = masked_by_element(weights, loaded, 0.0)
                     send_tile(weights_mail, weights)
                     weights_sent.arrive(0)
                     plgpu.barrier_wait(o_full.at[slot])
-                    plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[slot, _LEFT])
+                    d_out = value_parts.at(o_smem, _LEFT, slot)
+                    own_value.expand(dv_acc, weights.astype(dtype), d_out)
                     fence_async_shared()  # TMA will overwrite the row statistics that were read
                     q_free.arrive(slot)
                     if is_first:
-                        hand_over_dk(j, wait_n=1)
+                        hand_over_dk(j, wait_n=own_value.tiles)
                     else:
-                        plgpu.wgmma_wait(1)
+                        plgpu.wgmma_wait(own_value.tiles)
                         late_free.arrive(late_slot_of(j - 1))
                     plgpu.wgmma_wait(0)
 
                 def whole_tile(index, j):
                     plgpu.barrier_wait(k_full)
-                    k_right = plgpu.load(k_smem.at[_RIGHT + fresh_zero()], layout=_TILE)
+                    k_right = key_parts.resident(k_smem, _RIGHT)
+                    if not problem.has_elements:
+                        k_right = [
+                            plgpu.load(k_right.at[n], layout=_TILE) for n in range(right_key.tiles)
+                        ]
                     settings = dict(k_right=k_right, end=j + walk.steps(index))
                     return walk.loop_over_steps(
                         functools.partial(step, **settings),
@@ -263,20 +320,21 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                 hand_over_dv(j, dv)
                 hand_over_dk(j, wait_n=0)
 
-            run_with_accumulators(compute)
+            run_with_accumulators(compute, _LEFT)
 
         @pl.when(warpgroup == 1)
         def _d_logits():
             plgpu.set_max_registers(config.registers[0], action="increase")
 
+            own_key, own_value = key_parts[_RIGHT], value_parts[_RIGHT]
+
             def compute(dk_acc, dv_acc, dp_acc):
                 def issue_d_weights(slot):
                     plgpu.barrier_wait(o_full.at[slot])
                     dp_acc[...] = zero_tile(block_kv, block_q)
-                    for half_number in range(_HALVES):
-                        v_half = v_smem.at[half_number + fresh_zero()]
-                        d_out = o_smem.at[slot, half_number].transpose((1, 0))
-                        plgpu.wgmma(dp_acc, v_half, d_out)
+                    for part, columns in enumerate(value_parts):
+                        v_part = value_parts.resident(v_smem, part)
+                        columns.contract(dp_acc, v_part, value_parts.at(o_smem, part, slot))
 
                 def take_gradients():
                     return take(dk_acc, problem.scale, wait_n=0), take(dv_acc, 1.0, wait_n=None)
@@ -284,8 +342,9 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                 def hand_over(j, dk, dv):
                     """The gradients of the tile that ended with the step before j."""
                     plgpu.commit_smem()  # all warps have read Q and dO
-                    leave(q_smem.at[slot_of(j - 1)], dk, dk_acc)
-                    leave(o_smem.at[slot_of(j - 1), _RIGHT], dv, dv_acc)
+                    leave(own_key, q_smem.at[slot_of(j - 1)], dk, dk_acc)
+                    d_out = value_parts.at(o_smem, _RIGHT, slot_of(j - 1))
+                    leave(own_value, d_out, dv, dv_acc)
                     free(j - 1)
 
                 def free(j):
@@ -303,15 +362,16 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                         hand_over(j, *gradients)
                     weights_sent.wait(0)
                     weights = receive_tile(weights_mail, block_q, jnp.float32)
-                    plgpu.wgmma(dv_acc, weights.astype(dtype), o_smem.at[slot, _RIGHT])
-                    d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+                    d_out = value_parts.at(o_smem, _RIGHT, slot)
+                    own_value.expand(dv_acc, weights.astype(dtype), d_out)
+                    d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=own_value.tiles)
                     v_free.arrive(0, when=j + 1 == end)
                     minus_delta = plgpu.load(delta_smem.at[slot], layout=QUERIES)
                     ds = (weights * (d_weights + per_query(minus_delta, block_kv))).astype(dtype)
                     send_tile(ds_mail, ds)
                     ds_sent.arrive(0)
                     plgpu.barrier_wait(q_full.at[slot])
-                    plgpu.wgmma(dk_acc, ds, q_smem.at[slot])
+                    own_key.expand(dk_acc, ds, q_smem.at[slot])
                     fence_async_shared()  # as above
                     plgpu.wgmma_wait(0)
 
@@ -326,12 +386,11 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                 j = lax.fori_loop(zero, walk.count(), whole_tile, zero)
                 hand_over(j, *take_gradients())
 
-            run_with_accumulators(compute)
+            run_with_accumulators(compute, _RIGHT)
 
         @pl.when(warpgroup == _CONSUMERS)
         def _producer():
             plgpu.set_max_registers(config.registers[1], action="decrease")
-            halves = [pl.ds(n * half, half) for n in range(_HALVES)]
 
             def when_there_is(index):
                 return pl.when(index < walk.count())
@@ -350,40 +409,40 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                 rows = pl.ds(query_block * block_q, block_q)
                 return index, batch, rows, kv_head * group + member
 
-            def load_keys(index, ref, buffer, full):
+            def load_keys(index, ref, buffer, parts, full):
                 @when_there_is(index)
                 def _():
-                    for n, columns in enumerate(halves):
-                        source = ref.at[*keys_of(index), columns]
-                        plgpu.copy_gmem_to_smem(source, buffer.at[n], full)
+                    for n, columns in enumerate(parts):
+                        columns.load(ref.at[*keys_of(index)], parts.at(buffer, n), full)
 
             def load_late(slot, index, batch, rows, head):
                 @when_there_is(index)
                 def _():
-                    source = q_ref.at[batch, rows, head, halves[_LEFT]]
-                    plgpu.copy_gmem_to_smem(source, late_smem.at[slot], late_full.at[slot])
+                    source = q_ref.at[batch, rows, head]
+                    left_key.load(source, late_smem.at[slot], late_full.at[slot])
 
             def load_query(slot, index, batch, rows, head):
                 @when_there_is(index)
                 def _():
-                    source = q_ref.at[batch, rows, head, halves[_RIGHT]]
-                    plgpu.copy_gmem_to_smem(source, q_smem.at[slot], q_full.at[slot])
+                    source = q_ref.at[batch, rows, head]
+                    right_key.load(source, q_smem.at[slot], q_full.at[slot])
                     row_source = start_ref.at[batch, head, rows]
                     plgpu.copy_gmem_to_smem(row_source, start_smem.at[slot], q_full.at[slot])
 
             def load_d_out(slot, index, batch, rows, head):
                 @when_there_is(index)
                 def _():
-                    for n, columns in enumerate(halves):
-                        source = do_ref.at[batch, rows, head, columns]
-                        plgpu.copy_gmem_to_smem(source, o_smem.at[slot, n], o_full.at[slot])
+                    for n, columns in enumerate(value_parts):
+                        source = do_ref.at[batch, rows, head]
+                        buffer = value_parts.at(o_smem, n, slot)
+                        columns.load(source, buffer, o_full.at[slot])
                     row_source = delta_ref.at[batch, head, rows]
                     plgpu.copy_gmem_to_smem(row_source, delta_smem.at[slot], o_full.at[slot])
 
             def send(index, *copies):
-                """From (shared memory, gradient, number of its half); done reading on return."""
-                for source, ref, n in copies:
-                    plgpu.copy_smem_to_gmem(source, ref.at[*keys_of(index), halves[n]])
+                """From (columns, shared memory, gradient); done reading on return."""
+                for columns, source, ref in copies:
+                    columns.store(source, ref.at[*keys_of(index)])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             def loads_of_step(j, index, t, near):
@@ -408,8 +467,11 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                 pl.when(gradients_left)(
                     lambda: send(
                         index - 1,
-                        (q_smem.at[slot], dk_ref, _RIGHT),
-                        *((o_smem.at[slot, n], dv_ref, n) for n in range(_HALVES)),
+                        (right_key, q_smem.at[slot], dk_ref),
+                        *(
+                            (columns, value_parts.at(o_smem, n, slot), dv_ref)
+                            for n, columns in enumerate(value_parts)
+                        ),
                     )
                 )
                 load_query(slot, *near_queries)
@@ -418,20 +480,20 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                 @pl.when(is_last)
                 def _():
                     k_free.wait(0)
-                    load_keys(index + 1, k_ref, k_smem, k_full)
+                    load_keys(index + 1, k_ref, k_smem, key_parts, k_full)
 
                 following = walk.advance(*near)
                 following_queries = queries_of(*following)
                 late_free.wait(late_slot)
                 pl.when(gradients_left)(
-                    lambda: send(index - 1, (late_smem.at[late_slot], dk_ref, _LEFT))
+                    lambda: send(index - 1, (left_key, late_smem.at[late_slot], dk_ref))
                 )
                 load_late(late_slot, *following_queries)
 
                 @pl.when(is_last)
                 def _():
                     v_free.wait(0)
-                    load_keys(index + 1, v_ref, v_smem, v_full)
+                    load_keys(index + 1, v_ref, v_smem, value_parts, v_full)
 
                 return following
 
@@ -443,12 +505,12 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                 return lax.fori_loop(zero, walk.steps(index), one_step, carry)
 
             near = zero, zero
-            load_keys(zero, k_ref, k_smem, k_full)
+            load_keys(zero, k_ref, k_smem, key_parts, k_full)
             for slot in range(_STAGES - 1):
                 load_query(slot, *queries_of(*near))
                 load_late(slot, *queries_of(*near))
                 if slot == 0:
-                    load_keys(zero, v_ref, v_smem, v_full)
+                    load_keys(zero, v_ref, v_smem, value_parts, v_full)
                 load_d_out(slot, *queries_of(*near))
                 near = walk.advance(*near)
             load_late(_STAGES - 1, *queries_of(*near))

@@ -35,6 +35,7 @@ from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments
+from pallas_kernels.columns import Columns
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
     FORWARD_SECTION_BYTES,
@@ -42,10 +43,11 @@ from pallas_kernels.config import (
     BackwardQueryConfig,
     Problem,
 )
+from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements, biased
+from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
-    OPERAND,
     NamedBarriers,
     div_rem,
     equal_columns,
@@ -72,6 +74,7 @@ def query_gradient(
     minus_delta: jax.Array,
     intervals: jax.Array | None = None,
     ids: tuple[jax.Array, jax.Array] | None = None,
+    elements: Elements = NO_ELEMENTS,
     *,
     problem: Problem,
     config: BackwardQueryConfig,
@@ -79,10 +82,10 @@ def query_gradient(
     """Gradient of the query, the same bit by bit from run to run.
 
     Args:
-      query, d_out: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero. d_out
-        is finite in rows that see no key.
-      key, value: `[B, S, K, H]`; S a multiple of 8, rows from problem.key_length on zero, finite
-        where no query sees them.
+      query, d_out: `[B, T, N, H]` and `[B, T, N, h]`; T a multiple of 8, rows from
+        problem.query_length on zero. d_out is finite in rows that see no key.
+      key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, rows from problem.key_length
+        on zero, finite where no query sees them.
       start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / scale; -inf for rows
         that see no key or are beyond the end.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
@@ -90,6 +93,7 @@ def query_gradient(
         problem that is dynamic.
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
         `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
+      elements: mask and bias of a problem that has them (`elements.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
 
@@ -97,7 +101,33 @@ def query_gradient(
       `[B, T, N, H]` in the input dtype. Rows that see no key are 0.
     """
     kernel = _build(problem, config, query.shape[1], interpreting())
-    return kernel(intervals, ids, query, key, value, d_out, start, minus_delta)
+    operands = query, key, value, d_out, start, minus_delta
+    return kernel(intervals, ids, *elements.operands(), *operands)
+
+
+def hide(weights, problem: Problem, first_row, first_key, bounds) -> jax.Array:
+    """`(64, n)` weights with 0 where the row may not see the key, or there is no such key.
+
+    Args:
+      first_row: gives the first row; called where it is needed, as registers are short.
+      first_key: the key of the first column.
+      bounds: gives the interval of each row, `(64,)` first and end, of a problem that is dynamic.
+    """
+    if problem.dynamic:
+        first, end = bounds()
+        weights = keep_columns_from(weights, first - first_key, 0.0)
+        return keep_columns_to(weights, end - (first_key + 1), 0.0)
+    row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
+    if problem.lowest is not None:
+        first = row + (first_row() + problem.lowest)
+        weights = keep_columns_from(weights, first - first_key, 0.0)
+    if problem.highest is not None:
+        last = jnp.minimum(row + (first_row() + problem.highest), problem.key_length - 1)
+    elif problem.key_length % weights.shape[1]:
+        last = row * 0 + (problem.key_length - 1)
+    else:
+        return weights
+    return keep_columns_to(weights, last - first_key, 0.0)
 
 
 class _KeyBlocks(NamedTuple):
@@ -167,12 +197,16 @@ def _key_blocks_of(
 @functools.lru_cache
 def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, interpret: bool):
     block_q, block_kv, (k_stages, v_stages) = config.block_q, config.block_kv, config.stages
-    width, dtype = problem.width, problem.dtype
+    dtype = problem.dtype
+    key_columns = Columns.whole(problem.width)
+    value_columns = Columns.whole(problem.value_width)
     factor = problem.scale * LOG2E
+    # With 256 columns of dQ there are no registers for elements and dP at a time.
+    weights_first = problem.has_elements and key_columns.size > 192
 
     tiles = -(-problem.query_length // block_q)
     first_rows = np.arange(tiles) * block_q
-    by_batch, has_far_edge = problem.by_batch, problem.has_far_edge
+    dynamic, by_batch, has_far_edge = problem.dynamic, problem.by_batch, problem.has_far_edge
     # What is known at run time only is left out.
     of_tiles = _key_blocks(problem, block_kv, first_rows, block_q, np)
     key_blocks = of_tiles.end - of_tiles.first
@@ -180,7 +214,9 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
     section = scheduler.heads_per_section(
         FORWARD_SECTION_BYTES,
-        bytes_per_kv_head=2 * problem.key_length * width * dtype.itemsize,
+        bytes_per_kv_head=problem.key_length
+        * (problem.width + problem.value_width)
+        * dtype.itemsize,
         tiles_per_kv_head=tiles * problem.group,
         slots=SM_COUNT,
         kv_heads=problem.batch * problem.kv_heads,
@@ -218,16 +254,15 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
     v_free = NamedBarriers(k_free.first + k_stages, v_stages, arrivers=_CONSUMERS)
     named = dict(k_free=k_free, v_free=v_free)
 
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
     scratch: dict[str, Any] = dict(
-        q_smem=smem((_CONSUMERS, _ROWS, width)),
-        o_smem=smem((_CONSUMERS, _ROWS, width)),
-        k_smem=smem((k_stages, block_kv, width)),
-        v_smem=smem((v_stages, block_kv, width)),
-        q_full=plgpu.Barrier(num_arrivals=_CONSUMERS),
-        o_full=plgpu.Barrier(num_arrivals=_CONSUMERS),
-        k_full=plgpu.Barrier(num_barriers=k_stages),
-        v_full=plgpu.Barrier(num_barriers=v_stages),
+        q_smem=key_columns.smem(_CONSUMERS, _ROWS, dtype=dtype),
+        o_smem=value_columns.smem(_CONSUMERS, _ROWS, dtype=dtype),
+        k_smem=key_columns.smem(k_stages, block_kv, dtype=dtype),
+        v_smem=value_columns.smem(v_stages, block_kv, dtype=dtype),
+        q_full=plgpu.Barrier(num_arrivals=_CONSUMERS * key_columns.tiles),
+        o_full=plgpu.Barrier(num_arrivals=_CONSUMERS * value_columns.tiles),
+        k_full=plgpu.Barrier(num_arrivals=key_columns.tiles, num_barriers=k_stages),
+        v_full=plgpu.Barrier(num_arrivals=value_columns.tiles, num_barriers=v_stages),
     )
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
@@ -236,8 +271,10 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         order_ref, *more_refs,
         q_smem, o_smem, k_smem, v_smem, q_full, o_full, k_full, v_full, twins=None,
     ):  # fmt: skip
-        # Intervals if dynamic, ids if segmented, then the operands.
-        *mask_refs, q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref = more_refs
+        # Intervals if dynamic, ids if segmented, then elements and the operands.
+        mask_refs = more_refs[: int(dynamic) + 2 * int(problem.segmented)]
+        elements, refs = ElementRefs.split(problem, more_refs[len(mask_refs) :])
+        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref = refs
         k_free, v_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -278,32 +315,15 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
             def masked(weights, key_block, equal_ids):
                 """Weights with 0 where the row may not see the key, or there is no such key."""
-                within = masked_by_intervals if problem.dynamic else masked_by_bounds
-                weights = within(weights, key_block)
+                first_row = lambda: first_row_of(warpgroup)
+
+                def bounds():
+                    batch, _ = batch_and_head()
+                    first, last_row = first_row(), problem.query_length - 1
+                    return [load_rows(mask_refs[0].at[batch, n], first, last_row) for n in range(2)]
+
+                weights = hide(weights, problem, first_row, key_block * block_kv, bounds)
                 return weights if equal_ids is None else keep_equal(weights, equal_ids, 0.0)
-
-            def masked_by_intervals(weights, key_block):
-                batch, _ = batch_and_head()
-                first_row, last_row = first_row_of(warpgroup), problem.query_length - 1
-                first, end = (
-                    load_rows(mask_refs[0].at[batch, n], first_row, last_row) for n in range(2)
-                )
-                weights = keep_columns_from(weights, first - key_block * block_kv, 0.0)
-                return keep_columns_to(weights, end - (key_block * block_kv + 1), 0.0)
-
-            def masked_by_bounds(weights, key_block):
-                row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
-                if problem.lowest is not None:
-                    first = row + (first_row_of(warpgroup) + problem.lowest)
-                    weights = keep_columns_from(weights, first - key_block * block_kv, 0.0)
-                if problem.highest is not None:
-                    last = row + (first_row_of(warpgroup) + problem.highest)
-                    last = jnp.minimum(last, problem.key_length - 1)
-                elif problem.key_length % block_kv:
-                    last = row * 0 + (problem.key_length - 1)
-                else:
-                    return weights
-                return keep_columns_to(weights, last - key_block * block_kv, 0.0)
 
             def compute(dq_acc, s_acc, dp_acc):
                 start, minus_delta = per_row(start_ref) * factor, per_row(delta_ref)
@@ -315,6 +335,15 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     plgpu.barrier_wait(v_full.at[v_slot(j)])
                     v_free.arrive(v_slot(j))
 
+                def load_elements(j):
+                    batch, head = batch_and_head()
+                    first_key = (end_block - 1 - j) * block_kv
+                    return elements.load(batch, head, first_row_of(warpgroup), first_key, block_kv)
+
+                def issue_d_weights(own_rows, vs):
+                    plgpu.barrier_wait(v_full.at[vs])
+                    value_columns.contract(dp_acc, o_smem.at[own_rows], v_smem.at[vs])
+
                 def step(j, _, *, needs_mask):
                     # Addresses made anew each step: registers are short.
                     ks, vs, own_rows = k_slot(j), v_slot(j), warpgroup + fresh_zero()
@@ -322,19 +351,27 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     plgpu.barrier_wait(k_full.at[ks])
                     # Both before the first product, or ptxas injects a wait.
                     s_acc[...] = zero_tile(_ROWS, block_kv)
-                    dp_acc[...] = zero_tile(_ROWS, block_kv)
-                    plgpu.wgmma(s_acc, q_smem.at[own_rows], k_smem.at[ks].transpose((1, 0)))
-                    plgpu.barrier_wait(v_full.at[vs])
-                    plgpu.wgmma(dp_acc, o_smem.at[own_rows], v_smem.at[vs].transpose((1, 0)))
+                    if not weights_first:
+                        dp_acc[...] = zero_tile(_ROWS, block_kv)
+                    key_columns.contract(s_acc, q_smem.at[own_rows], k_smem.at[ks])
+                    if not weights_first:
+                        issue_d_weights(own_rows, vs)
 
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    weights = jnp.exp2(logits * factor + spread(start, logits.shape))
+                    loaded = load_elements(j) if problem.has_elements else NOTHING_LOADED
+                    open_products = 0 if weights_first else value_columns.tiles
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
+                    logits, to_log2 = biased(logits, factor, loaded)
+                    weights = jnp.exp2(logits * to_log2 + spread(start, logits.shape))
                     if needs_mask:
                         weights = masked(weights, end_block - 1 - j, equal_ids)
+                    weights = masked_by_element(weights, loaded, 0.0)
+                    if weights_first:
+                        dp_acc[...] = zero_tile(_ROWS, block_kv)
+                        issue_d_weights(own_rows, vs)
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     v_free.arrive(vs)
                     d_logits = weights * (d_weights + spread(minus_delta, weights.shape))
-                    plgpu.wgmma(dq_acc, d_logits.astype(dtype), k_smem.at[ks])
+                    key_columns.expand(dq_acc, d_logits.astype(dtype), k_smem.at[ks])
                     plgpu.wgmma_wait(0)
                     k_free.arrive(ks)
 
@@ -349,7 +386,9 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 plgpu.barrier_wait(q_full)
                 plgpu.barrier_wait(o_full)
                 masking = functools.partial(step, needs_mask=True)
-                rest = functools.partial(step, needs_mask=False)
+                # The bias of rows that see nothing may be NaN.
+                mask_throughout = dynamic and problem.has_bias
+                rest = functools.partial(step, needs_mask=mask_throughout)
                 begin, end, begin_rest, end_rest = (
                     end_block - n
                     for n in (own.end, own.first, own.end_unmasked, own.first_unmasked)
@@ -365,16 +404,16 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
                 # dQ leaves from where Q was, once all warps have read it.
                 plgpu.commit_smem()
-                q_smem[warpgroup] = (dq * problem.scale).astype(dtype)
+                key_columns.put(q_smem.at[warpgroup], (dq * problem.scale).astype(dtype))
                 plgpu.commit_smem()
                 batch, head = batch_and_head()
                 rows = pl.ds(first_row_of(warpgroup), _ROWS)
-                plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], dq_ref.at[batch, rows, head])
+                key_columns.store(q_smem.at[warpgroup], dq_ref.at[batch, rows, head])
                 plgpu.wait_smem_to_gmem(0)
 
             pl.run_scoped(
                 compute,
-                plgpu.ACC((_ROWS, width), jnp.float32),
+                plgpu.ACC((_ROWS, key_columns.size), jnp.float32),
                 plgpu.ACC((_ROWS, block_kv), jnp.float32),
                 plgpu.ACC((_ROWS, block_kv), jnp.float32),
             )
@@ -385,29 +424,34 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
             batch, head = batch_and_head()
             kv_head = lax.div(head, jnp.int32(problem.group))
 
-            def load_rows(ref, buffer, full):
+            def load_rows(ref, buffer, columns, full):
                 for consumer in range(_CONSUMERS):
                     source = ref.at[batch, pl.ds(first_row_of(consumer), _ROWS), head]
-                    plgpu.copy_gmem_to_smem(source, buffer.at[consumer], full)
+                    columns.load(source, buffer.at[consumer], full)
 
-            def load(ref, buffers, slot, stages, full, free, j):
+            def load(ref, buffers, columns, slot, stages, full, free, j):
                 pl.when(j >= stages)(lambda: free.wait(slot))
                 source = ref.at[batch, pl.ds((end_block - 1 - j) * block_kv, block_kv), kv_head]
-                plgpu.copy_gmem_to_smem(source, buffers.at[slot], full.at[slot])
+                columns.load(source, buffers.at[slot], full.at[slot])
 
-            load_rows(q_ref, q_smem, q_full)
+            def load_d_out():
+                load_rows(do_ref, o_smem, value_columns, o_full)
+
+            load_rows(q_ref, q_smem, key_columns, q_full)
 
             @pl.loop(jnp.int32(0), blocks)
             def _(j):
-                load(k_ref, k_smem, k_slot(j), k_stages, k_full, k_free, j)
-                pl.when(j == 0)(lambda: load_rows(do_ref, o_smem, o_full))
-                load(v_ref, v_smem, v_slot(j), v_stages, v_full, v_free, j)
+                load(k_ref, k_smem, key_columns, k_slot(j), k_stages, k_full, k_free, j)
+                pl.when(j == 0)(load_d_out)
+                load(v_ref, v_smem, value_columns, v_slot(j), v_stages, v_full, v_free, j)
 
-            pl.when(blocks == 0)(lambda: load_rows(do_ref, o_smem, o_full))
+            pl.when(blocks == 0)(load_d_out)
 
     kernel = plgpu.kernel(
         attention_backward_query,
-        out_type=jax.ShapeDtypeStruct((problem.batch, query_rows, problem.heads, width), dtype),
+        out_type=jax.ShapeDtypeStruct(
+            (problem.batch, query_rows, problem.heads, problem.width), dtype
+        ),
         grid=(len(order),),
         grid_names=("block",),
         num_threads=_CONSUMERS + 1,

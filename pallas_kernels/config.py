@@ -11,17 +11,23 @@ BACKWARD_CONSUMERS = 2  # how they share a tile is in the backward*.py
 # queries, and Q, dO and dQ where it owns keys.
 FORWARD_SECTION_BYTES = 12 << 20
 BACKWARD_SECTION_BYTES = 24 << 20
+SUPPORTED_WIDTHS = range(8, 257, 8)  # TMA takes strides that are multiples of 16 bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """The static part of one attention call: what a kernel is built for.
 
-    Query is `[batch, query_length, heads, width]`, key and value are
-    `[batch, key_length, kv_heads, width]`. Query i sees keys i + lowest <= j <= i + highest, where
-    None is no bound: causal attention has a highest alone, a sliding window has both. Or, if it is
-    `dynamic`, it sees an interval of keys that kernels get as an array (`intervals.py`). If it is
-    `segmented`, it sees only those of them that have its segment id (`segments.py`).
+    Query is `[batch, query_length, heads, width]`, key `[batch, key_length, kv_heads, width]`, and
+    value `[batch, key_length, kv_heads, value_width]`. Query i sees keys i + lowest <= j <= i +
+    highest, where None is no bound: causal attention has a highest alone, a sliding window has
+    both. Or, if it is `dynamic`, it sees an interval of keys that kernels get as an array
+    (`intervals.py`). If it is `segmented`, it sees only those of them that have its segment id
+    (`segments.py`). Kernels of one that `has_mask` or `has_bias` get these as arrays too
+    (`elements.py`).
+
+    Attributes:
+      value_width: as width if it is 0.
     """
 
     batch: int
@@ -36,8 +42,15 @@ class Problem:
     highest: int | None = None
     dynamic: bool = False
     segmented: bool = False
+    value_width: int = 0
+    has_mask: bool = False
+    has_bias: bool = False
 
     def __post_init__(self):
+        object.__setattr__(self, "value_width", self.value_width or self.width)
+        for name in ("width", "value_width"):
+            got = getattr(self, name)
+            _need(got in SUPPORTED_WIDTHS, name, got, "a multiple of 8, up to 256")
         if self.dynamic:
             bounds = (self.lowest, self.highest)
             _need(bounds == (None, None), "lowest, highest", bounds, "None where dynamic")
@@ -55,6 +68,11 @@ class Problem:
     def by_batch(self) -> bool:
         """Whether what a tile needs is known at run time only, for each batch entry."""
         return self.dynamic or self.segmented
+
+    @property
+    def has_elements(self) -> bool:
+        """Whether anything is known of single pairs of query and key alone."""
+        return self.has_mask or self.has_bias
 
     @property
     def seeing_queries(self) -> slice:
@@ -79,6 +97,11 @@ class Problem:
         """Query heads that share one key head."""
         return self.heads // self.kv_heads
 
+    @property
+    def widest(self) -> int:
+        """The width of the wider of key and value, in whole tiles."""
+        return whole_tiles(max(self.width, self.value_width))
+
     def query(self) -> jax.ShapeDtypeStruct:
         shape = (self.batch, self.query_length, self.heads, self.width)
         return jax.ShapeDtypeStruct(shape, self.dtype)
@@ -86,6 +109,11 @@ class Problem:
     def key(self) -> jax.ShapeDtypeStruct:
         shape = (self.batch, self.key_length, self.kv_heads, self.width)
         return jax.ShapeDtypeStruct(shape, self.dtype)
+
+
+def whole_tiles(width: int) -> int:
+    """Columns rounded up to a multiple of 64, of which operands have their tiles."""
+    return -(-width // 64) * 64
 
 
 def _need(holds: bool, name: str, got, needs: str) -> None:
@@ -125,8 +153,11 @@ class ForwardConfig:
       stages: slots of the circular buffers of K and of V.
       query_buffers: 2 to start the next tile under the end of this one, 1 where memory is short.
       registers: registers a thread of a consumer and of the producer.
+      staged_columns: of the output at a time, at most.
       section_bytes: heads whose K and V take about this much are worked on together.
       thread_blocks: how many to launch at most; as many as there are SMs.
+      elements_early: load mask and bias under the product that makes the logits, for which there
+        must be registers, not after it and the product that is open beside it.
     """
 
     consumers: int
@@ -134,14 +165,17 @@ class ForwardConfig:
     stages: int
     query_buffers: int
     registers: tuple[int, int]
+    staged_columns: int = 128
     section_bytes: int = FORWARD_SECTION_BYTES
     thread_blocks: int = SM_COUNT
+    elements_early: bool = False
 
     def __post_init__(self):
         _need(self.consumers >= 2, "consumers", self.consumers, "at least 2, to take turns")
         _check_multiple_of_64("block_kv", self.block_kv)
         _need(self.stages >= 2, "stages", self.stages, "at least 2")
         _need(self.query_buffers in (1, 2), "query_buffers", self.query_buffers, "1 or 2")
+        _need(self.staged_columns in (64, 128), "staged_columns", self.staged_columns, "64 or 128")
         _need(self.section_bytes >= 0, "section_bytes", self.section_bytes, "at least 0")
         _need(self.thread_blocks >= 1, "thread_blocks", self.thread_blocks, "at least 1")
         _check_registers(self.registers, self.consumers)
@@ -153,7 +187,7 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """Settings of `backward.py`, for widths 64 and 128.
+    """Settings of `backward.py`, for widths up to 128.
 
     Attributes:
       block_q: query rows a step.
@@ -177,7 +211,7 @@ class BackwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardKeyConfig:
-    """Settings of `backward_key.py`, which makes dK and dV at width 256.
+    """Settings of `backward_key.py`, which makes dK and dV at widths above 128.
 
     Attributes:
       registers: registers a thread of a consumer and of the producer.
@@ -225,12 +259,29 @@ class BackwardQueryConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class BiasGradientConfig:
+    """Settings of `bias_gradient.py`.
+
+    Attributes:
+      block_kv: keys a step; a multiple of 64.
+      stages: slots of the circular buffers.
+    """
+
+    block_kv: int
+    stages: int
+
+    def __post_init__(self):
+        _check_multiple_of_64("block_kv", self.block_kv)
+        _need(self.stages >= 1, "stages", self.stages, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """Settings of all kernels of one attention call.
 
     Attributes:
-      backward: at width 256 a `BackwardKeyConfig`.
-      backward_query: for deterministic gradients, and width 256; None for `BACKWARD_QUERY`'s.
+      backward: where key or value is wider than 128 a `BackwardKeyConfig`.
+      backward_query: for deterministic gradients, and such widths; None for `BACKWARD_QUERY`'s.
     """
 
     forward: ForwardConfig
@@ -238,31 +289,111 @@ class Config:
     backward_query: BackwardQueryConfig | None = None
 
 
-# Width -> settings. What others gave is in README.md.
+# Width of the wider of key and value, in whole tiles -> settings. What others gave is in README.md.
 FORWARD = {
     # Three consumers, as a third softmax under two others' products keeps the exponentials going.
     64: ForwardConfig(consumers=3, block_kv=128, stages=3, query_buffers=2, registers=(160, 32)),
     128: ForwardConfig(consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)),
+    # 128 keys and two stages would take 288 KB of shared memory.
+    192: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=2, registers=(240, 24)),
     # Two query tiles of 64 KB do not fit beside K and V, nor 128 keys in registers.
     256: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=1, registers=(240, 24)),
 }
 
+# Width 64, windows so narrow that most of what 192 rows by 128 keys visit is not seen. TFLOP/s*
+# with these, and with the above: 148 and 123 at 128 keys, 257 and 186 at 256, 351 and 330 at 512,
+# 424 and 436 at 1024.
+NARROW_WINDOW = 768
+FORWARD_NARROW_WINDOW = ForwardConfig(
+    consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)
+)
+
+# Keys of 129 to 192 columns, values of up to 128 (multi-head latent attention: 192 and 128): with
+# 64 keys a step, reading the operands of Q K' would take all of shared memory's bandwidth.
+FORWARD_LATENT = ForwardConfig(
+    consumers=2,
+    block_kv=128,
+    stages=2,
+    query_buffers=1,
+    registers=(240, 24),
+    staged_columns=64,
+)
+
 BACKWARD: dict[int, BackwardConfig | BackwardKeyConfig] = {
     64: BackwardConfig(block_q=128, stages=2),
     128: BackwardConfig(block_q=64, stages=2),
+    192: BackwardKeyConfig(),
     256: BackwardKeyConfig(),
 }
+
+# Up to 128 columns in boxes of 64 (`columns.py`): a producer that issues more copies spills 8 bytes
+# with 24 registers.
+BACKWARD_BOXES = BackwardConfig(block_q=64, stages=2, registers=(232, 40))
 
 # Registers: width / 2 for dQ, block_kv for S and dP, block_kv / 4 for dS. Width 256: Q and dO take
 # 128 KB of shared memory, each stage of K or V 32 KB of the 99 KB left.
 BACKWARD_QUERY = {
     64: BackwardQueryConfig(block_kv=128, stages=(3, 3)),
     128: BackwardQueryConfig(block_kv=64, stages=(3, 3)),
+    192: BackwardQueryConfig(block_kv=64, stages=(3, 2)),
     256: BackwardQueryConfig(block_kv=64, stages=(2, 1)),
 }
 
-WIDTHS = tuple(FORWARD)
+# Where logits have a bias or a dense mask, which take registers too.
+FORWARD_ELEMENTS = FORWARD | {
+    64: ForwardConfig(
+        consumers=2,
+        block_kv=128,
+        stages=3,
+        query_buffers=2,
+        registers=(240, 24),
+        elements_early=True,
+    ),
+    128: dataclasses.replace(FORWARD[128], elements_early=True),
+}
+
+BACKWARD_QUERY_ELEMENTS = BACKWARD_QUERY | {
+    64: BackwardQueryConfig(block_kv=64, stages=(3, 3)),
+}
+
+# Each stage takes 192 rows each of keys' width and of values' width of shared memory.
+BIAS_GRADIENT = {
+    64: BiasGradientConfig(block_kv=64, stages=4),
+    128: BiasGradientConfig(block_kv=64, stages=2),
+    192: BiasGradientConfig(block_kv=64, stages=1),
+    256: BiasGradientConfig(block_kv=64, stages=1),
+}
+
+WIDTHS = (64, 128, 256)  # of which every variant is compiled, and which are tuned
 
 
-def default(width: int) -> Config:
-    return Config(FORWARD[width], BACKWARD[width], BACKWARD_QUERY[width])
+def default(
+    width: int,
+    value_width: int = 0,
+    *,
+    window: int | None = None,
+    has_elements: bool = False,
+    forward_loads_elements: bool = False,
+) -> Config:
+    """Settings of one call.
+
+    Args:
+      width: of query and key.
+      value_width: as width if it is 0.
+      window: how many keys a query sees at most, where both bounds are static.
+      has_elements: there is a bias or a dense mask.
+      forward_loads_elements: and it is not just a bias of one value a key.
+    """
+    widest = whole_tiles(max(width, value_width))
+    forward = FORWARD[widest]
+    if forward_loads_elements:
+        forward = FORWARD_ELEMENTS[widest]
+    elif not has_elements:  # a bias of keys would not fit into shared memory beside these
+        if whole_tiles(width) == 192 and 0 < value_width <= 128:
+            forward = FORWARD_LATENT
+        elif widest == 64 and window is not None and window <= NARROW_WINDOW:
+            forward = FORWARD_NARROW_WINDOW
+    in_boxes = width % 64 > 0 or value_width % 64 > 0 or width < value_width
+    backward = BACKWARD_BOXES if widest == 128 and in_boxes else BACKWARD[widest]
+    backward_query = (BACKWARD_QUERY_ELEMENTS if has_elements else BACKWARD_QUERY)[widest]
+    return Config(forward, backward, backward_query)

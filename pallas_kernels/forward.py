@@ -27,6 +27,7 @@ issues its two products, so one warpgroup's softmax runs under another's product
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -38,14 +39,18 @@ from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import online_softmax, scheduler, segments
+from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardConfig, Problem
+from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements, biased
+from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.online_softmax import LOG2E, RowState, spread
 from pallas_kernels.primitives import (
-    OPERAND,
     BlockVote,
     NamedBarriers,
     div_rem,
     equal_columns,
+    fence_async_shared,
+    fresh_zero,
     interpreting,
     keep_columns_from,
     keep_columns_to,
@@ -55,9 +60,9 @@ from pallas_kernels.primitives import (
     zero_tile,
 )
 
-_STAGED_COLUMNS = 128  # of the output at a time, where shared memory is short
 _ROWS = 64  # query rows of a consumer: the M of a wgmma
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+_PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 _TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
 
 
@@ -174,7 +179,7 @@ class Tiles:
         # What tiles cost at run time is not known here.
         blocks = np.ones(self.per_head) if p.by_batch else self.key_blocks()[:, 0]
         cost = blocks + _TILE_OVERHEAD
-        bytes_per_kv_head = 2 * p.key_length * p.width * p.dtype.itemsize
+        bytes_per_kv_head = p.key_length * (p.width + p.value_width) * p.dtype.itemsize
         section = scheduler.heads_per_section(
             self.config.section_bytes,
             bytes_per_kv_head,
@@ -200,6 +205,7 @@ def attention(
     sinks: jax.Array | None = None,
     intervals: jax.Array | None = None,
     ids: tuple[jax.Array, jax.Array] | None = None,
+    elements: Elements = NO_ELEMENTS,
     *,
     problem: Problem,
     config: ForwardConfig,
@@ -209,21 +215,31 @@ def attention(
     Args:
       query: `[B, T, N, H]`; T a multiple of 8. Rows are finite that see no key by intervals.
       key: `[B, S, K, H]`; S a multiple of 8, of which problem.key_length are attended.
-      value: `[B, S, K, H]`.
+      value: `[B, S, K, h]`.
       sinks: None, or `[B, N]` float32: one more logit of each row, without a value.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
         `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
+      elements: mask and bias of a problem that has them (`elements.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
 
     Returns:
-      Output `[B, T, N, H]` and natural-log LSE `[B, N, ceil(T / block_q) * block_q]` float32. Rows
+      Output `[B, T, N, h]` and natural-log LSE `[B, N, ceil(T / block_q) * block_q]` float32. Rows
       from problem.query_length on are arbitrary in both. A row that sees no key: 0 and -inf.
     """
-    kernel = _build(problem, config, query.shape[1], sinks is not None, interpreting())
-    optional = () if sinks is None else (sinks * LOG2E,)
+    kernel = _build(
+        problem,
+        config,
+        query.shape[1],
+        sinks is not None,
+        elements.has_bias_of_keys,
+        interpreting(),
+    )
+    optional = elements.forward_operands(problem.scale)
+    if sinks is not None:
+        optional = (*optional, sinks * LOG2E)
     if not problem.by_batch:
         return kernel(query, key, value, *optional)
     key_blocks = Tiles(problem, config).key_blocks_of(intervals, ids)
@@ -241,6 +257,7 @@ def _build(
     config: ForwardConfig,
     padded_query_length: int,
     with_sinks: bool,
+    has_bias_of_keys: bool,
     interpret: bool,
 ):
     tiles = Tiles(problem, config)
@@ -249,10 +266,26 @@ def _build(
     any_mask = has_far_edge or (key_blocks is not None and bool(key_blocks[:, 1].any()))
     thread_blocks = min(config.thread_blocks, problem.batch * problem.heads * tiles.per_head)
     schedule = tiles.schedule(thread_blocks)
+    # By its bias or mask a row may have its maximum, or its first key, anywhere: all steps look for
+    # it, and no second round is needed.
+    exact_throughout = problem.has_elements
+    # The bias of rows that see nothing may be NaN, which `online_softmax.close` does not stop. And
+    # with a window, loops of their own for other steps take registers that a bias needs.
+    loads_elements = problem.has_mask or (problem.has_bias and not has_bias_of_keys)
+    mask_throughout = problem.has_bias and has_far_edge
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
-    block_kv, width, dtype = config.block_kv, problem.width, problem.dtype
-    factor = problem.scale * LOG2E
+    registers_are_short = query_buffers == 1 and config.block_kv > 64
+    block_kv, dtype = config.block_kv, problem.dtype
+    key_columns = Columns.whole(problem.width)
+    value_columns = Columns.whole(problem.value_width)
+    # The output is staged some columns at a time. A bias of keys is where half of it would be.
+    most_columns = 64 if has_bias_of_keys else config.staged_columns
+    staged_size = math.gcd(value_columns.size, most_columns)
+    staged_columns = [
+        Columns(problem.value_width, staged_size, first)
+        for first in range(0, value_columns.size, staged_size)
+    ]
     headroom, limit = online_softmax.weight_range(dtype)
 
     turn = NamedBarriers(first=consumers + 2, count=consumers, arrivers=1)
@@ -264,26 +297,40 @@ def _build(
         turn=turn, k_free=k_free, v_free=v_free, q_free=q_free, block_vote=block_vote
     )
 
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=OPERAND)
     scratch: dict[str, Any] = dict(
-        q_smem=smem((query_buffers, consumers, _ROWS, width)),
-        k_smem=smem((stages, block_kv, width)),
-        v_smem=smem((stages, block_kv, width)),
-        o_smem=smem((consumers, _ROWS, min(width, _STAGED_COLUMNS))),
-        q_full=plgpu.Barrier(num_arrivals=consumers, num_barriers=query_buffers),
-        k_full=plgpu.Barrier(num_barriers=stages),
-        v_full=plgpu.Barrier(num_barriers=stages),
+        q_smem=key_columns.smem(query_buffers, consumers, _ROWS, dtype=dtype),
+        k_smem=key_columns.smem(stages, block_kv, dtype=dtype),
+        v_smem=value_columns.smem(stages, block_kv, dtype=dtype),
+        o_smem=staged_columns[0].smem(consumers, _ROWS, dtype=dtype),
+        q_full=plgpu.Barrier(
+            num_arrivals=consumers * key_columns.tiles, num_barriers=query_buffers
+        ),
+        k_full=plgpu.Barrier(
+            num_arrivals=key_columns.tiles + int(has_bias_of_keys), num_barriers=stages
+        ),
+        v_full=plgpu.Barrier(num_arrivals=value_columns.tiles, num_barriers=stages),
     )
+    if has_bias_of_keys:
+        scratch["bias_smem"] = plgpu.SMEM((stages, block_kv), jnp.float32)
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_forward(
         schedule_ref, key_blocks_ref, q_ref, k_ref, v_ref, *more_refs,
-        q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, twins=None,
+        q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, bias_smem=None, twins=None,
     ):  # fmt: skip
         *optional_refs, o_ref, lse_ref = more_refs
-        # Intervals come first, then ids, then sinks.
-        ids_refs = optional_refs[dynamic : dynamic + 2]
+        # Intervals come first, then ids, elements and sinks.
+        ids_refs = optional_refs[int(dynamic) :][: 2 * int(problem.segmented)]
+        elements, _ = ElementRefs.split(
+            problem,
+            optional_refs[int(dynamic) + len(ids_refs) :],
+            has_bias_of_keys=has_bias_of_keys,
+        )
+        # Elements that come late take the registers of weights that no product reads any more.
+        elements_early = config.elements_early and not elements.wide
+        late = loads_elements and not elements_early
+        open_products = 0 if late else value_columns.tiles
         turn, k_free, v_free, q_free, block_vote = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -307,6 +354,9 @@ def _build(
 
         def rounds(one_round):
             """Runs `one_round(begin, steps)` once, and again if a reference was too low."""
+            if exact_throughout:
+                one_round(zero, zero)
+                return
 
             def run(carry):
                 begin, steps = carry
@@ -390,9 +440,22 @@ def _build(
                     logits = keep_equal(logits, equal_ids, -jnp.inf)
                 return logits
 
-            def first_softmax(logits, tile, key_block, bounds, equal_ids):
+            def load_elements(number, j):
+                """Mask and bias of step j of a tile, asked for before the product is there."""
+                if not loads_elements:
+                    return NOTHING_LOADED
+                tile, batch, head = tiles.locate(number())
+                first_row = tiles.first_row(tile, warpgroup)
+                first_key = (end_of(tile, batch) - 1 - j) * block_kv
+                return elements.load(
+                    batch, head, first_row, first_key, block_kv, early=elements_early
+                )
+
+            def first_softmax(logits, tile, key_block, bounds, equal_ids, loaded):
+                logits, factor = biased(logits, problem.scale * LOG2E, loaded)
                 if any_mask:
                     logits = masked(logits, tile, key_block, bounds, equal_ids)
+                logits = masked_by_element(logits, loaded, -jnp.inf)
                 weights, state = online_softmax.start(logits, factor, headroom)
                 if bounds is not None:
                     state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
@@ -400,21 +463,34 @@ def _build(
 
             def compute(o_acc, s_acc, begin, first_step):
                 end = begin + tile_count
-                number_of = lambda index: schedule_ref[block, 1 + index - begin]
+
+                def number_of(index):
+                    # Where registers are short, the address is made anew.
+                    own = block + fresh_zero() if registers_are_short else block
+                    return schedule_ref[own, 1 + index - begin]
 
                 def issue_logits(buffer, k_slot):
-                    s_acc[...] = zero_tile(_ROWS, block_kv)
-                    k = k_smem.at[k_slot].transpose((1, 0))
-                    plgpu.wgmma(s_acc, q_smem.at[buffer, warpgroup], k)
+                    if has_bias_of_keys:
+                        bias = plgpu.load(bias_smem.at[k_slot], layout=_PER_KEY)
+                        s_acc[...] = lax.broadcast_in_dim(bias, (_ROWS, block_kv), [1])
+                        fence_async_shared()  # TMA will overwrite the bias that was read
+                    else:
+                        s_acc[...] = zero_tile(_ROWS, block_kv)
+                    key_columns.contract(s_acc, q_smem.at[buffer, warpgroup], k_smem.at[k_slot])
 
                 def issue_output(weights, v_slot):
                     plgpu.barrier_wait(v_full.at[v_slot])
-                    plgpu.wgmma(o_acc, weights, v_smem.at[v_slot])
+                    value_columns.expand(o_acc, weights, v_smem.at[v_slot])
+
+                def load_logits():
+                    """While the output product that was issued behind them goes on, if any may."""
+                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
 
                 def start_tile(index, steps, tile, batch):
                     """The first key block of a tile, with no other product open."""
                     end_block, bounds = end_of(tile, batch), load_bounds(tile, batch)
                     equal_ids = compare_ids(tile, batch, 0)
+                    loaded = load_elements(lambda: number_of(index), 0)
 
                     @pl.when(index < end)
                     def _():
@@ -424,13 +500,19 @@ def _build(
                     issue_logits(query_buffer(index), slot(steps))
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     pl.when(index < end)(lambda: k_free.arrive(slot(steps)))
-                    weights, state = first_softmax(logits, tile, end_block - 1, bounds, equal_ids)
+                    weights, state = first_softmax(
+                        logits, tile, end_block - 1, bounds, equal_ids, loaded
+                    )
                     # LLVM would carry float32 into the loop and cast there.
                     return lax.optimization_barrier(weights.astype(dtype)), state
 
                 def key_step(j, carry, *, steps, index, tile, batch, end_block, exact, far=False):
                     """Logits of step j's key block together with the output of the step before."""
                     weights, state = carry
+                    if loads_elements:  # read anew: registers are short
+                        number = number_of(index + fresh_zero())
+                        tile, batch, _ = tiles.locate(number)
+                        end_block = end_of(tile, batch)
                     needs_mask = exact or far
                     bounds = load_bounds(tile, batch) if needs_mask else None
                     equal_ids = compare_ids(tile, batch, j) if needs_mask else None
@@ -440,20 +522,21 @@ def _build(
                     issue_logits(query_buffer(index), k_slot)
                     issue_output(weights, v_slot)
                     pass_turn()
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    loaded = load_elements(lambda: number, j)
+                    logits = load_logits()
                     k_free.arrive(k_slot)
                     correction = None
-                    if exact:
-                        if any_mask:
-                            key_block = end_block - 1 - j
-                            logits = masked(logits, tile, key_block, bounds, equal_ids)
+                    logits, factor = biased(logits, problem.scale * LOG2E, loaded)
+                    if needs_mask and any_mask:
+                        logits = masked(
+                            logits, tile, end_block - 1 - j, bounds, equal_ids, near=exact
+                        )
+                    logits = masked_by_element(logits, loaded, -jnp.inf)
+                    if exact or exact_throughout:
                         weights, correction, state = online_softmax.advance(
                             logits, factor, headroom, limit, state
                         )
                     else:
-                        if far:
-                            key_block = end_block - 1 - j
-                            logits = masked(logits, tile, key_block, bounds, equal_ids, near=False)
                         weights, state = online_softmax.go_on(logits, factor, state)
                     # A cast of the weights before the wait makes ptxas serialise every wgmma.
                     weights, correction, state = lax.optimization_barrier(
@@ -471,21 +554,22 @@ def _build(
                     sink = in_each_row(optional_refs[-1][batch, head]) if with_sinks else None
                     inverse, lse, too_low = online_softmax.finish(state, limit, sink)
                     store_rows(lse_ref.at[batch, head, rows_of(tile)], lse)
+                    if exact_throughout:  # no reference is
+                        return inverse, any_too_low
                     return inverse, any_too_low | too_low.astype(jnp.int32)
 
                 def store_output(output, inverse, tile, batch, head):
                     """Divides by the row sums and sends output to global memory."""
                     staging = o_smem.at[warpgroup]
                     output *= spread(inverse, output.shape)
-                    o_acc[...] = zero_tile(_ROWS, width)
-                    for first in range(0, width, _STAGED_COLUMNS):
-                        columns = slice(first, min(first + _STAGED_COLUMNS, width))
-                        if first > 0:
+                    o_acc[...] = zero_tile(_ROWS, value_columns.size)
+                    for columns in staged_columns:
+                        if columns.first > 0:
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        staging[...] = output[:, columns].astype(dtype)
+                        staged = slice(columns.first, columns.first + columns.size)
+                        columns.put(staging, output[:, staged].astype(dtype))
                         plgpu.commit_smem()
-                        target = o_ref.at[batch, rows_of(tile), head, columns]
-                        plgpu.copy_smem_to_gmem(staging, target)
+                        columns.store(staging, o_ref.at[batch, rows_of(tile), head])
 
                 def end_tile_under_next(index, steps, number, carry, following):
                     """The next tile's first logits run with this tile's last output product."""
@@ -509,11 +593,12 @@ def _build(
                     issue_logits(buffer, k_slot)
                     issue_output(weights, v_slot)
                     pass_turn()
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    loaded = load_elements(lambda: following, 0)
+                    logits = load_logits()
                     pl.when(index + 1 < end)(lambda: k_free.arrive(k_slot))
                     end_block = end_of(next_tile, next_batch)
                     weights, next_state = first_softmax(
-                        logits, next_tile, end_block - 1, bounds, equal_ids
+                        logits, next_tile, end_block - 1, bounds, equal_ids, loaded
                     )
                     weights, next_state = lax.optimization_barrier((weights, next_state))
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
@@ -546,6 +631,8 @@ def _build(
                     tile, batch, _ = tiles.locate(number)
                     blocks, needing_mask = needs(tile, batch, 0), needs(tile, batch, 1)
                     exact = jnp.where(begin > 0, blocks, jnp.maximum(needing_mask, 1))
+                    if mask_throughout:
+                        exact = blocks
                     end_block = end_of(tile, batch) if has_far_edge else blocks
                     step = functools.partial(
                         key_step,
@@ -559,12 +646,17 @@ def _build(
                         jnp.int32(1), exact, functools.partial(step, exact=True), (weights, state)
                     )
                     near = blocks
-                    if has_far_edge:
+                    if has_far_edge and not mask_throughout:
                         near = jnp.maximum(exact, needs(tile, batch, 2))
-                    carry = lax.fori_loop(exact, near, functools.partial(step, exact=False), carry)
-                    if has_far_edge:
+                    if not mask_throughout:
+                        rest = functools.partial(step, exact=False)
+                        carry = lax.fori_loop(exact, near, rest, carry)
+                    if has_far_edge and not mask_throughout:
                         step_far = functools.partial(step, exact=False, far=True)
                         carry = lax.fori_loop(near, blocks, step_far, carry)
+                    if loads_elements:  # read anew: registers are short
+                        number = number_of(index + fresh_zero())
+                        following = number_of(index + 1 + fresh_zero())
                     weights, state, too_low = end_tile(
                         index, steps + blocks, number, (*carry, too_low), following
                     )
@@ -579,7 +671,7 @@ def _build(
                 return steps, too_low
 
             accumulators = (
-                plgpu.ACC((_ROWS, width), jnp.float32),
+                plgpu.ACC((_ROWS, value_columns.size), jnp.float32),
                 plgpu.ACC((_ROWS, block_kv), jnp.float32),
             )
             rounds(lambda *args: pl.run_scoped(lambda *refs: compute(*refs, *args), *accumulators))
@@ -599,7 +691,7 @@ def _build(
                     for w in range(consumers):
                         rows = pl.ds(tiles.first_row(tile, w), _ROWS)
                         source = q_ref.at[batch, rows, head]
-                        plgpu.copy_gmem_to_smem(source, q_smem.at[buffer, w], q_full.at[buffer])
+                        key_columns.load(source, q_smem.at[buffer, w], q_full.at[buffer])
 
                 def whole_tile(index, steps):
                     tile, batch, head = locate(index)
@@ -607,15 +699,24 @@ def _build(
                     blocks = needs(tile, batch, 0)
                     end_block = end_of(tile, batch) if has_far_edge else blocks
 
-                    def load(ref, buffers, full, free, j):
+                    def load(ref, buffers, columns, full, free, j):
                         step = steps + j
                         pl.when(step >= stages)(lambda: free.wait(slot(step)))
                         rows = pl.ds((end_block - 1 - j) * block_kv, block_kv)
                         source = ref.at[batch, rows, kv_head]
-                        plgpu.copy_gmem_to_smem(source, buffers.at[slot(step)], full.at[slot(step)])
+                        columns.load(source, buffers.at[slot(step)], full.at[slot(step)])
 
-                    load_key = functools.partial(load, k_ref, k_smem, k_full, k_free)
-                    load_value = functools.partial(load, v_ref, v_smem, v_full, v_free)
+                    def load_key(j):
+                        load(k_ref, k_smem, key_columns, k_full, k_free, j)
+                        if has_bias_of_keys:
+                            first_key, buffer = (end_block - 1 - j) * block_kv, slot(steps + j)
+                            source = elements.bias_of_keys(batch, head, first_key, block_kv)
+                            full = k_full.at[buffer]
+                            plgpu.copy_gmem_to_smem(source, bias_smem.at[buffer], full)
+
+                    load_value = functools.partial(
+                        load, v_ref, v_smem, value_columns, v_full, v_free
+                    )
 
                     load_key(zero)
                     wanted = index + (query_buffers - 1)
@@ -635,12 +736,13 @@ def _build(
 
             rounds(load_tiles)
 
-    shape = (problem.batch, problem.heads, tiles.rows)
+    out_shape = (problem.batch, padded_query_length, problem.heads, problem.value_width)
+    lse_shape = (problem.batch, problem.heads, tiles.rows)
     kernel = plgpu.kernel(
         attention_forward,
         out_type=(
-            jax.ShapeDtypeStruct((problem.batch, padded_query_length, problem.heads, width), dtype),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
+            jax.ShapeDtypeStruct(out_shape, dtype),
+            jax.ShapeDtypeStruct(lse_shape, jnp.float32),
         ),
         grid=(thread_blocks,),
         grid_names=("block",),

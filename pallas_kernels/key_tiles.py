@@ -15,6 +15,7 @@ from jax import lax
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments
 from pallas_kernels.config import BACKWARD_CONSUMERS, BACKWARD_SECTION_BYTES, SM_COUNT, Problem
+from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     div_rem,
@@ -53,24 +54,7 @@ class KeyTiles:
     @property
     def count(self) -> int:
         """Tiles of all heads, of every batch entry."""
-        return self.kv_heads * self.per_head
-
-    @property
-    def kv_heads(self) -> int:
-        """Key heads, of every batch entry."""
-        return self.problem.batch * self.problem.kv_heads
-
-    @property
-    def section(self) -> int:
-        """How many key heads are worked on together."""
-        return scheduler.heads_per_section(
-            BACKWARD_SECTION_BYTES,
-            self.problem.group * self.problem.query_length * self.row_bytes,
-            tiles_per_kv_head=self.per_head,
-            slots=SM_COUNT,
-            kv_heads=self.kv_heads,
-            group=1,
-        )
+        return self.problem.batch * self.problem.kv_heads * self.per_head
 
     @property
     def query_blocks(self) -> int:
@@ -160,9 +144,19 @@ class KeyTiles:
 
     def schedule(self, thread_blocks: int, reverse: bool = False) -> np.ndarray:
         """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`."""
+        p = self.problem
         first, end = self.seeing_blocks()
-        cost = self.problem.group * (end - first) + _TILE_OVERHEAD
-        tile, kv_head = scheduler.tile_order(cost, self.kv_heads, self.section)
+        cost = p.group * (end - first) + _TILE_OVERHEAD
+        kv_heads = p.batch * p.kv_heads
+        section = scheduler.heads_per_section(
+            BACKWARD_SECTION_BYTES,
+            p.group * p.query_length * self.row_bytes,
+            tiles_per_kv_head=self.per_head,
+            slots=SM_COUNT,
+            kv_heads=kv_heads,
+            group=1,
+        )
+        tile, kv_head = scheduler.tile_order(cost, kv_heads, section)
         number = kv_head * self.per_head + tile
         return scheduler.deal(number, cost[tile], thread_blocks, reverse)
 
@@ -179,7 +173,7 @@ class KeyTiles:
         scratch: dict[str, Any],
         from_end: bool = False,
     ) -> Callable:
-        """The kernel that makes dK and dV, `[batch, key_rows, kv_heads, width]` each.
+        """The kernel that makes dK and dV, `[batch, key_rows, kv_heads, width or value_width]`.
 
         Args:
           body: takes the refs that `Walk.of_refs` takes, those of the operands, and of dK and dV.
@@ -194,10 +188,13 @@ class KeyTiles:
         thread_blocks = min(thread_blocks, self.count)
         schedule = self.schedule(thread_blocks, reverse=from_end)
         seeing_blocks = self.seeing_blocks()
-        gradient = jax.ShapeDtypeStruct((p.batch, key_rows, p.kv_heads, p.width), p.dtype)
+        d_key, d_value = (
+            jax.ShapeDtypeStruct((p.batch, key_rows, p.kv_heads, width), p.dtype)
+            for width in (p.width, p.value_width)
+        )
         kernel = plgpu.kernel(
             body,
-            out_type=(gradient, gradient),
+            out_type=(d_key, d_value),
             grid=(thread_blocks,),
             grid_names=("block",),
             num_threads=BACKWARD_CONSUMERS + 1,
@@ -236,6 +233,7 @@ class Walk:
       block: number of the thread block.
       more_refs: in global memory, where the problem is dynamic the queries that see each key, and
         where it is segmented the ids of queries, as many as there are in all blocks, and of keys.
+      elements: mask and bias, with rows of keys, of a problem that has them.
     """
 
     tiles: KeyTiles
@@ -243,12 +241,16 @@ class Walk:
     seeing_blocks_ref: Any
     block: Any
     more_refs: tuple[Any, ...] = ()
+    elements: ElementRefs | None = None
 
     @classmethod
-    def of_refs(cls, tiles: KeyTiles, block, refs) -> tuple["Walk", tuple[Any, ...]]:
+    def of_refs(cls, tiles: KeyTiles, block, refs) -> "tuple[Walk, list]":
         """The walk by the first refs of a kernel of `gradient_kernel`, and its other refs."""
-        end = 2 + tiles.problem.dynamic + 2 * tiles.problem.segmented
-        return cls(tiles, refs[0], refs[1], block, tuple(refs[2:end])), tuple(refs[end:])
+        schedule_ref, seeing_blocks_ref, *refs = refs
+        count = int(tiles.problem.dynamic) + 2 * int(tiles.problem.segmented)
+        elements, operands = ElementRefs.split(tiles.problem, refs[count:], transposed=True)
+        more_refs = tuple(refs[:count])
+        return cls(tiles, schedule_ref, seeing_blocks_ref, block, more_refs, elements), operands
 
     def count(self):
         """How many tiles, at least 1; the list goes on with at least one more, of no meaning."""
@@ -365,10 +367,25 @@ class Walk:
             weights = keep_columns_to(weights, last_seeing, 0.0)
         return weights
 
+    def load_elements(self, j, *, index, end, own_first_key: int) -> Loaded:
+        """Mask and bias of a consumer's part of step j, of a tile whose steps end before `end`."""
+        problem = self.tiles.problem
+        if self.elements is None or not problem.has_elements:
+            return NOTHING_LOADED
+        place = tile, kv_head_of_all = self.locate(index)
+        batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
+        query_block, member = self.step_of(place, j - end + self.steps(index))
+        head = kv_head * problem.group + member
+        first_key = tile * self.tiles.block_kv + own_first_key
+        block_q = self.tiles.block_q
+        return self.elements.load(batch, head, first_key, query_block * block_q, block_q)
+
     def first_unmasked_block(self, index, own_first_key: int):
         """The query blocks of a head from there on need no mask, up to `end_unmasked_block`."""
         tiles, problem = self.tiles, self.tiles.problem
         place = tile, _ = self.locate(index)
+        if problem.dynamic and problem.has_bias:
+            return self.end_block(place)  # the bias of rows that see nothing may be NaN
         if problem.by_batch:
             return self.seeing(place, 2 + 2 * (own_first_key // _CONSUMER_KEYS))
         unmasked = first_block = self.first_block(place)
@@ -403,13 +420,14 @@ class Walk:
         own_first_key: int = 0,
         first_step: Callable | None = None,
     ):
-        """Runs `step(j, mask)` for the query blocks of each head of the group.
+        """Runs `step(j, mask, load_elements)` for the query blocks of each head of the group.
 
         Masked steps have a loop of their own, and code of their own; with a lower bound two, before
         those that need no mask and after them.
 
         Args:
-          step: mask is None, or a `StepMask` for the weights of that step.
+          step: mask is None, or a `StepMask` for the weights of that step; load_elements gives, for
+            a step, what `elements.py` does with logits and weights.
           j: number of the first step, of all that the thread block does.
           own_first_key: the first of 64 keys in the tile that weights are of.
           first_step: what to run in the place of the first step, which is then always masked.
@@ -459,8 +477,12 @@ class Walk:
             return end_of_head
 
         end = j + self.steps(index)
+        load_elements = functools.partial(
+            self.load_elements, index=index, end=end, own_first_key=own_first_key
+        )
+        step = functools.partial(step, load_elements=load_elements)
         if first_step is not None:
-            first_step(j, mask=mask_of(first_block(), j))
+            first_step(j, mask=mask_of(first_block(), j), load_elements=load_elements)
             j = j + 1
         if several_heads:
             return lax.while_loop(lambda j: j < end, one_head, j)

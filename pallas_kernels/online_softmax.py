@@ -19,6 +19,7 @@ import operator
 from typing import NamedTuple
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -62,6 +63,16 @@ class RowState(NamedTuple):
 def spread(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Broadcasts one value a row over `shape`."""
     return lax.broadcast_in_dim(rows, shape, [0])
+
+
+def nothing_seen(rows: int) -> RowState:
+    """The state of `rows` rows before their first tile, which is then one for `advance`."""
+    reference = jnp.full((rows,), _NOTHING_SEEN, jnp.float32)
+    sums = jnp.zeros((rows, 8), jnp.float32)
+    return RowState(
+        plgpu.layout_cast(reference, plgpu.Layout.WGMMA.reduce(1)),
+        plgpu.layout_cast(sums, plgpu.Layout.WGMMA),
+    )
 
 
 def start(logits: jax.Array, factor: float, headroom: float) -> tuple[jax.Array, RowState]:

@@ -8,6 +8,7 @@ fragments for wgmma.mma_async.m64nNk16"): the 128 threads of a warpgroup hold a 
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -346,6 +347,254 @@ def store_rows(ref, rows: jax.Array) -> None:
     store(ref, rows)
 
 
+def store_tile(ref, tile: jax.Array) -> None:
+    """Stores a `(64, n)` float32 tile to a `(64, n)` view of global memory."""
+    if interpreting():
+        ref[...] = tile
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
+    def store(_, ref, tile):
+        i64 = ir.IntegerType.get_signless(64)
+        row_stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+        row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 4 * row_stride))
+        column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(8))
+        first = _global_address(ref, column)
+        own_row = _own_row()
+        addresses = [
+            arith.addi(first, arith.muli(arith.extui(i64, row), row_bytes))
+            for row in (own_row, arith.addi(own_row, _i32(8)))
+        ]
+        for _, group, half, pair in _fragments(tile.registers):
+            _asm(
+                f"st.global.v2.f32 [$0+{32 * group}], {{$1, $2}};",
+                "l,f,f,~{memory}",
+                [addresses[half], *(_extract(pair, e) for e in range(2))],
+            )
+
+    store(ref, tile)
+
+
+def store_column_sums(ref, tile: jax.Array) -> None:
+    """Stores what each warp's 16 rows of a `(64, n)` float32 tile add up to, in a `(4, n)` view."""
+    if interpreting():
+        ref[...] = tile.reshape(4, 16, -1).sum(1)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
+    def store(_, ref, tile):
+        i64 = ir.IntegerType.get_signless(64)
+        row_stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+        row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 4 * row_stride))
+        thread = _thread()
+        lane = arith.andi(thread, _i32(31))
+        column = arith.muli(arith.andi(thread, _i32(3)), _i32(8))
+        warp = arith.extui(i64, arith.shrui(thread, _i32(5)))
+        address = arith.addi(_global_address(ref, column), arith.muli(warp, row_bytes))
+        pairs = {(group, half): pair for _, group, half, pair in _fragments(tile.registers)}
+        for group in range(len(pairs) // 2):
+            sums = []
+            for e in range(2):
+                total = arith.addf(*(_extract(pairs[group, half], e) for half in range(2)))
+                for distance in (4, 8, 16):
+                    total = arith.addf(total, mgpu_utils.shfl_bfly(total, distance))
+                sums.append(total)
+            _asm(
+                "{ .reg .pred p; setp.lt.u32 p, $1, 4;"
+                f" @p st.global.v2.f32 [$0+{32 * group}], {{$2, $3}}; }}",
+                "l,r,f,f,~{memory}",
+                [address, lane, *sums],
+            )
+
+    store(ref, tile)
+
+
+def load_grouped(ref, first) -> jax.Array:
+    """`(64, n)` tile of a `(tokens, heads, n)` 16-bit view of global memory, token by token.
+
+    Row r is head (first + r) % heads of token (first + r) // heads; rows after the last read as it.
+    """
+    tokens, heads, columns = ref.shape
+    last = tokens * heads - 1
+    if interpreting():
+        rows = ref[...].reshape(tokens * heads, columns)
+        return rows[jnp.minimum(first + jnp.arange(64), last)]
+
+    zeros = plgpu.layout_cast(jnp.zeros((64, columns), ref.dtype), _TILE)
+    shape = plgpu.ShapeDtypeStruct((64, columns), ref.dtype, layout=_TILE)
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, _TILE), return_type=shape)
+    def load(_, ref, first, like):
+        row = arith.addi(first.registers[()], _own_row())
+        addresses = [_grouped_address(ref, _clamped(row, half, _i32(last))) for half in range(2)]
+        i32 = ir.IntegerType.get_signless(32)
+        out = like.registers.copy()
+        for index, group, half, pair in _fragments(like.registers):
+            text = f"ld.global.nc.b32 $0, [$1+{16 * group}];"
+            out[index] = llvm.bitcast(pair.type, _asm(text, "=r,l", [addresses[half]], i32))
+        return _like(like, out)
+
+    return load(ref, jnp.int32(first), zeros)
+
+
+def store_grouped(ref, tile: jax.Array, first) -> None:
+    """Stores a `(64, n)` tile to where `load_grouped` reads it, but for rows after the last."""
+    tokens, heads, _ = ref.shape
+    rows = tokens * heads
+    if interpreting():
+        if rows <= 64:  # all of one tile
+            ref[...] = tile[:rows].reshape(ref.shape)
+            return
+        for n in range(64):
+
+            @pl.when(first + n < rows)
+            def _(n=n):
+                token, head = div_rem(first + n, heads)
+                ref[token, head] = tile[n]
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE, plgpu.Layout.WG_SPLAT))
+    def store(_, ref, tile, first):
+        row = arith.addi(first.registers[()], _own_row())
+        rows_of_halves = [arith.addi(row, _i32(8 * half)) for half in range(2)]
+        addresses = [_grouped_address(ref, x) for x in rows_of_halves]
+        bytes_each = mgpu_utils.bytewidth(ir.MemRefType(ref.type).element_type)
+        i32 = ir.IntegerType.get_signless(32)
+        for _, group, half, pair in _fragments(tile.registers):
+            if bytes_each == 4:
+                values, kind, constraint = [_extract(pair, e) for e in range(2)], "v2.f32", "f,f"
+            else:
+                values, kind, constraint = [llvm.bitcast(i32, pair)], "b32", "r"
+            names = ", ".join(f"${2 + n}" for n in range(len(values)))
+            _asm(
+                f"{{ .reg .pred p; setp.lt.s32 p, $1, {rows};"
+                f" @p st.global.{kind} [$0+{8 * bytes_each * group}], {{{names}}}; }}",
+                f"l,r,{constraint},~{{memory}}",
+                [addresses[half], rows_of_halves[half], *values],
+            )
+
+    store(ref, tile, jnp.int32(first))
+
+
+def _grouped_address(ref, row):
+    """Address of this thread's first two columns of a row of a `(tokens, heads, n)` view."""
+    view = ir.MemRefType(ref.type)
+    strides, _ = view.get_strides_and_offset()
+    heads = _i32(view.shape[1])
+    place = arith.muli(arith.divui(row, heads), _i32(strides[0]))
+    place = arith.addi(place, arith.muli(arith.remui(row, heads), _i32(strides[1])))
+    place = arith.addi(place, arith.muli(arith.andi(_thread(), _i32(3)), _i32(2)))
+    return _global_address(ref, arith.muli(place, _i32(mgpu_utils.bytewidth(view.element_type))))
+
+
+def keep_operand_rows(ref, first, end) -> None:
+    """Zeroes the rows outside of [first, end) of a 16-bit `(rows, n)` tile that TMA has brought.
+
+    In shared memory in the form of `OPERAND`, up to 128 rows. `commit_smem` must follow.
+    """
+    if interpreting():
+        row = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
+        ref[...] = jnp.where((row >= first) & (row < end), ref[...], 0)
+        return
+
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), splat, splat))
+    def zero(_, ref, first, end):
+        # 8 rows of 128 bytes are a tile. The swizzle moves nothing from one row to another.
+        _, column_tiles, _, _ = ir.MemRefType(ref.type).shape
+        row = _thread()
+        i32 = ir.IntegerType.get_signless(32)
+        address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(ref))
+        tile = arith.muli(arith.shrui(row, _i32(3)), _i32(1024 * column_tiles))
+        in_tile = arith.muli(arith.andi(row, _i32(7)), _i32(128))
+        address = arith.addi(address, arith.addi(tile, in_tile))
+        places = [1024 * tile + 16 * chunk for tile in range(column_tiles) for chunk in range(8)]
+        stores = " ".join(
+            f"@p st.shared.v4.b32 [$0+{place}], {{zero, zero, zero, zero}};" for place in places
+        )
+        rows = ir.MemRefType(ref.type).shape[0] * 8
+        _asm(
+            "{ .reg .pred p; .reg .b32 zero; mov.b32 zero, 0; setp.lt.s32 p, $1, $2;"
+            f" setp.ge.or.s32 p, $1, $3, p; setp.lt.and.s32 p, $1, {rows}, p; {stores} }}",
+            "r,r,r,r,~{memory}",
+            [address, row, first.registers[()], end.registers[()]],
+        )
+
+    zero(ref, jnp.int32(first), jnp.int32(end))
+
+
+def widen_operand(target, source) -> None:
+    """Writes a float8_e4m3fn `(rows, n)` tile of shared memory to a float16 one in form `OPERAND`.
+
+    `commit_smem` must follow.
+    """
+    if interpreting():
+        target[...] = source[...].astype(target.dtype)
+        return
+
+    rows, columns = source.shape
+    # A thread's 8 elements become 16 bytes, so that neighbouring threads fill a row of a tile, in
+    # different banks.
+    chunks = columns // 8
+    rows_at_once = WARPGROUP_THREADS // chunks
+    passes_of_tile = max(1, 8 // rows_at_once)  # over which the swizzle repeats
+
+    def text(passes: range) -> str:
+        """PTX that widens a chunk of each row; $0 is whence, the others are where to."""
+        loads, lines = [], []
+        for n in passes:
+            loads.append(f".reg .b32 w{n}_<2>;")
+            offset = n * rows_at_once * columns
+            loads.append(f"ld.shared.v2.b32 {{w{n}_0, w{n}_1}}, [$0+{offset}];")
+            for word in range(2):
+                lines.append(f"mov.b32 {{half0, half1}}, w{n}_{word};")
+                for half in range(2):
+                    lines.append(f"cvt.rn.f16x2.e4m3x2 o{2 * word + half}, half{half};")
+            of_tile = n % passes_of_tile
+            offset = (n - of_tile) * rows_at_once * columns * 2
+            lines.append(f"st.shared.v4.b32 [${1 + of_tile}+{offset}], {{o0, o1, o2, o3}};")
+        return f"{{ .reg .b32 o<4>; .reg .b16 half0, half1; {' '.join(loads + lines)} }}"
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), plgpu.RefType()))
+    def widen(_, target, source):
+        i32 = ir.IntegerType.get_signless(32)
+        thread = _thread()
+        own_row = arith.divui(thread, _i32(chunks))
+        chunk = arith.remui(thread, _i32(chunks))
+        targets = []
+        for n in range(passes_of_tile):
+            # As in store_operand: 8 rows of 128 bytes are a tile, with 16-byte chunks swizzled.
+            row = arith.addi(own_row, _i32(n * rows_at_once))
+            row_in_tile = arith.andi(row, _i32(7))
+            swizzled = arith.xori(arith.andi(chunk, _i32(7)), row_in_tile)
+            address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(target))
+            for index, unit in (
+                (arith.shrui(row, _i32(3)), 16 * columns),
+                (row_in_tile, 128),
+                (arith.shrui(chunk, _i32(3)), 1024),
+                (swizzled, 16),
+            ):
+                address = arith.addi(address, arith.muli(index, _i32(unit)))
+            targets.append(address)
+        whence = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(source))
+        whence = arith.addi(whence, arith.muli(thread, _i32(8)))
+        # Their loads are issued before the first is used; more of them would spill at width 256.
+        batch = 8 if columns <= 128 else 4
+        passes = range(rows // rows_at_once)
+        for first in passes[::batch]:
+            constraints = ",".join(["r"] * (1 + passes_of_tile))
+            _asm(
+                text(passes[first : first + batch]),
+                f"{constraints},~{{memory}}",
+                [whence, *targets],
+            )
+
+    widen(target, source)
+
+
 def load_rows(ref, first, last) -> jax.Array:
     """`(64,)` float32 or int32, one value a row, from row `first` of a view of global memory on.
 
@@ -378,11 +627,212 @@ def load_rows(ref, first, last) -> jax.Array:
     return load(ref, jnp.int32(first), jnp.int32(last), zeros)
 
 
+def load_elements(ref, first_row, first_column, columns: int, *, transposed: bool = False):
+    """A `(64, columns)` tile of a view of global memory, of which axes of 1 are broadcast.
+
+    Rows beyond the last one read as the last, columns beyond the last one as 0: nothing is read out
+    of bounds, at any alignment.
+
+    Args:
+      ref: `(rows or 1, columns or 1)`, or if transposed the other way round; bfloat16, float16 or
+        float32.
+      first_row, first_column: where the tile begins; not negative.
+    """
+    if interpreting():
+        array = ref[...].T if transposed else ref[...]
+        row_count, column_count = array.shape
+        row = jnp.minimum(first_row + jnp.arange(64), row_count - 1)
+        column = jnp.arange(columns) + first_column
+        # What no test keeps from being read out of bounds is NaN.
+        place = row[:, None], column if column_count > 1 else 0
+        tile = array.at[place].get(mode="fill", fill_value=jnp.nan)
+        if _needs_limit(column_count, columns):
+            tile = jnp.where(column < column_count, tile, 0)
+        return jnp.broadcast_to(tile, (64, columns))
+
+    zeros = plgpu.layout_cast(jnp.zeros((64, columns), ref.dtype), _TILE)
+    shape = plgpu.ShapeDtypeStruct((64, columns), ref.dtype, layout=_TILE)
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, _TILE), return_type=shape)
+    def load(_, ref, first_row, first_column, like):
+        i64 = ir.IntegerType.get_signless(64)
+        view = ir.MemRefType(ref.type)
+        sizes, strides = list(view.shape), view.get_strides_and_offset()[0]
+        if transposed:
+            sizes, strides = sizes[::-1], strides[::-1]
+        (row_count, column_count), (row_stride, column_stride) = sizes, strides
+        bits = like.mlir_dtype.width
+        by_pair = column_count > 1 and column_stride == 1 and column_count % 2 == 0
+        own_column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
+        column = arith.addi(first_column.registers[()], own_column)
+        limit = None
+        if _needs_limit(column_count, columns):
+            limit = arith.subi(_i32(column_count), column)
+
+        def bytes_to(index, stride):
+            unit = arith.constant(i64, ir.IntegerAttr.get(i64, stride * bits // 8))
+            return arith.muli(arith.extui(i64, index), unit)
+
+        base = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref))
+        if column_count > 1:
+            base = arith.addi(base, bytes_to(column, column_stride))
+        addresses = [base]
+        if row_count > 1:
+            row = arith.addi(first_row.registers[()], _own_row())
+            rows = [_clamped(row, half, _i32(row_count - 1)) for half in range(2)]
+            addresses = [arith.addi(base, bytes_to(row, row_stride)) for row in rows]
+
+        def read(address, number: int, count: int):
+            """Words of `count` neighbouring elements, the first of them in column `number`."""
+            offset = number * column_stride * bits // 8
+            vector, wide = ("v2.", 2) if count * bits == 64 else ("", 1)
+            size = min(count * bits, 32)
+            kind = "h" if size == 16 else "r"
+            results = ", ".join(f"${n}" for n in range(wide))
+            results = f"{{{results}}}" if wide > 1 else results
+            text = f"ld.global.nc.{vector}b{size} {results}, [${wide}+{offset}];"
+            operands = [address]
+            if limit is not None:
+                zeros = " ".join(f"mov.b{size} ${n}, 0;" for n in range(wide))
+                within = f"setp.gt.s32 p, ${wide + 1}, {number};"
+                text = f"{{ .reg .pred p; {within} {zeros} @p {text} }}"
+                operands.append(limit)
+            word = ir.IntegerType.get_signless(size)
+            result = word if wide == 1 else llvm.StructType.get_literal([word] * wide)
+            outputs = ",".join([f"=&{kind}"] * wide)
+            inputs = "l" if limit is None else "l,r"
+            value = _asm(text, f"{outputs},{inputs}", operands, result)
+            return [value] if wide == 1 else [llvm.extractvalue(word, value, [n]) for n in range(2)]
+
+        def read_pair(address, group: int, like):
+            element = like.type.element_type
+            if column_count == 1:
+                values = [llvm.bitcast(element, read(address, 0, 1)[0])] * 2
+            elif by_pair and bits == 16:
+                return llvm.bitcast(like.type, read(address, 8 * group, 2)[0])
+            elif by_pair:
+                values = [llvm.bitcast(element, word) for word in read(address, 8 * group, 2)]
+            else:
+                words = [read(address, 8 * group + e, 1)[0] for e in range(2)]
+                values = [llvm.bitcast(element, word) for word in words]
+            for e, value in enumerate(values):
+                like = _insert(like, value, e)
+            return like
+
+        out, pairs = like.registers.copy(), {}
+        for index, group, half, pair in _fragments(like.registers):
+            place = (group if column_count > 1 else 0, half if row_count > 1 else 0)
+            if place not in pairs:
+                pairs[place] = read_pair(addresses[place[1]], group, pair)
+            out[index] = pairs[place]
+        return _like(like, out)
+
+    return load(ref, jnp.int32(first_row), jnp.int32(first_column), zeros)
+
+
+def _needs_limit(column_count: int, columns: int) -> bool:
+    """Whether tiles may reach beyond the last column, of an array that has more than one."""
+    return column_count > 1 and column_count % columns > 0
+
+
+def load_bits(ref, first_row, first_column, columns: int) -> jax.Array:
+    """What `keep_where` takes, from a view of global memory with a bit an element.
+
+    Args:
+      ref: `(rows or 1, words or 1)` int32; bit j of word i of a row is that of column 32 * i + j.
+        An axis of 1 is broadcast; otherwise there are as many words as whole tiles take.
+      first_row: of 64, of which those beyond the last one read as the last.
+      first_column: a multiple of columns, which are 64 or 128.
+    """
+    if interpreting():
+        rows = jnp.minimum(first_row + jnp.arange(64), ref.shape[0] - 1)
+        column = first_column + jnp.arange(columns)
+        words = ref[...][rows][:, jnp.minimum(column // 32, ref.shape[1] - 1)]
+        return (words >> (column % 32)) & 1
+
+    words = columns // 32
+    # Four words of each of a thread's rows, in pairs; of two, each stands there twice.
+    zeros = plgpu.layout_cast(jnp.zeros((64, 16), jnp.int32), _TILE)
+    shape = plgpu.ShapeDtypeStruct((64, 16), jnp.int32, layout=_TILE)
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, _TILE), return_type=shape)
+    def load(_, ref, first_row, first_column, like):
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        row_count, word_count = ir.MemRefType(ref.type).shape
+        base = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref))
+        if word_count > 1:
+            offset = arith.shrui(first_column.registers[()], _i32(3))
+            base = arith.addi(base, arith.extui(i64, offset))
+        addresses = [base]
+        if row_count > 1:
+            row = arith.addi(first_row.registers[()], _own_row())
+            row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 4 * word_count))
+            addresses = [
+                arith.addi(base, arith.muli(arith.extui(i64, row), row_bytes))
+                for row in (_clamped(row, half, _i32(row_count - 1)) for half in range(2))
+            ]
+
+        own_shift = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
+
+        def read(address):
+            """The words of a row, whose lowest bit is that of this thread's first column."""
+            if word_count == 1:
+                return [_asm("ld.global.nc.b32 $0, [$1];", "=r,l", [address], i32)] * words
+            results = ", ".join(f"${n}" for n in range(words))
+            text = f"ld.global.nc.v{words}.b32 {{{results}}}, [${words}];"
+            four = llvm.StructType.get_literal([i32] * words)
+            loaded = _asm(text, "=r," * words + "l", [address], four)
+            loaded = [llvm.extractvalue(i32, loaded, [n]) for n in range(words)]
+            return [arith.shrui(word, own_shift) for word in loaded]
+
+        halves = [read(address) for address in addresses]
+        halves = halves * 2 if row_count == 1 else halves
+        out = like.registers.copy()
+        for index, group, half, pair in _fragments(like.registers):
+            for e in range(2):
+                pair = _insert(pair, halves[half][(2 * group + e) % words], e)
+            out[index] = pair
+        return _like(like, out)
+
+    return load(ref, jnp.int32(first_row), jnp.int32(first_column), zeros)
+
+
+def keep_where(tile: jax.Array, bits: jax.Array, fill: float) -> jax.Array:
+    """`(64, n)` float32 tile where the bit that `load_bits` gave is set, else `fill`."""
+    if interpreting():
+        return jnp.where(bits != 0, tile, fill)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _TILE), return_type=shape)
+    def keep(_, tile, bits):
+        words = {
+            (2 * group + e, half): _extract(pair, e)
+            for _, group, half, pair in _fragments(bits.registers)
+            for e in range(2)
+        }
+        filler = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), fill))
+        out = tile.registers.copy()
+        for index, group, half, pair in _fragments(tile.registers):
+            word, first_bit = divmod(8 * group, 32)
+            for e in range(2):
+                bit = arith.andi(words[word, half], _i32(1 << (first_bit + e)))
+                is_set = arith.cmpi(arith.CmpIPredicate.ne, bit, _i32(0))
+                pair = _insert(pair, arith.select(is_set, _extract(pair, e), filler), e)
+            out[index] = pair
+        return _like(tile, out)
+
+    return keep(tile, bits)
+
+
 def row_products(a_ref, b_ref, first, last) -> jax.Array:
     """`(64,)` float32 rowsum(a * b) of rows of two 16-bit views `(rows, n)` of global memory.
 
     From row `first` on; rows after `last` read as `last`. n / 8 lanes read a row together, 16 bytes
-    each, so that a warp reads whole rows. Each quad of them then gets the sum of one row.
+    each, so that a warp reads whole rows. Each quad of them then gets the sum of one row. Where
+    n / 8 is no power of two, or below 4, lanes that read the last bytes again fill up.
     """
     if interpreting():
         rows = jnp.minimum(first + jnp.arange(64), last)
@@ -399,12 +849,17 @@ def row_products(a_ref, b_ref, first, last) -> jax.Array:
         first, last = first.registers[()], last.registers[()]
         row_type = ir.MemRefType(a_ref.type)
         strides, _ = row_type.get_strides_and_offset()
-        lanes = row_type.shape[1] // 8  # that read a row together
+        pieces = row_type.shape[1] // 8  # of a row, of 16 bytes
+        lanes = max(4, 1 << (pieces - 1).bit_length())  # that read a row together
         rows = lanes // 4  # that they read one after the other
         lane = arith.andi(_thread(), _i32(31))
         quad = arith.andi(arith.shrui(lane, _i32(2)), _i32(rows - 1))  # among those lanes
         first_row = arith.subi(arith.addi(first, _own_row()), quad)
-        column = arith.extui(i64, arith.muli(arith.andi(lane, _i32(lanes - 1)), _i32(16)))
+        piece = arith.andi(lane, _i32(lanes - 1))
+        if pieces < lanes:
+            has_piece = arith.cmpi(arith.CmpIPredicate.slt, piece, _i32(pieces))
+            piece = arith.minsi(piece, _i32(pieces - 1))
+        column = arith.extui(i64, arith.muli(piece, _i32(16)))
         bases = [
             arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)), column)
             for ref in (a_ref, b_ref)
@@ -432,6 +887,9 @@ def row_products(a_ref, b_ref, first, last) -> jax.Array:
                 for e in range(2):
                     x, y = (arith.extf(f32, _extract(pair, e)) for pair in pairs)
                     total = arith.mulf(x, y) if total is None else llvm.intr_fma(x, y, total)
+            if pieces < lanes:
+                zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+                total = arith.select(has_piece, total, zero)
             return total
 
         def one_row_a_quad(sums):
@@ -492,89 +950,22 @@ def store_fragment(ref, tile: jax.Array) -> None:
     store(ref, tile)
 
 
-@dataclasses.dataclass(frozen=True)
-class ZeroAhead:
-    """Zeroes an array in global memory section by section, a little ahead of those who add to it.
+def zero_fragment(ref) -> None:
+    """Stores zeros to a float32 tile in fragment order in global memory."""
+    if interpreting():
+        ref[...] = jnp.zeros(ref.shape, ref.dtype)
+        return
 
-    All thread blocks share the work: a warp draws a ticket for the next chunk, from a counter in
-    global memory, and counts what it has zeroed in the chunk's section. Who needs a section goes on
-    drawing until it is done. So a warp waits only for others that are at work, in whatever order
-    thread blocks run, and also where they are not all resident.
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def store(_, ref):
+        address = _global_address(ref, arith.muli(_thread(), _i32(16)))
+        zero = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 0.0))
+        pieces = 4 * math.prod(ir.MemRefType(ref.type).shape) // _PIECE_BYTES
+        for piece in range(pieces):
+            text = f"st.global.v4.f32 [$0+{piece * _PIECE_BYTES}], {{$1, $1, $1, $1}};"
+            _asm(text, "l,f,~{memory}", [address, zero])
 
-    Attributes:
-      sections: how many there are.
-      section_bytes: a multiple of 512.
-      chunk_bytes: a multiple of 512; the last chunk of a section may be smaller.
-    """
-
-    sections: int
-    section_bytes: int
-    chunk_bytes: int
-
-    @property
-    def chunks(self) -> int:
-        """Of a section."""
-        return -(-self.section_bytes // self.chunk_bytes)
-
-    def progress(self) -> jax.Array:
-        """What `advance` starts with: tickets drawn, and chunks done of each section."""
-        return jnp.zeros((1 + self.sections,), jnp.int32)
-
-    def advance(self, ref, progress_ref, section) -> None:
-        """Zeroes a chunk for each warp of this warpgroup, then more until `section` is zero.
-
-        TMA may then add to the section. In interpret mode the array must hold zeros.
-        """
-        if interpreting():
-            return
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-        def zero(_, ref, progress_ref, section):
-            no_bytes = _i32(0)
-            addresses = [_global_address(x, no_bytes) for x in (ref, progress_ref)]
-            _asm(self._text(), "l,l,r,~{memory}", [*addresses, section.registers[()]])
-
-        zero(ref, progress_ref, jnp.int32(section))
-
-    def _text(self) -> str:
-        """PTX; $0 is the address of the array, $1 that of its progress, $2 the section."""
-        return " ".join(
-            f"""{{
-            .reg .pred first, p; .reg .b32 lane, drawn, n, ticket, number, zero;
-            .reg .b64 wanted, done, place, end, section_end;
-            mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0;
-            mov.u32 drawn, 0; mov.u32 ticket, 0; mov.u32 zero, 0;
-            mad.wide.u32 wanted, $2, 4, $1;
-
-            NEXT: setp.eq.u32 p, drawn, 0; @p bra DRAW;
-            ld.acquire.gpu.global.u32 n, [wanted+4];
-            setp.ge.u32 p, n, {self.chunks}; @p bra READY;
-
-            DRAW: mov.u32 drawn, 1;
-            @first atom.relaxed.gpu.global.add.u32 ticket, [$1], 1;
-            shfl.sync.idx.b32 ticket, ticket, 0, 31, 0xffffffff;
-            setp.ge.u32 p, ticket, {self.sections * self.chunks}; @p bra WAIT;
-
-            div.u32 number, ticket, {self.chunks}; rem.u32 n, ticket, {self.chunks};
-            mad.wide.u32 done, number, 4, $1;
-            cvt.u64.u32 place, number; mad.lo.u64 place, place, {self.section_bytes}, $0;
-            add.u64 section_end, place, {self.section_bytes};
-            mad.wide.u32 place, n, {self.chunk_bytes}, place;
-            add.u64 end, place, {self.chunk_bytes}; min.u64 end, end, section_end;
-            mad.wide.u32 place, lane, 16, place;
-            ZERO: st.global.v4.b32 [place], {{zero, zero, zero, zero}};
-            add.u64 place, place, 512; setp.lt.u64 p, place, end; @p bra ZERO;
-
-            fence.proxy.async.global; bar.warp.sync 0xffffffff;
-            @first red.release.gpu.global.add.u32 [done+4], 1;
-            bra NEXT;
-
-            WAIT: ld.acquire.gpu.global.u32 n, [wanted+4];
-            setp.lt.u32 p, n, {self.chunks}; @p bra WAIT;
-
-            READY: fence.proxy.async.global;
-            }}""".split()
-        )
+    store(ref)
 
 
 def load_fragment(ref, columns: int) -> jax.Array:

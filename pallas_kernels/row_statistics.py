@@ -1,7 +1,8 @@
-"""What the backward needs to know of each row: one pass over O and dO.
+"""What the backward needs before its main kernel: one pass over O and dO.
 
     start        -LSE / scale, where the accumulator of the logits starts
     minus_delta  dLSE - rowsum(dO * O)
+    dQ           zeros, where thread blocks of the main kernel add to it
 
 Rows that see no key, and rows beyond the end, have a start of -inf and a minus_delta of 0, whatever
 stands there in the inputs.
@@ -12,6 +13,7 @@ blocks share an SM. Those of neighbouring heads run side by side, as their rows 
 """
 
 import functools
+import itertools
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,13 +25,16 @@ from pallas_kernels.config import Problem
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     div_rem,
+    fragment_shape,
     interpreting,
     load_rows,
     row_products,
     store_rows,
+    zero_fragment,
 )
 
 _ROWS = 64  # of a thread block
+_COLUMNS = 64  # of a tile of dQ
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -41,22 +46,26 @@ def row_statistics(
     *,
     problem: Problem,
     padded_rows: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Start and minus_delta of every row.
+    with_dq: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Start and minus_delta of every row, and with `with_dq` a dQ of zeros.
 
     XLA may skip the rounding of a cotangent that it computes in float32 (excess precision), and a
     delta of its own would not be of the d_out that another kernel reads. This one is: both read the
     same array in memory.
 
     Args:
-      out, d_out: `[B, >= query_length, N, H]`.
+      out, d_out: `[B, >= query_length, N, h]`.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
       d_lse: `[B, N, >= query_length]` float32.
       problem: static description.
       padded_rows: rows of the results.
+      with_dq: for a main kernel that adds to dQ.
 
     Returns:
-      Start and minus_delta, `[B, N, padded_rows]` float32 each.
+      Start and minus_delta, `[B, N, padded_rows]` float32 each, and with `with_dq` zeros for
+      B * N * padded_rows rows of dQ of problem.widest columns, in tiles of 64 rows by 64 columns
+      in fragment order.
 
     Raises:
       ValueError: padded_rows is no multiple of 64, or less than problem.query_length.
@@ -66,15 +75,15 @@ def row_statistics(
             f"padded_rows: got {padded_rows}, needs a multiple of {_ROWS}, at least"
             f" {problem.query_length}"
         )
-    return _build(problem, padded_rows, interpreting())(out, lse, d_out, d_lse)
+    return _build(problem, padded_rows, with_dq, interpreting())(out, lse, d_out, d_lse)
 
 
 @functools.lru_cache
-def _build(problem: Problem, padded_rows: int, interpret: bool):
-    tiles = padded_rows // _ROWS
+def _build(problem: Problem, padded_rows: int, with_dq: bool, interpret: bool):
+    tiles, column_tiles = padded_rows // _ROWS, problem.widest // _COLUMNS
     last = problem.query_length - 1
 
-    def row_statistics(out_ref, lse_ref, do_ref, d_lse_ref, start_ref, minus_delta_ref):
+    def row_statistics(out_ref, lse_ref, do_ref, d_lse_ref, start_ref, minus_delta_ref, *dq_refs):
         tile_of_all, head = div_rem(lax.axis_index("block"), problem.heads)
         batch, tile = div_rem(tile_of_all, tiles)
         first = tile * _ROWS
@@ -88,12 +97,18 @@ def _build(problem: Problem, padded_rows: int, interpret: bool):
         start = jnp.where(counts, lse * (-1.0 / problem.scale), -jnp.inf)
         store_rows(start_ref.at[batch, head, rows], start)
         store_rows(minus_delta_ref.at[batch, head, rows], jnp.where(counts, d_lse - products, 0.0))
+        for dq_ref, column_tile in itertools.product(dq_refs, range(column_tiles)):
+            number = ((batch * problem.heads + head) * tiles + tile) * column_tiles + column_tile
+            zero_fragment(dq_ref.at[number])
 
     statistics = jax.ShapeDtypeStruct((problem.batch, problem.heads, padded_rows), jnp.float32)
+    thread_blocks = problem.batch * problem.heads * tiles
+    dq_tiles = (thread_blocks * column_tiles, *fragment_shape(_COLUMNS))
+    dq = (jax.ShapeDtypeStruct(dq_tiles, jnp.float32),) if with_dq else ()
     return plgpu.kernel(
         row_statistics,
-        out_type=(statistics, statistics),
-        grid=(problem.batch * problem.heads * tiles,),
+        out_type=(statistics, statistics, *dq),
+        grid=(thread_blocks,),
         grid_names=("block",),
         compiler_params=HAND_ORDERED,
     )

@@ -514,4 +514,4 @@ def test_explain_has_the_signature_of_attention():
 
 
 def test_public_names():
-    assert jax_flash.__all__ == ["attention", "explain"]
+    assert jax_flash.__all__ == ["attention", "decode_attention", "explain", "update_cache"]

@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import json
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, timing, train_lm
+from benchmarks import attention, memory, options, timing, train_lm
 
 TINY = train_lm.Model(layers=1, heads=2, key_heads=1, head_width=64)
 
@@ -83,11 +84,21 @@ def small_row(causal: bool) -> attention.Row:
     return attention.Row(1, 64, 4, 2, 64, causal)
 
 
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 5), (True, 99)])
-def test_reference_has_the_gradients_of_attention(causal, window):
-    row = dataclasses.replace(small_row(causal), window=window)
+@pytest.mark.parametrize(
+    ("row", "candidate"),
+    [
+        (small_row(False), "jax.nn xla"),
+        (small_row(True), "jax.nn xla"),
+        (dataclasses.replace(small_row(True), window=5), "jax.nn xla"),
+        (dataclasses.replace(small_row(True), window=99), "jax.nn xla"),
+        (dataclasses.replace(small_row(True), documents=5), "jax.nn xla"),
+        (dataclasses.replace(small_row(True), value_width=40), "jax_flash xla"),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_reference_has_the_gradients_of_attention(row, candidate):
     inputs = [x.astype(jnp.float32) for x in row.inputs()]
-    attend = functools.partial(attention.CANDIDATES["jax.nn xla"], **row.mask)
+    attend = functools.partial(attention.CANDIDATES[candidate], **row.mask)
 
     with jax.default_matmul_precision("highest"):
         out, backward = jax.vjp(attend, *inputs[:3])
@@ -102,6 +113,24 @@ def test_flops_count_the_pairs_that_a_window_leaves(window):
     query, key = np.arange(row.length)[:, None], np.arange(row.length)
     pairs = ((key <= query) & (key >= query - window)).sum()
     assert row.flops("forward") == 4 * row.batch * row.heads * row.width * pairs
+
+
+@pytest.mark.parametrize("documents", [1, 5, 64])
+def test_flops_count_the_pairs_within_documents(documents):
+    row = dataclasses.replace(small_row(True), documents=documents)
+    lengths = row.document_lengths
+    assert len(lengths) == documents and sum(lengths) == row.length and min(lengths) > 0
+    ids = np.repeat(np.arange(documents), lengths)
+    pairs = np.tril(ids[:, None] == ids).sum()
+    assert row.flops("forward") == 4 * row.batch * row.heads * row.width * pairs
+
+
+def test_flops_count_the_columns_of_each_product():
+    row = dataclasses.replace(small_row(False), width=192, value_width=128)
+    of_a_column = 2 * row.batch * row.heads * row.length**2
+    assert row.flops("forward") == of_a_column * (192 + 128)
+    assert row.flops("backward") == of_a_column * (3 * 192 + 2 * 128)
+    assert row.flops("both") == row.flops("forward") + row.flops("backward")
 
 
 def test_suite_is_checked_timed_and_written(tmp_path, capsys):
@@ -333,3 +362,61 @@ def test_profiler_sees_the_program_and_its_arguments(monkeypatch):
     assert timing.interleaved({"bound": bound}, (3,), 1, 2) == {"bound": timing.Time(1.0, 1.0, 1.0)}
     assert seen == [(program, (1, 2, 3))]
     assert bound(3) == 6
+
+
+def test_options_are_checked_and_timed_beside_the_plain_call(tmp_path, monkeypatch, capsys):
+    names = ["sinks", "bias [1, N, 1, S], its gradient"]
+    arguments = ["--options", ",,".join(names), "--rounds", "1", "--results", str(tmp_path)]
+    monkeypatch.setattr(options, "SMALL_ROWS", [small_row(causal=True)])
+    assert options.main(arguments) == 0
+    (path,) = tmp_path.glob("*.json")
+    results = json.loads(path.read_text())["results"]
+    expected = [(name, kind) for name in [options.PLAIN, *names] for kind in options.PASSES]
+    assert [(r["option"], r["passes"]) for r in results] == expected
+    assert all(0 < r["error"] < attention.TOLERANCE and r["over_plain"] > 0 for r in results)
+    assert capsys.readouterr().out.count("| sinks ") == 2
+
+
+@pytest.mark.parametrize("wrong", ["sinks", "bias"])
+def test_a_wrong_gradient_of_an_option_fails(wrong, tmp_path, monkeypatch, capsys):
+    attend = options.attend
+
+    def broken(implementation, option, arrays, row, *inputs):
+        if inputs[0].dtype != jnp.float32:  # what it is compared with is right
+            arrays = {k: x * 1.5 - jax.lax.stop_gradient(x * 0.5) for k, x in arrays.items()}
+        return attend(implementation, option, arrays, row, *inputs)
+
+    name = {"sinks": "sinks", "bias": "bias [1, N, T, S], its gradient"}[wrong]
+    arguments = ["--options", name, "--rounds", "1", "--results", str(tmp_path)]
+    monkeypatch.setattr(options, "SMALL_ROWS", [small_row(causal=True)])
+    monkeypatch.setattr(options, "attend", broken)
+    assert options.main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert f"{name}, both: xla is off by 5.0e-01" in printed
+    assert f"{name}, forward: " not in printed
+
+
+def test_memory_is_of_the_arrays_that_live_at_the_peak(tmp_path, monkeypatch, capsys):
+    """The allocator's own counter is a GPU's; here it stands at what a call must hold."""
+    row = small_row(causal=True)
+    inputs = row.inputs()
+    stats = {"peak_bytes_in_use": sum(x.nbytes for x in inputs) + 4096}
+    device = types.SimpleNamespace(memory_stats=lambda: stats, device_kind="some", platform="cpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    _, peak = memory.peak_bytes("jax_flash xla", row)
+    assert peak == 4096
+    stats.clear()
+    with pytest.raises(RuntimeError, match="some does not count its memory"):
+        memory.peak_bytes("jax_flash xla", row)
+
+
+@pytest.mark.gpu
+def test_memory_at_the_peak_of_a_gpu(tmp_path, monkeypatch, capsys):
+    row = attention.Row(1, 1024, 8, 8, 64, True)
+    monkeypatch.setattr(memory, "ROWS", [row])
+    assert memory.main(["--candidates", "jax_flash", "--results", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.json")
+    (result,) = json.loads(path.read_text())["results"]
+    results = 4 * row.length * row.heads * row.width * 2
+    # Output, gradients, dQ in float32; not a matrix of all weights.
+    assert results <= result["peak_bytes"] < 4 * results

@@ -7,14 +7,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.support import compile as support
-from tests.support.kernel_cases import kernel_cases
+from tests.support.kernel_cases import decode_cases, kernel_cases
 
 needs_compiler = pytest.mark.skipif(support.missing() is not None, reason=str(support.missing()))
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("fn", "args"), [pytest.param(fn, args, id=name) for name, fn, args in kernel_cases()]
+    ("fn", "args"),
+    [pytest.param(fn, args, id=name) for name, fn, args in kernel_cases() + decode_cases()],
 )
 def test_kernel_compiles_without_faults(fn, args):
     reports = support.compile_kernels(fn, args, sass=False)

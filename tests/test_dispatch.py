@@ -147,7 +147,17 @@ def test_attention_runs_what_explain_says(on, monkeypatch):
             },
             None,
         ),
+        (
+            {
+                "query_segment_ids": jnp.ones((B, T), jnp.int32),
+                "key_value_segment_ids": jnp.ones((B, S), jnp.int32),
+                "bias": jnp.ones((N, 1, S)),
+            },
+            "segment ids beside a mask or bias",
+        ),
         ({"local_window_size": 9, "sinks": jnp.ones(N)}, None),
+        ({"mask": jnp.ones((B, 1, T, S), bool)}, None),
+        ({"bias": jnp.ones((N, 1, S), jnp.float16), "is_causal": True}, None),
         ({"local_window_size": 9, "logits_soft_cap": 30.0}, "logits_soft_cap"),
     ],
 )
@@ -159,6 +169,24 @@ def test_what_the_kernels_take(monkeypatch, options, reason):
 
 
 # --- an explicit choice -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "value_width", "reason"),
+    [
+        (8, 8, None),
+        (192, 128, None),
+        (64, 256, None),
+        (264, 64, "head width 264: the kernels take multiples of 8 up to 256"),
+        (100, 64, "head width 100: the kernels take multiples of 8 up to 256"),
+        (64, 4, "value width 4: the kernels take multiples of 8 up to 256"),
+    ],
+)
+def test_widths_the_kernels_take(monkeypatch, width, value_width, reason):
+    monkeypatch.setattr(device, "device_of", lambda array: H100)
+    query, key, _ = shapes(width=width)
+    explanation = jax_flash.explain(query, key, shapes(width=value_width)[2])
+    assert explanation.reasons.get("mosaic_gpu") == reason
 
 
 @pytest.mark.parametrize(

@@ -17,29 +17,31 @@ from tests.support.interpret import interpret_mode
 from tests.support.rounding import assert_as_accurate_as_plain, plain_attention
 
 
-def inputs(B, T, S, N, K, H, dtype, seed=0):
-    """Query, key, value and the cotangents of output and LSE."""
-    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)
+def inputs(B, T, S, N, K, H, dtype, seed=0, h=None):
+    """Query, key, value and the cotangents of output and LSE; values have h columns, or H."""
+    h = h or H
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, h), (B, T, N, h)
     keys = jax.random.split(jax.random.key(seed), 5)
     arrays = [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=False)]
     return (*arrays, jax.random.normal(keys[4], (B, T, N), jnp.float32))
 
 
-def check(arrays, *, sinks=None, config=None, deterministic=False, **options):
+def check(arrays, *, sinks=None, bias=None, config=None, deterministic=False, **options):
     """Runs forward and backward and compares every result with float64.
 
     Args:
       arrays: what `inputs` gives.
-      sinks, config, deterministic: as for `jax_flash.attention`.
-      **options: is_causal, query_offset and local_window_size.
+      sinks, bias, config, deterministic: as for `jax_flash.attention`.
+      **options: what of its other arguments decides what is visible.
     """
     query, key, value, dout, dlse = arrays
 
-    def attention(query, key, value, sinks):
+    def attention(query, key, value, bias, sinks):
         return jax_flash.attention(
             query,
             key,
             value,
+            bias,
             **options,
             sinks=sinks,
             return_residual=True,
@@ -48,14 +50,14 @@ def check(arrays, *, sinks=None, config=None, deterministic=False, **options):
             deterministic=deterministic,
         )
 
-    (out, lse), vjp = jax.vjp(attention, query, key, value, sinks)
+    (out, lse), vjp = jax.vjp(attention, query, key, value, bias, sinks)
     *gradients, d_sinks = vjp((dout, dlse))
 
-    exact_out, exact_lse = oracle.attention(query, key, value, sinks=sinks, **options)
-    exact = oracle.gradients(query, key, value, dout=dout, dlse=dlse, sinks=sinks, **options)
+    exact_out, exact_lse = oracle.attention(query, key, value, bias, sinks=sinks, **options)
+    exact = oracle.gradients(query, key, value, bias, dout=dout, dlse=dlse, sinks=sinks, **options)
     visible = oracle.visibility(query.shape[0], query.shape[1], key.shape[1], **options)
     (plain, _), plain_vjp = jax.vjp(
-        lambda *x: plain_attention(*x, visible, sinks), query, key, value
+        lambda *x: plain_attention(*x[:3], visible, sinks, x[3]), query, key, value, bias
     )
     assert_as_accurate_as_plain(out, plain, exact_out, "out")
     seen = np.isfinite(exact_lse)
@@ -64,8 +66,16 @@ def check(arrays, *, sinks=None, config=None, deterministic=False, **options):
     np.testing.assert_array_equal(np.asarray(lse)[~seen], -np.inf)
     rough_gradients = plain_vjp((dout, dlse))
     for name, actual, rough, truth in zip(
-        ("d_query", "d_key", "d_value"), gradients, rough_gradients, exact, strict=False
+        ("d_query", "d_key", "d_value", "d_bias"), gradients, rough_gradients, exact, strict=False
     ):
+        if name == "d_bias" and bias is None:
+            continue
+        if name == "d_bias" and bias.shape[-1] == 1:
+            # A row's terms cancel but for dLSE, up to what the output in delta is rounded to.
+            delta = np.abs(exact_out * np.asarray(dout, np.float64)).sum(-1).max()
+            rows = exact_lse.size / bias.size  # that share a value
+            np.testing.assert_allclose(actual, truth, atol=2**-8 * delta * np.sqrt(rows))
+            continue
         assert_as_accurate_as_plain(actual, rough, truth, name)
     if sinks is not None:
         # What the largest terms of its sum round to.
@@ -226,9 +236,9 @@ def test_maxima_that_jump_and_other_heads(H, dtype, is_causal):
     )
 
 
-def few_thread_blocks(width: int, count: int) -> config.Config:
+def few_thread_blocks(width: int, count: int, value_width: int = 0) -> config.Config:
     """The default settings, with so few thread blocks that each walks several tiles."""
-    settings = config.default(width)
+    settings = config.default(width, value_width)
     forward = dataclasses.replace(settings.forward, thread_blocks=count)
     backward = dataclasses.replace(settings.backward, thread_blocks=count)
     return dataclasses.replace(settings, forward=forward, backward=backward)
@@ -315,6 +325,7 @@ def test_backward_key_settings_that_cannot_be(change, name):
         (dict(block_kv=96), "block_kv"),
         (dict(stages=1), "stages"),
         (dict(query_buffers=3), "query_buffers"),
+        (dict(staged_columns=96), "staged_columns"),
         (dict(section_bytes=-1), "section_bytes"),
         (dict(thread_blocks=0), "thread_blocks"),
     ],

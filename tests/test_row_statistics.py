@@ -53,12 +53,15 @@ def exact(out, lse, d_out, d_lse, problem, padded_rows):
 
 def check(B, T, N, H, dtype, padded_rows, unseen=0, more_lse_rows=0):
     arrays, shape = inputs(B, T, N, H, dtype, unseen, more_lse_rows), problem(B, T, N, H, dtype)
-    run = jax.jit(functools.partial(row_statistics, problem=shape, padded_rows=padded_rows))
-    start, minus_delta = (np.asarray(x) for x in run(*arrays))
+    settings = dict(problem=shape, padded_rows=padded_rows, with_dq=True)
+    run = jax.jit(functools.partial(row_statistics, **settings))
+    start, minus_delta, zeros = (np.asarray(x) for x in run(*arrays))
     exact_start, exact_minus_delta = exact(*arrays, shape, padded_rows)
     np.testing.assert_allclose(start, exact_start, rtol=1e-6)
     np.testing.assert_allclose(minus_delta, exact_minus_delta, rtol=1e-5, atol=1e-4)
     np.testing.assert_array_equal(minus_delta[np.isneginf(start)], 0)
+    assert zeros.size == B * N * padded_rows * H
+    np.testing.assert_array_equal(zeros, 0)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +93,27 @@ def test_row_statistics_on_a_gpu(B, T, N, H, dtype, unseen, more_lse_rows):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("H", [8, 40, 96, 192, 248])
+def test_other_widths_on_a_gpu(H):
+    """Rows whose 16 bytes a lane are no power of two, with NaN in the next head's columns."""
+    arrays, shape = (
+        inputs(2, 1001, 3, H, jnp.bfloat16, unseen=7),
+        problem(2, 1001, 3, H, jnp.bfloat16),
+    )
+    run = jax.jit(functools.partial(row_statistics, problem=shape, padded_rows=1024))
+    clean = run(*arrays)
+    out, lse, d_out, d_lse = arrays
+    start, minus_delta = run(out.at[:, :, 1].set(jnp.nan), lse, d_out, d_lse)
+    exact_start, exact_minus_delta = exact(*arrays, shape, 1024)
+    np.testing.assert_allclose(start, exact_start, rtol=1e-6)
+    for head in (0, 2):
+        np.testing.assert_allclose(
+            minus_delta[:, head], exact_minus_delta[:, head], rtol=1e-5, atol=1e-4
+        )
+        np.testing.assert_array_equal(minus_delta[:, head], clean[1][:, head])
+
+
+@pytest.mark.gpu
 def test_more_than_two_to_the_31_elements():
     """The last batch entry is the same as alone."""
     B, T, N, H = 9, 65536, 64, 64
@@ -101,12 +125,15 @@ def test_more_than_two_to_the_31_elements():
                 row_statistics,
                 problem=problem(b, T, N, H, jnp.bfloat16),
                 padded_rows=T,
+                with_dq=True,
             )
         )(*arrays)
         for b, arrays in ((B, many), (1, one))
     ]
-    for last, alone in zip(*results, strict=True):
+    (*many_statistics, zeros), (*statistics, _) = results
+    for last, alone in zip(many_statistics, statistics, strict=True):
         np.testing.assert_array_equal(last[-1:], alone)
+    assert not zeros.any()
 
 
 @pytest.mark.parametrize("padded_rows", [96, 64])

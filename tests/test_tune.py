@@ -214,7 +214,7 @@ def test_command_line_checks_times_and_writes(small, tmp_path, capsys):
     text = capsys.readouterr().out
     assert all(tune.source(c) in text for c in tried)
     assert "Width 64, geometric means of 1 rows" in text
-    (path,) = tmp_path.glob("tune-forward-*.json")
+    (path,) = tmp_path.glob("tune-train-forward-*.json")
     record = json.loads(path.read_text())
     assert record["jax"] == jax.__version__
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", record["date"])

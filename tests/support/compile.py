@@ -211,6 +211,25 @@ def compile_kernels(
         return reports
 
 
+def compiled_program(fn: Callable, args: Any, **jit_options) -> str:
+    """The HLO of the entry computation of `fn(*args)`, compiled for an H100.
+
+    Its kernels count as compiled before for `compile_kernels`: give them shapes of their own.
+
+    Args:
+      fn: function to jit.
+      args: its arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
+      **jit_options: of `jax.jit`.
+    """
+    with _quiet_stderr():
+        sharding = _compile_only_sharding()
+        args = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+        )
+        text = jax.jit(fn, **jit_options).lower(*args).compile().as_text()
+    return text[text.index("\nENTRY") :]
+
+
 _reported: set[str] = set()  # hashes of the kernels of earlier calls
 
 

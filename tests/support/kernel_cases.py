@@ -13,8 +13,27 @@ from pallas_kernels import config
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
-    "window": {"is_causal": True, "local_window_size": (700, 0)},
+    "window": {"is_causal": True, "local_window_size": (1000, 0)},
+    "narrow": {"is_causal": True, "local_window_size": (100, 0)},  # settings of width 64 alone
 }
+
+# Mask, axes of [B, N, T, S] that a dense mask and a bias have, dtype of the bias (None for that of
+# the inputs), and whether gradients are deterministic.
+ELEMENTS: dict[str, tuple[str, str | None, str | None, Any, bool]] = {
+    "dense-mask": ("window", "bnts", None, None, False),
+    "key-bias": ("lengths", None, "bs", jnp.float32, False),
+    "dense-bias": ("causal", None, "nts", jnp.float32, True),
+    "mask-bias": ("full", "bts", "nts", None, False),
+}
+# The widths that each is compiled at. Dense biases spill at 256, and with a mask at 128.
+ELEMENT_WIDTHS = {
+    "dense-mask": (64, 256),
+    "key-bias": (64, 128, 256),
+    "dense-bias": (128, 160),
+    "mask-bias": (64, 160),
+}
+# Query and value widths beside those of `config.WIDTHS`.
+OTHER_WIDTHS = [(192, 128), (192, 192), (96, 96), (160, 160), (40, 72)]
 
 BATCH = 2  # a batch of one takes fewer registers
 
@@ -29,6 +48,8 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
     """`(id, fn, args)`: fn calls kernels, args are pytrees of `jax.ShapeDtypeStruct`."""
     cases = []
     for width, mask, shape in itertools.product(config.WIDTHS, MASKS, SHAPES):
+        if mask == "narrow" and width != 64:
+            continue
         T, S, N, K, dtype = SHAPES[shape]
         query = jax.ShapeDtypeStruct((BATCH, T, N, width), dtype)
         key = jax.ShapeDtypeStruct((BATCH, S, K, width), dtype)
@@ -50,7 +71,96 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
             if lengths is not None:
                 case_name = f"H{width}-lengths-{shape}-sinks"
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
+    return cases + _cases_of_other_widths() + _cases_of_elements()
+
+
+def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
+    """Deterministic gradients without tails, and with tails the masks that take most registers."""
+    cases = []
+    for width, value_width in OTHER_WIDTHS:
+        for mask, shape in (("full", "even"), ("window", "ragged"), ("lengths", "ragged")):
+            T, S, N, K, dtype = SHAPES[shape]
+            shapes = (T, N, width), (S, K, width), (S, K, value_width), (T, N, value_width)
+            args = [jax.ShapeDtypeStruct((BATCH, *s), dtype) for s in shapes]
+            args.append(jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32))
+            if mask == "lengths":
+                args.append(jax.ShapeDtypeStruct((BATCH,), jnp.int32))
+            deterministic = shape == "even"
+            fn = _forward_and_backward(MASKS.get(mask, {}), deterministic)
+            name = f"H{width}-h{value_width}-{mask}-{shape}{'-deterministic' * deterministic}"
+            cases.append((name, fn, tuple(args)))
     return cases
+
+
+def _cases_of_elements() -> list[tuple[str, Callable, Any]]:
+    """With tails, which take most registers."""
+    cases = []
+    T, S, N, K, dtype = SHAPES["ragged"]
+    sizes = dict(b=BATCH, n=N, t=T, s=S)
+
+    def array(axes: str | None, dtype):
+        shape = tuple(size if axis in axes else 1 for axis, size in sizes.items()) if axes else ()
+        return jax.ShapeDtypeStruct(shape, dtype) if axes else None
+
+    for kind, width in ((k, width) for k, widths in ELEMENT_WIDTHS.items() for width in widths):
+        mask, mask_axes, bias_axes, bias_dtype, deterministic = ELEMENTS[kind]
+        query = jax.ShapeDtypeStruct((BATCH, T, N, width), dtype)
+        key = jax.ShapeDtypeStruct((BATCH, S, K, width), dtype)
+        lse = jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32)
+        lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if mask == "lengths" else None
+        dense_mask, bias = array(mask_axes, bool), array(bias_axes, bias_dtype or dtype)
+        fn = _forward_and_backward(MASKS.get(mask, {}), deterministic)
+        args = query, key, key, query, lse, lengths, dense_mask, bias
+        cases.append((f"H{width}-{mask}-{kind}", fn, args))
+    return cases
+
+
+# Tokens, page size, splits and options of decode_attention, from nothing to everything at once.
+_OPTIONS = {"local_window_size": 1000, "logits_soft_cap": 30.0}
+DECODE: dict[str, tuple[int, int | None, int, dict[str, Any]]] = {
+    "one": (1, None, 1, {}),
+    "splits": (1, None, 16, {}),
+    "paged": (8, 64, 2, {}),
+    "all": (30, 16, 1, _OPTIONS),
+    "float8": (1, None, 1, {}),
+    "float8-all": (30, 16, 1, _OPTIONS),
+}
+
+
+def decode_cases() -> list[tuple[str, Callable, Any]]:
+    """The same for decode_attention."""
+    cases = []
+    for width, kind in itertools.product(config.WIDTHS, DECODE):
+        tokens, page_size, splits, options = DECODE[kind]
+        dtype = jnp.float16 if kind == "all" else jnp.bfloat16
+        cache_dtype = jnp.float8_e4m3fn if "float8" in kind else dtype
+        shape = jax.ShapeDtypeStruct
+        cache = shape((BATCH, 8192, 4, width), cache_dtype)
+        args: dict[str, Any] = {}
+        if page_size is not None:
+            cache = shape((300, page_size, 4, width), cache_dtype)
+            args["page_table"] = shape((BATCH, 8192 // page_size), jnp.int32)
+        if kind.endswith("all"):
+            args["sinks"] = shape((12,), jnp.float32)
+        if "float8" in kind:
+            args["key_scale"] = args["value_scale"] = shape((4,), jnp.float32)
+        args |= {
+            "query": shape((BATCH, tokens, 12, width), dtype),
+            "key_cache": cache,
+            "value_cache": cache,
+            "lengths": shape((BATCH,), jnp.int32),
+        }
+        cases.append((f"decode-H{width}-{kind}", _decode(splits, options), (args,)))
+    return cases
+
+
+def _decode(splits: int, options: dict[str, Any]) -> Callable:
+    def run(args):
+        return jax_flash.decode_attention(
+            **args, num_splits=splits, **options, implementation="mosaic_gpu"
+        )
+
+    return run
 
 
 def _forward_with_sinks(mask: dict[str, Any]) -> Callable:
@@ -69,11 +179,13 @@ def _forward_with_sinks(mask: dict[str, Any]) -> Callable:
 
 
 def _forward_and_backward(mask: dict[str, Any], deterministic: bool) -> Callable:
-    def attention(query, key, value, lengths):
+    def attention(query, key, value, bias, lengths, dense_mask):
         return jax_flash.attention(
             query,
             key,
             value,
+            bias,
+            dense_mask,
             **mask,
             key_value_seq_lengths=lengths,
             return_residual=True,
@@ -81,8 +193,9 @@ def _forward_and_backward(mask: dict[str, Any], deterministic: bool) -> Callable
             deterministic=deterministic,
         )
 
-    def run(query, key, value, dout, dlse, lengths=None):
-        results, backward = jax.vjp(lambda *x: attention(*x, lengths), query, key, value)
+    def run(query, key, value, dout, dlse, lengths=None, dense_mask=None, bias=None):
+        function = lambda *x: attention(*x, lengths, dense_mask)
+        results, backward = jax.vjp(function, query, key, value, bias)
         return results, backward((dout, dlse))
 
     return run

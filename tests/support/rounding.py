@@ -23,22 +23,26 @@ def assert_as_accurate_as_plain(actual, plain, exact, name: str) -> None:
 
 
 def plain_attention(
-    query, key, value, seen, sinks: jax.Array | None = None
+    query, key, value, seen, sinks: jax.Array | None = None, bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Textbook attention with every product and the weights in the dtype of the inputs.
 
     Args:
-      query, key, value: `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, H]`.
+      query, key, value: `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, h]`.
       seen: bool, broadcastable to `[B, N, T, S]`.
       sinks: None or `[N]`.
+      bias: None, or broadcastable to `[B, N, T, S]`.
 
     Returns:
-      Output `[B, T, N, H]` and LSE `[B, T, N]` float32, finite where nothing is seen.
+      Output `[B, T, N, h]` and LSE `[B, T, N]` float32, finite where nothing is seen.
     """
     group = query.shape[2] // key.shape[2]
     key, value = jnp.repeat(key, group, axis=2), jnp.repeat(value, group, axis=2)
     logits = jnp.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(query.shape[-1])
-    logits = jnp.where(seen, logits.astype(jnp.float32), -1e30)
+    logits = logits.astype(jnp.float32)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)
+    logits = jnp.where(seen, logits, -1e30)
     if sinks is not None:
         sinks = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1))
         logits = jnp.concatenate([logits, sinks], axis=-1)

@@ -1,0 +1,535 @@
+"""decode_attention() and update_cache(): a few new tokens of each sequence against its cache.
+
+The call and its checks, which implementation runs it, and the implementation in plain JAX. Splits
+of the keys are combined by their LSE (flash decoding, `reference.py`).
+"""
+
+import dataclasses
+import functools
+import logging
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jax_flash import device, dispatch, xla
+from jax_flash.api import _array, _int32, _is_number, _need, _window
+from jax_flash.autodiff import _keep_apart, _on_hopper
+from jax_flash.call import Call
+from jax_flash.masks import Visibility
+from pallas_kernels import combine
+from pallas_kernels import decode as kernel
+
+QUERY_DTYPES = ("bfloat16", "float16", "float32")
+FLOAT8 = "float8_e4m3fn"
+IMPLEMENTATIONS = ("mosaic_gpu", "xla")  # fastest first
+
+_SCALES = (1e-30, 1e4)
+_CHUNK = 4096  # keys that plain JAX reads at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCall:
+    """Checked arguments of one decode_attention.
+
+    Attributes:
+      query: `[B, T, N, H]`, the last T tokens of each sequence.
+      key_cache: `[B, S, K, H]`, or `[pages, page_size, K, H]` with a page_table.
+      value_cache: `[B, S, K, h]`, or `[pages, page_size, K, h]`.
+      lengths: `[B]` int32, tokens of each sequence, the new ones included.
+      page_table: None or `[B, max_pages]` int32.
+      scale: multiplies query.key.
+      window: None, or how many keys before its own position a query sees.
+      logits_soft_cap: None or a positive float.
+      sinks: None or `[N]`.
+      key_scale, value_scale: None or `[K]` float32, which keys and values are multiplied with.
+      num_splits: None, or the parts that the kernel splits the keys of a sequence into.
+    """
+
+    query: jax.Array
+    key_cache: jax.Array
+    value_cache: jax.Array
+    lengths: jax.Array
+    page_table: jax.Array | None
+    scale: float
+    window: int | None
+    logits_soft_cap: float | None
+    sinks: jax.Array | None
+    key_scale: jax.Array | None
+    value_scale: jax.Array | None
+    num_splits: int | None
+
+    @property
+    def capacity(self) -> int:
+        """S: tokens of a sequence that the cache has room for."""
+        if self.page_table is None:
+            return self.key_cache.shape[1]
+        return self.page_table.shape[1] * self.key_cache.shape[1]
+
+
+def decode_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    page_table: ArrayLike | None = None,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    num_splits: int | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    return_residual: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """Attention of the last T tokens of each sequence to all tokens in its cache.
+
+    Token t of T stands at position p = lengths[b] - T + t, and sees the keys at positions j <= p,
+    with a window those from p - left on, as far as the cache reaches. So the T tokens are causal
+    among themselves; T is 1 in plain decoding, more in speculative decoding and chunked prefill.
+    Where lengths[b] < T, the first tokens have negative positions: they do not exist. Such a token,
+    and each of a sequence of length 0, has output 0 and LSE -inf.
+
+    The cache holds the keys and values of the T tokens already: call `update_cache` before. What it
+    holds from lengths[b] on, or before a window, does not matter, be it NaN. Lengths and page table
+    may change from call to call of a compiled program. There is jit, vmap and export, but no
+    gradients.
+
+    Products, soft cap, sinks and LSE are as in `jax_flash.attention`.
+
+    Args:
+      query: `[B, T, N, H]`; bfloat16, float16 or float32.
+      key_cache: `[B, S, K, H]`, N a multiple of K; or, with a page table,
+        `[pages, page_size, K, H]`, page_size a power of two from 16 on. Of the query's dtype, or
+        float8_e4m3fn.
+      value_cache: as key_cache, of the same dtype; its width h need not be H.
+      lengths: integers `[B]`, tokens of each sequence, the T new ones included; 0 for none.
+      page_table: integers `[B, max_pages]`: token j of sequence b stands in page
+        page_table[b, j // page_size] at j % page_size. Entries of pages that no token stands in may
+        be anything.
+      scale: a number; None is 1 / sqrt(H).
+      local_window_size: how many keys before its own position a token sees, or (left, right), of
+        which right, 0 or more, does not matter.
+      logits_soft_cap: cap > 0: logits become cap * tanh(logits / cap).
+      sinks: floating `[N]`: a logit per query head that takes weight but has no value.
+      num_splits: parts that the kernel splits the keys of each sequence into, to be worked on at
+        the same time; None for as many as fill the GPU. With a number of your own, what a sequence
+        gets does not depend on the others in the batch, bit for bit. "xla" does without.
+      key_scale: floating `[K]`: keys are key_cache * key_scale; None for 1.
+      value_scale: floating `[K]`, likewise.
+      return_residual: also return the LSE.
+      implementation: None for the fastest that can do the call on this device, or
+          "mosaic_gpu", a Pallas kernel for Hopper GPUs (H100, H200), or
+          "xla", plain JAX, on any device.
+
+    Returns:
+      The output `[B, T, N, h]` in the query's dtype; with `return_residual`, (output, LSE): LSE
+      `[B, T, N]` float32 is the natural log of the softmax denominator, sinks included.
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype.
+      ValueError: an argument has the wrong shape or value, or does not go with another.
+      NotImplementedError: the implementation that was asked for cannot do the call.
+
+    Sources: Dao et al. 2023 (flash decoding); Kwon et al. 2023 (paged caches).
+    """
+    _need(
+        implementation in (None, *IMPLEMENTATIONS),
+        "implementation",
+        repr(implementation),
+        f"None or one of {', '.join(IMPLEMENTATIONS)}",
+    )
+    _need(
+        isinstance(return_residual, bool),
+        "return_residual",
+        return_residual,
+        "True or False",
+        TypeError,
+    )
+    query = _array("query", query)
+    dtype = query.dtype
+    _need(
+        dtype.name in QUERY_DTYPES, "query", dtype, f"one of {', '.join(QUERY_DTYPES)}", TypeError
+    )
+    _need(query.ndim == 4, "query", query.shape, "[B, T, N, H]")
+    B, _, N, H = query.shape
+    _need(H > 0, "query", f"head width {H}", "at least 1")
+    key_cache, value_cache, page_table = _checked_cache(key_cache, value_cache, page_table, B)
+    dtypes = (dtype.name, FLOAT8)
+    _need(
+        key_cache.dtype.name in dtypes, "key_cache", key_cache.dtype, " or ".join(dtypes), TypeError
+    )
+    K = key_cache.shape[2]
+    _need(key_cache.shape[3] == H, "key_cache", f"width {key_cache.shape[3]}", f"query's, {H}")
+    _need(
+        N > 0 and K > 0 and N % K == 0,
+        "query",
+        f"{N} heads",
+        f"a positive multiple of the key heads, {K}",
+    )
+    _need(
+        scale is None or _is_number(scale, numbers.Real),
+        "scale",
+        type(scale).__name__,
+        "None or a number",
+        TypeError,
+    )
+    if logits_soft_cap is not None:
+        _need(
+            _is_number(logits_soft_cap, numbers.Real),
+            "logits_soft_cap",
+            type(logits_soft_cap).__name__,
+            "None or a number",
+            TypeError,
+        )
+        _need(0 < logits_soft_cap < math.inf, "logits_soft_cap", logits_soft_cap, "finite, above 0")
+    if num_splits is not None:
+        _need(
+            _is_number(num_splits, numbers.Integral),
+            "num_splits",
+            type(num_splits).__name__,
+            "None or an integer",
+            TypeError,
+        )
+        _need(num_splits >= 1, "num_splits", num_splits, "at least 1")
+    call = DecodeCall(
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        lengths=_checked_lengths(lengths, B),
+        page_table=page_table,
+        scale=1 / math.sqrt(H) if scale is None else float(scale),
+        window=None if local_window_size is None else _window(local_window_size)[0],
+        logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+        sinks=_per_head("sinks", sinks, N),
+        key_scale=_per_head("key_scale", key_scale, K),
+        value_scale=_per_head("value_scale", value_scale, K),
+        num_splits=None if num_splits is None else int(num_splits),
+    )
+    chosen = _choose(call, implementation).implementation
+    out, lse = _on_kernel(call) if chosen == "mosaic_gpu" else _plain(call)
+    return (out, lse) if return_residual else out
+
+
+def update_cache(
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    lengths: ArrayLike,
+    page_table: ArrayLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the last T tokens of each sequence into its cache.
+
+    Token t goes to position lengths[b] - T + t. A token whose position is negative, or beyond the
+    cache, is not written; nothing else changes. Under jit with the caches donated
+    (`donate_argnums=(0, 1)`) it happens in place.
+
+    Args:
+      key_cache: `[B, S, K, H]`, or `[pages, page_size, K, H]` with a page table; see
+        `decode_attention`.
+      value_cache: `[B, S, K, h]`, or `[pages, page_size, K, h]`.
+      key: `[B, T, K, H]`, in the dtype of the caches: float8 keys come divided by their scale.
+      value: `[B, T, K, h]`.
+      lengths: integers `[B]`, tokens of each sequence, the T new ones included; 0 for none.
+      page_table: integers `[B, max_pages]`. Two sequences may share pages that none of the T tokens
+        goes to.
+
+    Returns:
+      Both caches.
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype.
+      ValueError: an argument has the wrong shape, or does not go with another.
+    """
+    key, value = _array("key", key), _array("value", value)
+    _need(key.ndim == 4, "key", key.shape, "[B, T, K, H]")
+    B, T = key.shape[:2]
+    key_cache, value_cache, page_table = _checked_cache(key_cache, value_cache, page_table, B)
+    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        needs = (B, T, *cache.shape[2:])
+        _need(new.shape == needs, name, f"shape {new.shape}", f"{needs}")
+        _need(new.dtype == cache.dtype, name, new.dtype, f"the caches' {cache.dtype}", TypeError)
+    new_lengths = _checked_lengths(lengths, B)
+
+    position = new_lengths[:, None] - T + jnp.arange(T, dtype=jnp.int32)
+    rows = key_cache.shape[1]
+    if page_table is None:
+        entry, row = jnp.arange(B, dtype=jnp.int32)[:, None], position
+        exists = position >= 0
+    else:
+        column = position // rows
+        entry = jnp.take_along_axis(page_table, column, axis=1, mode="clip")
+        row = position % rows
+        exists = (position >= 0) & (column < page_table.shape[1]) & (entry >= 0)
+    # What is out of bounds is dropped, where a negative index would count from the end.
+    row = jnp.where(exists, row, rows)
+    return (
+        key_cache.at[entry, row].set(key, mode="drop", unique_indices=True),
+        value_cache.at[entry, row].set(value, mode="drop", unique_indices=True),
+    )
+
+
+def _checked_cache(
+    key_cache, value_cache, page_table, B: int
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Caches and page table, of shapes that go together and with a batch of B."""
+    key_cache, value_cache = _array("key_cache", key_cache), _array("value_cache", value_cache)
+    needs = "[B, S, K, H]" if page_table is None else "[pages, page_size, K, H]"
+    _need(key_cache.ndim == 4, "key_cache", key_cache.shape, needs)
+    _need(
+        value_cache.ndim == 4 and value_cache.shape[:3] == key_cache.shape[:3],
+        "value_cache",
+        value_cache.shape,
+        f"{(*key_cache.shape[:3], 'h')}, as key_cache",
+    )
+    _need(value_cache.shape[3] > 0, "value_cache", "head width 0", "at least 1")
+    _need(
+        value_cache.dtype == key_cache.dtype,
+        "value_cache",
+        value_cache.dtype,
+        f"that of key_cache, {key_cache.dtype}",
+        TypeError,
+    )
+    if page_table is None:
+        _need(key_cache.shape[0] == B, "key_cache", f"batch {key_cache.shape[0]}", f"{B}")
+        return key_cache, value_cache, None
+    page_table = _int32("page_table", page_table)
+    _need(
+        page_table.ndim == 2 and page_table.shape[0] == B,
+        "page_table",
+        f"shape {page_table.shape}",
+        f"({B}, max_pages)",
+    )
+    page_size = key_cache.shape[1]
+    _need(
+        page_size >= 16 and page_size.bit_count() == 1,
+        "key_cache",
+        f"pages of {page_size} tokens",
+        "a power of two from 16 on",
+    )
+    _need(key_cache.shape[0] > 0, "key_cache", "no page", "at least one")
+    return key_cache, value_cache, page_table
+
+
+def _checked_lengths(lengths, B: int) -> jax.Array:
+    lengths = _int32("lengths", lengths)
+    _need(lengths.shape == (B,), "lengths", f"shape {lengths.shape}", f"{(B,)}")
+    return lengths
+
+
+def _per_head(name: str, x, heads: int) -> jax.Array | None:
+    """None, or `[heads]` float32."""
+    if x is None:
+        return None
+    x = _array(name, x)
+    _need(jnp.issubdtype(x.dtype, jnp.floating), name, x.dtype, "floating", TypeError)
+    _need(x.shape == (heads,), name, f"shape {x.shape}", f"{(heads,)}")
+    return x.astype(jnp.float32)
+
+
+def _choose(call: DecodeCall, implementation: str | None) -> dispatch.Explanation:
+    """The implementation that runs the call, as in `dispatch.choose`."""
+    here = device.device_of(call.query)
+    reason = dispatch._device_reason("mosaic_gpu", here)
+    if implementation == "mosaic_gpu" and here.platform != "gpu":
+        reason = None  # a machine without a GPU may lower for one elsewhere
+    reason = reason or _unsupported(call)
+    if implementation == "mosaic_gpu" and reason is not None:
+        raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
+    if implementation is not None or reason is None:
+        return dispatch.Explanation(implementation or "mosaic_gpu", {})
+    if here.is_hopper:
+        dispatch._log_once(logging.WARNING, "xla", ("mosaic_gpu", reason))
+    return dispatch.Explanation("xla", {"mosaic_gpu": reason})
+
+
+# --- the kernel ----------------------------------------------------------------------------------
+
+
+def _unsupported(call: DecodeCall) -> str | None:
+    """Why the kernel cannot do this call, or None if it can; devices are dispatch's business."""
+    width, value_width = call.query.shape[-1], call.value_cache.shape[-1]
+    reasons = {
+        f"dtype {call.query.dtype}: the kernel takes bfloat16 and float16": (
+            call.query.dtype.name not in ("bfloat16", "float16")
+        ),
+        f"head width {width}: the kernel takes {', '.join(map(str, kernel.WIDTHS))}": (
+            width not in kernel.WIDTHS
+        ),
+        f"value width {value_width} differs from query width {width}": value_width != width,
+        "an empty batch, token or cache axis": 0 in (*call.query.shape, call.capacity),
+        f"a cache length of {call.capacity}, no multiple of 8": call.capacity % 8 != 0,
+        # The exponent's multiplier is a float32, and tells which logit is the greatest.
+        f"scale {call.scale} is not in {_SCALES}": not _SCALES[0] <= call.scale <= _SCALES[1],
+        f"num_splits {call.num_splits}: the kernel takes up to {combine.MOST_SPLITS}": (
+            (call.num_splits or 1) > combine.MOST_SPLITS
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _on_kernel(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
+    """Runs a call that `_unsupported` has no reason against."""
+    B, T, N, H = call.query.shape
+    K = call.key_cache.shape[2]
+    problem = kernel.DecodeProblem(
+        batch=B,
+        tokens=T,
+        heads=N,
+        kv_heads=K,
+        width=H,
+        dtype=np.dtype(call.query.dtype),
+        cache_dtype=np.dtype(call.key_cache.dtype),
+        capacity=call.capacity,
+        page_size=None if call.page_table is None else call.key_cache.shape[1],
+        scale=call.scale,
+        window=None if call.window is None else min(call.window, call.capacity),
+        soft_cap=call.logits_soft_cap,
+    )
+    caches = {"key_cache": call.key_cache, "value_cache": call.value_cache}
+    of_entries = {"query": call.query, "lengths": call.lengths}
+    shared: dict[str, Any] = {
+        "sinks": call.sinks,
+        "key_scale": call.key_scale,
+        "value_scale": call.value_scale,
+    }
+    if call.page_table is None:
+        of_entries |= caches
+    else:
+        of_entries["page_table"], shared = call.page_table, shared | caches
+    run = _folding_vmap(functools.partial(_run, problem, call.num_splits))
+    return run(of_entries, {name: x for name, x in shared.items() if x is not None})
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
+def _run(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shared):
+    """Output and LSE.
+
+    Args:
+      problem: of this call, but for the batch.
+      num_splits: None for what fills the GPU.
+      of_entries: arrays of `kernel.attention` that have a batch axis.
+      shared: those that have none, None left out.
+    """
+    B, T, N, _ = of_entries["query"].shape
+    problem = dataclasses.replace(problem, batch=B)
+    splits = num_splits or kernel.splits_for(problem)
+
+    def run(of_entries, shared):
+        out, lse = kernel.attention(**of_entries, **shared, problem=problem, splits=splits)
+        return _keep_apart(out), _keep_apart(lse)  # each alone, as an LSE of no use costs a launch
+
+    lse = jax.ShapeDtypeStruct((B, T, N), jnp.float32)
+    return _on_hopper(run, (jax.typeof(of_entries["query"]), lse), of_entries, shared)
+
+
+def _folding_vmap(run):
+    """`run(of_entries, shared)` with a rule for vmap: the mapped axis becomes part of the batch.
+
+    Where it maps what the batch shares, the calls run one after the other.
+    """
+    run = jax.custom_batching.custom_vmap(run)
+
+    @run.def_vmap
+    def _(axis_size, in_batched, of_entries, shared):
+        mapped_entries, mapped_shared = in_batched
+        mapped_out = (True, True)
+        if any(mapped_shared.values()):
+            leaves, tree = jax.tree.flatten((of_entries, shared))
+            mapped = jax.tree.leaves(in_batched)
+
+            def one(index):
+                picked = [x[index] if m else x for x, m in zip(leaves, mapped, strict=True)]
+                return run(*jax.tree.unflatten(tree, picked))
+
+            return lax.map(one, jnp.arange(axis_size)), mapped_out
+
+        def fold(x, is_mapped):
+            x = x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        results = run(jax.tree.map(fold, of_entries, mapped_entries), shared)
+        return tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results), mapped_out
+
+    return run
+
+
+# --- plain JAX -----------------------------------------------------------------------------------
+
+
+def _plain(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
+    """Decode attention in plain JAX: a loop over the chunks of the cache that any token sees.
+
+    Each chunk is attention of its own, in float32, and joins the others by its LSE.
+    """
+    B, T, N, _ = call.query.shape
+    h, S = call.value_cache.shape[3], call.capacity
+    out = jnp.zeros((B, T, N, h), jnp.float32)
+    lse = jnp.full((B, T, N), -jnp.inf, jnp.float32)
+    if 0 in (B, T, S):
+        return out.astype(call.query.dtype), lse
+    chunk = min(S, _CHUNK if call.page_table is None else max(_CHUNK, call.key_cache.shape[1]))
+
+    def step(index, carry):
+        wanted = index * chunk
+        start = jnp.minimum(wanted, S - chunk)  # the last chunk begins early rather than be ragged
+        fresh = start + jnp.arange(chunk, dtype=jnp.int32) >= wanted
+        part = xla.attention(
+            Call(
+                query=call.query.astype(jnp.float32),
+                key=_read(call, call.key_cache, call.key_scale, start, chunk),
+                value=_read(call, call.value_cache, call.value_scale, start, chunk),
+                visibility=Visibility(
+                    is_causal=True,
+                    window=None if call.window is None else (call.window, 0),
+                    query_offset=call.lengths - T - start,
+                    key_value_seq_lengths=call.lengths - start,
+                    mask=fresh.reshape(1, 1, 1, chunk),
+                ),
+                scale=call.scale,
+                logits_soft_cap=call.logits_soft_cap,
+            )
+        )
+        return _joined(carry, part)
+
+    first, end = jnp.int32(0), jnp.minimum(call.lengths.max(), S)
+    if call.window is not None:
+        first = jnp.clip(call.lengths.min() - T - min(call.window, 2**30), 0, S) // chunk
+    out, lse = lax.fori_loop(first, (end + chunk - 1) // chunk, step, (out, lse))
+    if call.sinks is not None:
+        sinks = jnp.where(lse == -jnp.inf, -jnp.inf, call.sinks)
+        out, lse = _joined((out, lse), (jnp.zeros_like(out), sinks))
+    return out.astype(call.query.dtype), lse
+
+
+def _read(call: DecodeCall, cache, scale, start, size: int) -> jax.Array:
+    """Tokens start to start + size of each sequence, `[B, size, K, H]` float32."""
+    if call.page_table is None:
+        rows = lax.dynamic_slice_in_dim(cache, start, size, axis=1)
+    else:
+        page_size = cache.shape[1]
+        pages = lax.dynamic_slice_in_dim(
+            call.page_table, start // page_size, size // page_size, axis=1
+        )
+        rows = jnp.take(cache, pages, axis=0, mode="clip")
+        rows = rows.reshape(pages.shape[0], size, *cache.shape[2:])
+    rows = rows.astype(jnp.float32)
+    return rows if scale is None else rows * scale[:, None]
+
+
+def _joined(*parts) -> tuple[jax.Array, jax.Array]:
+    """Output and LSE over the keys of two parts."""
+    lse = jnp.logaddexp(*(part_lse for _, part_lse in parts))
+    out = jnp.float32(0.0)
+    for part_out, part_lse in parts:
+        weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(part_lse - lse))
+        out += weight[..., None] * part_out
+    return out, lse

@@ -1,0 +1,325 @@
+"""The gradient of a bias: that of the logits, summed over what the bias is broadcast over.
+
+A thread block owns a piece of it, and adds up in registers whatever belongs there, in a fixed
+order: so results are the same bit by bit from run to run, and nothing is in memory that is as large
+as the logits, unless the bias is. Logits and their gradients are computed once more for it, two
+products a tile pair. Consumers have 64 query rows each:
+
+    producer   Q dO K V | Q dO K V | ...                 TMA into circular buffers
+    consumer   S = Q K';  dP = dO V'
+               P = exp2(S * scale * log2(e) + bias - LSE)        while dP is computed
+               sum += P * (dP - delta)
+
+What a piece is, and its steps:
+
+    whole      a tile of queries by keys; its steps are the heads and batch entries that share it.
+               Where a bias has one value for all queries, or all keys, the next two:
+    columns    one value a key: a block of keys of one head; its steps are the query blocks that see
+               any of them. At the end each warp adds up its rows.
+    rows       one value a query: a block of queries of one head; its steps are key blocks.
+
+The sums of the latter two over heads, batch entries and warps are left to XLA: they are small.
+
+As in `backward_query.py`, -LSE and -delta come from `row_statistics.py`, rows that do not count
+have a start of -inf, and tiles that nothing sees are left out where that is static.
+
+Barriers. Full: an mbarrier a slot, completed by TMA. Free: a named barrier a slot, the consumers
+arrive and the producer waits.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.backward_query import hide
+from pallas_kernels.columns import Columns
+from pallas_kernels.config import BACKWARD_CONSUMERS, BIAS_GRADIENT, BiasGradientConfig, Problem
+from pallas_kernels.elements import ElementRefs, Elements, biased, masked
+from pallas_kernels.online_softmax import LOG2E, spread
+from pallas_kernels.primitives import (
+    HAND_ORDERED,
+    NamedBarriers,
+    div_rem,
+    interpreting,
+    load_rows,
+    store_column_sums,
+    store_rows,
+    store_tile,
+    zero_tile,
+)
+
+_CONSUMERS = BACKWARD_CONSUMERS
+_ROWS = 64  # query rows of a consumer: the M of a wgmma
+BLOCK_Q = _CONSUMERS * _ROWS
+_WARPS = 4  # of a consumer
+_REGISTERS = (232, 40)  # of a thread of a consumer, and of the producer
+_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+def bias_gradient(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    d_out: jax.Array,
+    start: jax.Array,
+    minus_delta: jax.Array,
+    intervals: jax.Array | None,
+    elements: Elements,
+    *,
+    problem: Problem,
+) -> jax.Array:
+    """Gradient of the bias, the same bit by bit from run to run.
+
+    Args:
+      query, d_out: `[B, T, N, H]` and `[B, T, N, h]`; T a multiple of 8, rows from
+        problem.query_length on zero. Both are finite in rows that see no key.
+      key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite where no query sees
+        them.
+      start: `[B, N, T up to a multiple of BLOCK_Q]` float32, -LSE / scale; -inf for rows that see
+        no key or are beyond the end.
+      minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
+      intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
+        problem that is dynamic.
+      elements: the bias, and the mask of a problem that has one.
+      problem: static description; its lengths may be up to 7 below T and S.
+
+    Returns:
+      In shape and dtype of the bias.
+    """
+    bias = elements.bias
+    if bias is None:
+        raise ValueError("elements: got none with a bias, needs one")
+    pieces = _Pieces(problem, BIAS_GRADIENT[problem.widest], bias.shape)
+    operands = (*elements.operands(), query, key, value, d_out, start, minus_delta)
+    if intervals is not None:
+        operands = intervals, *operands
+    gradient = _build(pieces, interpreting())(*operands)
+    return pieces.summed(gradient).astype(bias.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    """What the thread blocks own, of a bias of that shape."""
+
+    problem: Problem
+    config: BiasGradientConfig
+    shape: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        if self.shape[2] == 1:
+            return "columns"
+        return "rows" if self.shape[3] == 1 else "whole"
+
+    @property
+    def row_blocks(self) -> int:
+        return -(-self.problem.query_length // BLOCK_Q)
+
+    @property
+    def key_blocks(self) -> int:
+        return -(-self.problem.key_length // self.config.block_kv)
+
+    @property
+    def entries(self) -> int:
+        """How many of batch and head have pieces of their own."""
+        if self.kind == "whole":
+            return self.shape[0] * self.shape[1]
+        return self.problem.batch * self.problem.heads
+
+    @property
+    def per_entry(self) -> int:
+        rows, keys = self.row_blocks, self.key_blocks
+        return {"whole": rows * keys, "columns": keys, "rows": rows}[self.kind]
+
+    def steps(self) -> np.ndarray:
+        """`[per_entry, 2]` int32: the first step of each piece, and how many there are."""
+        p, block_kv = self.problem, self.config.block_kv
+        first_row = np.arange(self.row_blocks)[:, None] * BLOCK_Q
+        first_key = np.arange(self.key_blocks)[None] * block_kv
+        last_row = np.minimum(first_row + BLOCK_Q, p.query_length) - 1
+        last_key = np.minimum(first_key + block_kv, p.key_length) - 1
+        seen = np.ones((self.row_blocks, self.key_blocks), bool)
+        if p.highest is not None:
+            seen &= first_key <= last_row + p.highest
+        if p.lowest is not None:
+            seen &= last_key >= first_row + p.lowest
+        if self.kind == "whole":
+            sharing = p.batch * p.heads // self.entries
+            count = np.where(seen, sharing, 0).ravel()
+            first = np.zeros_like(count)
+        else:
+            seen = seen.T if self.kind == "columns" else seen
+            first, count = seen.argmax(1), seen.sum(1)  # what is seen is an interval
+        return np.stack([first, count], axis=1).astype(np.int32)
+
+    def place(self, piece, step):
+        """Batch entry, head, row block and key block of a step of a piece."""
+        p = self.problem
+        entry, number = div_rem(piece, self.per_entry)
+        if self.kind != "whole":
+            batch, head = div_rem(entry, p.heads)
+            return (batch, head, *((step, number) if self.kind == "columns" else (number, step)))
+        row_block, key_block = div_rem(number, self.key_blocks)
+        own_batch, head = div_rem(entry, self.shape[1])
+        sharing = p.batch // self.shape[0]
+        if self.shape[1] == 1:
+            batch, head = div_rem(step, p.heads)
+        else:
+            batch = step
+        return own_batch * sharing + batch, head, row_block, key_block
+
+    def gradient(self) -> jax.ShapeDtypeStruct:
+        """What the kernel makes, in whole tiles."""
+        p = self.problem
+        rows, keys = self.row_blocks * BLOCK_Q, self.key_blocks * self.config.block_kv
+        shape = {
+            "whole": (*self.shape[:2], rows, keys),
+            "columns": (p.batch, p.heads, _CONSUMERS * _WARPS, keys),
+            "rows": (p.batch, p.heads, rows),
+        }[self.kind]
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def summed(self, gradient: jax.Array) -> jax.Array:
+        """The gradient in the shape of the bias, from what the kernel makes."""
+        p = self.problem
+        if self.kind == "whole":
+            return gradient[:, :, : p.query_length, : p.key_length]
+        if self.kind == "columns":
+            gradient = gradient[..., : p.key_length].sum(2)[:, :, None]
+        else:
+            gradient = gradient[..., : p.query_length][..., None]
+        gradient = gradient.reshape(self.shape[0], -1, *gradient.shape[1:]).sum(1)
+        axes = tuple(axis for axis, size in enumerate(self.shape) if size == 1)
+        return gradient.sum(axes, keepdims=True)
+
+
+@functools.lru_cache
+def _build(pieces: _Pieces, interpret: bool):
+    problem, config = pieces.problem, pieces.config
+    block_kv, stages = config.block_kv, config.stages
+    dtype = problem.dtype
+    key_columns = Columns.whole(problem.width)
+    value_columns = Columns.whole(problem.value_width)
+    factor = problem.scale * LOG2E
+    steps = pieces.steps()
+
+    free = NamedBarriers(first=_CONSUMERS + 2, count=stages, arrivers=_CONSUMERS)
+    copies = (_CONSUMERS + 1) * (key_columns.tiles + value_columns.tiles)
+    scratch: dict[str, Any] = dict(
+        q_smem=key_columns.smem(stages, _CONSUMERS, _ROWS, dtype=dtype),
+        o_smem=value_columns.smem(stages, _CONSUMERS, _ROWS, dtype=dtype),
+        k_smem=key_columns.smem(stages, block_kv, dtype=dtype),
+        v_smem=value_columns.smem(stages, block_kv, dtype=dtype),
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+    )
+    if interpret:
+        scratch["twin"] = free.scratch()
+
+    def attention_bias_gradient(
+        steps_ref, *more_refs, q_smem, o_smem, k_smem, v_smem, full, twin=None
+    ):
+        intervals_ref, *refs = more_refs if problem.dynamic else (None, *more_refs)
+        elements, refs = ElementRefs.split(problem, refs)
+        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, gradient_ref = refs
+        slot_free = dataclasses.replace(free, twins=twin)
+        warpgroup = lax.axis_index("warpgroup")
+        piece = lax.axis_index("block")
+        number = lax.rem(piece, jnp.int32(pieces.per_entry))
+        first_step, count = steps_ref[number, 0], steps_ref[number, 1]
+        slot_of = lambda j: lax.rem(j, jnp.int32(stages))
+
+        @pl.when(warpgroup < _CONSUMERS)
+        def _consumer():
+            plgpu.set_max_registers(_REGISTERS[0], action="increase")
+
+            def add_step(j, total, s_acc, dp_acc):
+                batch, head, row_block, key_block = pieces.place(piece, first_step + j)
+                first_row = row_block * BLOCK_Q + warpgroup * _ROWS
+                first_key = key_block * block_kv
+                rows, slot = pl.ds(first_row, _ROWS), slot_of(j)
+                start, minus_delta = (
+                    plgpu.load(ref.at[batch, head, rows], layout=_PER_ROW, optimized=False)
+                    for ref in (start_ref, delta_ref)
+                )
+                plgpu.barrier_wait(full.at[slot])
+                # Both before the first product, or ptxas injects a wait.
+                s_acc[...] = zero_tile(_ROWS, block_kv)
+                dp_acc[...] = zero_tile(_ROWS, block_kv)
+                key_columns.contract(s_acc, q_smem.at[slot, warpgroup], k_smem.at[slot])
+                value_columns.contract(dp_acc, o_smem.at[slot, warpgroup], v_smem.at[slot])
+                loaded = elements.load(batch, head, first_row, first_key, block_kv, early=True)
+
+                logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=value_columns.tiles)
+                logits, to_log2 = biased(logits, factor, loaded)
+                weights = jnp.exp2(logits * to_log2 + spread(start * factor, logits.shape))
+
+                def bounds():
+                    last_row = problem.query_length - 1
+                    return [
+                        load_rows(intervals_ref.at[batch, n], first_row, last_row) for n in range(2)
+                    ]
+
+                weights = hide(weights, problem, lambda: first_row, first_key, bounds)
+                weights = masked(weights, loaded, 0.0)
+                # A row that does not count may have a bias that is NaN.
+                weights = jnp.where(spread(start, weights.shape) > -jnp.inf, weights, 0.0)
+                d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+                slot_free.arrive(slot)
+                return total + weights * (d_weights + spread(minus_delta, weights.shape))
+
+            def compute(s_acc, dp_acc):
+                step = functools.partial(add_step, s_acc=s_acc, dp_acc=dp_acc)
+                total = lax.fori_loop(jnp.int32(0), count, step, zero_tile(_ROWS, block_kv))
+                batch, head, row_block, key_block = pieces.place(piece, first_step)
+                own_rows = pl.ds(row_block * BLOCK_Q + warpgroup * _ROWS, _ROWS)
+                own_keys = pl.ds(key_block * block_kv, block_kv)
+                if pieces.kind == "whole":
+                    entry, _ = div_rem(piece, pieces.per_entry)
+                    place = div_rem(entry, pieces.shape[1])
+                    store_tile(gradient_ref.at[*place, own_rows, own_keys], total)
+                elif pieces.kind == "columns":
+                    warps = pl.ds(warpgroup * _WARPS, _WARPS)
+                    store_column_sums(gradient_ref.at[batch, head, warps, own_keys], total)
+                else:
+                    store_rows(gradient_ref.at[batch, head, own_rows], total.sum(axis=1))
+
+            accumulator = plgpu.ACC((_ROWS, block_kv), jnp.float32)
+            pl.run_scoped(compute, accumulator, accumulator)
+
+        @pl.when(warpgroup == _CONSUMERS)
+        def _producer():
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+
+            @pl.loop(jnp.int32(0), count)
+            def _(j):
+                batch, head, row_block, key_block = pieces.place(piece, first_step + j)
+                kv_head = lax.div(head, jnp.int32(problem.group))
+                slot = slot_of(j)
+                pl.when(j >= stages)(lambda: slot_free.wait(slot))
+                for consumer in range(_CONSUMERS):
+                    rows = pl.ds(row_block * BLOCK_Q + consumer * _ROWS, _ROWS)
+                    of_rows, own = (batch, rows, head), (slot, consumer)
+                    key_columns.load(q_ref.at[*of_rows], q_smem.at[*own], full.at[slot])
+                    value_columns.load(do_ref.at[*of_rows], o_smem.at[*own], full.at[slot])
+                of_keys = batch, pl.ds(key_block * block_kv, block_kv), kv_head
+                key_columns.load(k_ref.at[*of_keys], k_smem.at[slot], full.at[slot])
+                value_columns.load(v_ref.at[*of_keys], v_smem.at[slot], full.at[slot])
+
+    kernel = plgpu.kernel(
+        attention_bias_gradient,
+        out_type=pieces.gradient(),
+        grid=(pieces.entries * pieces.per_entry,),
+        grid_names=("block",),
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=HAND_ORDERED,
+    )
+    return lambda *operands: kernel(jnp.asarray(steps), *operands)

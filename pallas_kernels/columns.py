@@ -1,0 +1,127 @@
+"""Columns of arrays whose width need not be a multiple of the 64 that wgmma and TMA tiles have.
+
+Where it is one, an operand is one tile in shared memory, and a TMA copy moves it as a whole. Where
+it is not, its tiles of 64 columns stand one after the other, and TMA moves each as a box of its
+own, which may reach beyond the last column: loads fill it with zeros there, and stores leave it
+out. Nothing is read from the columns behind, which are another head's, and no array is padded in
+global memory. Zeros add nothing to logits, and make columns of zeros in outputs and gradients,
+which no store takes.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.config import whole_tiles
+from pallas_kernels.primitives import OPERAND, interpreting
+
+_BOX = 64  # columns: 128 bytes, which is as wide as TMA swizzles
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """`size` columns of an array from `first` on, and how they stand in shared memory.
+
+    Attributes:
+      width: of the array, a multiple of 8.
+      size: a multiple of 64; what lies beyond the array's width is 0.
+      first: a multiple of 64.
+    """
+
+    width: int
+    size: int
+    first: int = 0
+
+    @classmethod
+    def whole(cls, width: int) -> "Columns":
+        """All columns of an array."""
+        return cls(width, whole_tiles(width))
+
+    @property
+    def _in_boxes(self) -> bool:
+        return self.width % _BOX > 0 or self.first + self.size > self.width
+
+    @property
+    def tile_width(self) -> int:
+        return _BOX if self._in_boxes else self.size
+
+    @property
+    def tiles(self) -> int:
+        """Copies that a load takes, and products that a product takes."""
+        return self.size // self.tile_width
+
+    @property
+    def tile_slices(self) -> list[slice]:
+        """Of `size` columns, those of each tile."""
+        starts = range(0, self.size, self.tile_width)
+        return [slice(start, start + self.tile_width) for start in starts]
+
+    def smem(self, *shape: int, dtype: np.dtype) -> Any:
+        """Shared memory `(..., tiles, rows, tile_width)` for `(..., rows)` of these columns."""
+        *leading, rows = shape
+        whole = (*leading, self.tiles, rows, self.tile_width)
+        return plgpu.SMEM(whole, dtype, transforms=OPERAND)
+
+    def load(self, source, buffer, barrier) -> None:
+        """Copies from `(rows, width)` of global memory; `tiles` arrivals at the barrier."""
+        for n in range(self.tiles):
+            plgpu.copy_gmem_to_smem(source.at[:, self._slice(n)], self._box(buffer, n), barrier)
+
+    def store(self, buffer, target) -> None:
+        """Copies to `(rows, width)` of global memory."""
+        for n in range(self.tiles):
+            if self.first + n * self.tile_width < self.width:
+                plgpu.copy_smem_to_gmem(self._box(buffer, n), target.at[:, self._slice(n)])
+
+    def box(self, buffer, start: int):
+        """All rows and 64 of the columns, from `start` on, of what is in shared memory."""
+        n, start = divmod(start, self.tile_width)
+        return buffer.at[n, :, pl.ds(start, _BOX)]
+
+    def put(self, buffer, values: jax.Array) -> None:
+        """Stores `(rows, size)` values to shared memory."""
+        for n, columns in enumerate(self.tile_slices):
+            buffer[n] = values[:, columns]
+
+    def contract(self, accumulator, a, b) -> None:
+        """Issues accumulator += a b', a and b of these columns, in `tiles` commit groups.
+
+        a is in shared memory, or a list of its tiles in registers.
+        """
+        for n in range(self.tiles):
+            left = a[n] if isinstance(a, list) else a.at[n]
+            plgpu.wgmma(accumulator, left, b.at[n].transpose((1, 0)))
+
+    def expand(self, accumulator, a, b) -> None:
+        """Issues accumulator += a b, accumulator and b of these columns, in `tiles` commit groups.
+
+        a is in registers, or a matrix in shared memory.
+        """
+        for n, columns in enumerate(self.tile_slices):
+            part = accumulator.at[:, columns] if self.tiles > 1 else accumulator
+            plgpu.wgmma(part, a, b.at[n])
+
+    def _slice(self, n: int):
+        start = self.first + n * self.tile_width
+        if self._in_boxes:  # made by an operation, as Pallas refuses constants out of bounds
+            return pl.ds(lax.add(jnp.int32(start), jnp.int32(0)), _BOX)
+        return pl.ds(start, self.tile_width)
+
+    def _box(self, buffer: Any, n: int) -> Any:
+        """Tile n of a buffer, as TMA is to see it.
+
+        A tile of 64 columns is the same to wgmma, as matrices of 8 rows one after the other, and to
+        TMA, as rows. Only told so does Pallas take an array that does not end with a tile.
+        """
+        if not self._in_boxes or interpreting():
+            return buffer.at[n]
+        swizzle, tiling, *indices = buffer.transforms
+        whole = dataclasses.replace(buffer, transforms=(swizzle, tiling))
+        rows = dataclasses.replace(buffer, transforms=(swizzle,)).reshape(whole.shape)
+        return dataclasses.replace(rows, transforms=(*rows.transforms, *indices)).at[n]

@@ -1,0 +1,313 @@
+"""decode_attention and update_cache beside float64 attention over each sequence."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import decode
+from tests import oracle
+
+
+def inputs(B, T, S, N, K, H, dtype="float32", h=None, seed=0):
+    """Query and caches, `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, h]`."""
+    rng = np.random.default_rng(seed)
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, h or H)
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def paged(cache, page_size, seed=0, spare=3):
+    """The same cache in shuffled pages, and its page table; pages in no use hold NaN."""
+    B, S = cache.shape[:2]
+    per_sequence = S // page_size
+    order = np.random.default_rng(seed).permutation(B * per_sequence + spare)
+    pages = jnp.full((len(order), page_size, *cache.shape[2:]), jnp.nan, cache.dtype)
+    table = order[: B * per_sequence].reshape(B, per_sequence).astype(np.int32)
+    whole = cache.reshape(B * per_sequence, page_size, *cache.shape[2:])
+    return pages.at[table.ravel()].set(whole), table
+
+
+def exact(query, key_cache, value_cache, lengths, *, local_window_size=None, **options):
+    """Float64 output and LSE; what the caches hold beyond the lengths is not read."""
+    lengths, T = np.asarray(lengths), query.shape[1]
+    beyond = np.arange(key_cache.shape[1]) >= lengths[:, None]
+    key, value = (
+        np.where(beyond[..., None, None], 0.0, np.asarray(x, np.float64))
+        for x in (key_cache, value_cache)
+    )
+    if local_window_size is not None:
+        options["local_window_size"] = (local_window_size, 0)
+    return oracle.attention(
+        query,
+        key,
+        value,
+        is_causal=True,
+        query_offset=lengths - T,
+        key_value_seq_lengths=lengths,
+        **options,
+    )
+
+
+def check(arrays, lengths, *, rtol=1e-5, atol=1e-5, **options):
+    lengths = np.asarray(lengths, np.int32)
+    out, lse = jax.jit(
+        functools.partial(jax_flash.decode_attention, return_residual=True, **options)
+    )(*arrays, lengths)
+    options.pop("implementation", None)
+    exact_out, exact_lse = exact(*arrays, lengths, **options)
+    assert out.dtype == arrays[0].dtype and lse.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact_out, rtol=rtol, atol=atol)
+    np.testing.assert_allclose(lse, exact_lse, rtol=1e-5, atol=1e-5)
+
+
+LENGTHS = [0, 1, 3, 40, 64]
+
+OPTIONS = {
+    "plain": {},
+    "window": {"local_window_size": 9},
+    "no window at all": {"local_window_size": 10**12},
+    "soft cap": {"logits_soft_cap": 2.0, "scale": 0.7},
+    "sinks": {"sinks": np.array([0.5, 30.0, -1e4, -np.inf], np.float32)},
+}
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Several chunks for plain JAX, the last one ragged."""
+    monkeypatch.setattr(decode, "_CHUNK", 48)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("T", [1, 5])
+def test_plain_jax(T, options):
+    """Also sequences without a token, and ones shorter than T."""
+    check(inputs(5, T, 64, 4, 2, 16, h=24), LENGTHS, **options)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 2e-2), ("float16", 2e-3)])
+def test_short_floats(dtype, atol):
+    check(inputs(5, 2, 64, 4, 4, 16, dtype), LENGTHS, atol=atol, implementation="xla")
+
+
+def test_lengths_beyond_the_cache():
+    """Positions count on, and there are no keys at them."""
+    arrays = inputs(2, 3, 32, 2, 1, 8)
+    out = jax_flash.decode_attention(*arrays, jnp.array([40, 33]), local_window_size=9)
+    query, *caches = arrays
+    longer = [jnp.pad(x, ((0, 0), (0, 16), (0, 0), (0, 0))) for x in caches]
+    exact_out, _ = oracle.attention(
+        query,
+        *longer,
+        is_causal=True,
+        local_window_size=(9, 0),
+        query_offset=np.array([37, 30]),
+        key_value_seq_lengths=np.array([32, 32]),
+    )
+    np.testing.assert_allclose(out, exact_out, atol=1e-5)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_pages_are_the_contiguous_cache(page_size):
+    query, key_cache, value_cache = inputs(5, 3, 192, 4, 2, 16)
+    lengths = np.array([0, 1, 97, 100, 192], np.int32)
+    key_pages, table = paged(key_cache, page_size)
+    value_pages, _ = paged(value_cache, page_size)
+    used = np.arange(table.shape[1]) * page_size < lengths[:, None]
+    attention = functools.partial(jax_flash.decode_attention, local_window_size=80)
+    expected = attention(query, key_cache, value_cache, lengths)
+    for beyond in (-1, 10**6):
+        page_table = np.where(used, table, beyond)
+        out = attention(query, key_pages, value_pages, lengths, page_table=page_table)
+        np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_stands_beyond_the_lengths_does_not_count(poison):
+    query, *caches = inputs(5, 3, 64, 4, 2, 16)
+    lengths = np.array(LENGTHS, np.int32)
+    beyond = (np.arange(64) >= lengths[:, None])[..., None, None]
+    expected = jax_flash.decode_attention(query, *caches, lengths, return_residual=True)
+    poisoned = [jnp.where(beyond, poison, x) for x in caches]
+    got = jax_flash.decode_attention(query, *poisoned, lengths, return_residual=True)
+    chex.assert_trees_all_equal(got, expected)
+
+
+def test_one_program_serves_all_lengths():
+    arrays = inputs(3, 1, 64, 2, 2, 16)
+    attention = jax.jit(jax_flash.decode_attention)
+    for lengths in ([1, 2, 3], [64, 0, 30]):
+        out = attention(*arrays, jnp.array(lengths))
+        np.testing.assert_allclose(out, exact(*arrays, lengths)[0], atol=1e-5)
+    assert attention._cache_size() == 1
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_others_in_the_batch_change_nothing():
+    query, *caches = inputs(3, 2, 64, 4, 2, 16)
+    attention = functools.partial(jax_flash.decode_attention, num_splits=2, return_residual=True)
+    first = attention(query, *caches, jnp.array([30, 64, 5]))
+    poisoned = [x.at[1].set(jnp.nan) for x in caches]
+    second = attention(query.at[2].set(9.0), *poisoned, jnp.array([30, 1, 64]))
+    chex.assert_trees_all_equal(
+        jax.tree.map(lambda x: x[0], first), jax.tree.map(lambda x: x[0], second)
+    )
+
+
+def float8(arrays, scales):
+    """Caches divided by their scales, as float8, and what they stand for in float32."""
+    query, *caches = arrays
+    short = [
+        (x / scale[:, None]).astype(jnp.float8_e4m3fn)
+        for x, scale in zip(caches, scales, strict=True)
+    ]
+    long = [x.astype(jnp.float32) * s[:, None] for x, s in zip(short, scales, strict=True)]
+    return [query, *short], [query, *long]
+
+
+def test_float8_caches_with_scales():
+    scales = jnp.array([[0.5, 0.01], [3.0, 0.1]])
+    arrays, exact_arrays = float8(inputs(4, 2, 64, 4, 2, 16), scales)
+    lengths = np.array([0, 5, 33, 64])
+    out = jax_flash.decode_attention(
+        *arrays, lengths, key_scale=scales[0], value_scale=scales[1], sinks=jnp.ones(4)
+    )
+    exact_out, _ = exact(*exact_arrays, lengths, sinks=np.ones(4))
+    np.testing.assert_allclose(out, exact_out, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 16), (2, 0, 16), (2, 1, 0)])
+def test_empty_axes(shape):
+    B, T, S = shape
+    out, lse = jax_flash.decode_attention(
+        *inputs(B, T, S, 2, 1, 8), jnp.zeros(B, jnp.int32), return_residual=True
+    )
+    assert out.shape == (B, T, 2, 8) and not np.asarray(out).any()
+    assert lse.shape == (B, T, 2) and (np.asarray(lse) == -np.inf).all()
+
+
+def written(cache, new, lengths):
+    """What update_cache makes of a contiguous cache, token by token."""
+    cache, T = np.array(cache), new.shape[1]
+    for b, t in np.ndindex(new.shape[:2]):
+        position = lengths[b] - T + t
+        if 0 <= position < cache.shape[1]:
+            cache[b, position] = new[b, t]
+    return cache
+
+
+UPDATED = np.array([0, 2, 3, 31, 32, 34], np.int32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("T", [1, 4])
+def test_update_cache(T, dtype):
+    """Tokens at negative positions, and beyond the end, are left out."""
+    _, *caches = inputs(6, T, 32, 2, 2, 8, dtype, h=16)
+    new = [x[:, :T] for x in inputs(6, T, 8, 2, 2, 8, dtype, h=16, seed=1)[1:]]
+    got = jax_flash.update_cache(*caches, *new, UPDATED)
+    for actual, cache, x in zip(got, caches, new, strict=True):
+        np.testing.assert_array_equal(actual, written(cache, np.asarray(x), UPDATED))
+
+
+def test_update_cache_in_pages():
+    _, *caches = inputs(6, 4, 32, 2, 2, 8)
+    new = [x[:, :4] for x in inputs(6, 4, 8, 2, 2, 8, seed=1)[1:]]
+    expected = jax_flash.update_cache(*caches, *new, UPDATED)
+    (key_pages, table), (value_pages, _) = (paged(x, 16) for x in caches)
+    page_table = np.where(np.arange(2) * 16 < UPDATED[:, None], table, -1)
+    got = jax_flash.update_cache(key_pages, value_pages, *new, UPDATED, page_table)
+    for actual, before, truth in zip(got, (key_pages, value_pages), expected, strict=True):
+        np.testing.assert_array_equal(actual[table.ravel()], truth.reshape(12, 16, 2, 8))
+        unused = np.setdiff1d(np.arange(len(before)), table)
+        np.testing.assert_array_equal(actual[unused], before[unused])
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_update_cache_is_in_place(page_size):
+    """Compiled, with donated caches, nothing of a cache's size is copied."""
+    _, *caches = inputs(4, 1, 64, 2, 2, 8)
+    tables = ()
+    if page_size is not None:
+        pages = [paged(x, page_size) for x in caches]
+        caches, tables = [x for x, _ in pages], (pages[0][1],)
+    new = [x[:, :1] for x in inputs(4, 1, 8, 2, 2, 8, seed=1)[1:]]
+    update = jax.jit(jax_flash.update_cache, donate_argnums=(0, 1))
+    compiled = update.lower(*caches, *new, jnp.ones(4, jnp.int32), *tables).compile()
+    text = compiled.as_text()
+    assert "input_output_alias={ {0}: (0" in text and "{1}: (1" in text
+    shape = ",".join(map(str, caches[0].shape))
+    copies = [line for line in text.splitlines() if f"f32[{shape}]" in line and " copy(" in line]
+    assert copies == []
+
+
+def call(**changes):
+    """Arguments of decode_attention that are right but for the changes."""
+    query, key_cache, value_cache = inputs(2, 1, 32, 4, 2, 8)
+    arguments = dict(
+        query=query, key_cache=key_cache, value_cache=value_cache, lengths=jnp.array([3, 4])
+    )
+    return jax_flash.decode_attention(**arguments | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "name"),
+    [
+        (dict(implementation="cudnn"), ValueError, "implementation"),
+        (dict(return_residual=1), TypeError, "return_residual"),
+        (dict(query=jnp.zeros((2, 1, 4, 8), jnp.float8_e4m3fn)), TypeError, "query"),
+        (dict(query=jnp.zeros((2, 4, 8))), ValueError, "query"),
+        (dict(query=jnp.zeros((2, 1, 3, 8))), ValueError, "query"),
+        (dict(query=jnp.zeros((3, 1, 4, 8))), ValueError, "key_cache"),
+        (dict(query=jnp.zeros((2, 1, 4, 16))), ValueError, "key_cache"),
+        (dict(query=jnp.zeros((2, 1, 4, 8), jnp.bfloat16)), TypeError, "key_cache"),
+        (dict(key_cache=jnp.zeros((2, 32, 2))), ValueError, "key_cache"),
+        (dict(value_cache=jnp.zeros((2, 16, 2, 8))), ValueError, "value_cache"),
+        (dict(value_cache=jnp.zeros((2, 32, 2, 8), jnp.bfloat16)), TypeError, "value_cache"),
+        (dict(lengths=jnp.array([1, 2, 3])), ValueError, "lengths"),
+        (dict(lengths=jnp.array([1.0, 2.0])), TypeError, "lengths"),
+        (dict(page_table=jnp.zeros((3, 1), jnp.int32)), ValueError, "page_table"),
+        (dict(page_table=jnp.zeros((2, 1))), TypeError, "page_table"),
+        (dict(scale="a"), TypeError, "scale"),
+        (dict(local_window_size=-1), ValueError, "local_window_size"),
+        (dict(logits_soft_cap=0.0), ValueError, "logits_soft_cap"),
+        (dict(logits_soft_cap="a"), TypeError, "logits_soft_cap"),
+        (dict(sinks=jnp.zeros(3)), ValueError, "sinks"),
+        (dict(sinks=jnp.zeros(4, int)), TypeError, "sinks"),
+        (dict(key_scale=jnp.zeros(4)), ValueError, "key_scale"),
+        (dict(value_scale=jnp.zeros(2, int)), TypeError, "value_scale"),
+        (dict(num_splits=0), ValueError, "num_splits"),
+        (dict(num_splits=1.0), TypeError, "num_splits"),
+    ],
+)
+def test_bad_arguments(changes, error, name):
+    with pytest.raises(error, match=f"^{name}: got"):
+        call(**changes)
+
+
+@pytest.mark.parametrize("page_size", [8, 24])
+def test_page_sizes_that_cannot_be(page_size):
+    pages = jnp.zeros((4, page_size, 2, 8))
+    with pytest.raises(ValueError, match=f"^key_cache: got pages of {page_size}"):
+        call(key_cache=pages, value_cache=pages, page_table=jnp.zeros((2, 2), jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("key", "error", "name"),
+    [
+        (jnp.zeros((2, 1, 2)), ValueError, "key"),
+        (jnp.zeros((2, 1, 1, 8)), ValueError, "key"),
+        (jnp.zeros((2, 1, 2, 8), jnp.bfloat16), TypeError, "key"),
+        (jnp.zeros((3, 1, 2, 8)), ValueError, "key_cache"),
+    ],
+)
+def test_bad_arguments_of_update_cache(key, error, name):
+    _, *caches = inputs(2, 1, 32, 4, 2, 8)
+    with pytest.raises(error, match=f"^{name}: got"):
+        jax_flash.update_cache(*caches, key, jnp.zeros((2, 1, 2, 8)), jnp.array([1, 2]))

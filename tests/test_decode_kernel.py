@@ -1,0 +1,301 @@
+"""The decode kernel in interpret mode, with race detection, beside float64 attention."""
+
+import dataclasses
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import decode
+from pallas_kernels import combine
+from pallas_kernels import decode as kernel
+from pallas_kernels.config import SM_COUNT
+from tests.support import compile as support
+from tests.support.interpret import interpret_mode
+from tests.test_decode import exact, float8, inputs, paged
+
+needs_compiler = pytest.mark.skipif(support.missing() is not None, reason=str(support.missing()))
+
+attention = functools.partial(jax_flash.decode_attention, implementation="mosaic_gpu")
+
+# Relative to attention of |values|: rounding of the weights, and of the result.
+ROUNDING = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+
+
+def check(arrays, lengths, *, page_size=None, num_splits=None, scales=None, **options):
+    """Compares with float64; what the caches hold out of sight is NaN.
+
+    Args:
+      arrays: query and caches, contiguous.
+      lengths: of the sequences.
+      page_size: None, or of the pages that the caches are cut into.
+      num_splits: as for `jax_flash.decode_attention`.
+      scales: None, or `[2, K]` of keys and values, for float8 caches.
+      **options: likewise.
+    """
+    query, *caches = arrays
+    (B, T), S = query.shape[:2], caches[0].shape[1]
+    lengths = np.asarray(lengths, np.int32)
+    key, value = caches
+    if scales is not None:
+        (_, *caches), (_, key, value) = float8(arrays, scales)
+    exact_out, exact_lse = exact(query, key, value, lengths, **options)
+    bound, _ = exact(query, key, abs(value), lengths, **options)
+    if scales is not None:
+        options |= {"key_scale": scales[0], "value_scale": scales[1]}
+
+    first = np.maximum(lengths - T - options.get("local_window_size", S), 0)
+    key = np.arange(S)
+    unseen = (key < first[:, None]) | (key >= lengths[:, None])
+    caches = [jnp.where(unseen[..., None, None], jnp.nan, x) for x in caches]
+    if page_size is not None:
+        (key_cache, table), (value_cache, _) = (paged(x, page_size) for x in caches)
+        caches = key_cache, value_cache
+        in_use = ~unseen.reshape(B, -1, page_size).all(2)
+        options["page_table"] = np.where(in_use, table, 10**6)
+    out, lse = attention(
+        query, *caches, lengths, num_splits=num_splits, return_residual=True, **options
+    )
+    assert out.dtype == query.dtype
+    error = np.abs(np.asarray(out, np.float64) - exact_out)
+    allowed = ROUNDING[query.dtype.name] * bound + 1e-30
+    assert (error <= allowed).all(), (error / allowed).max()
+    np.testing.assert_allclose(lse, exact_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "dtype", "lengths", "options"),
+    [
+        (1, 264, 4, 2, 64, "bfloat16", [130, 264], {}),
+        (1, 256, 4, 4, 128, "float16", [0, 193], dict(num_splits=2)),
+        (1, 136, 3, 1, 256, "bfloat16", [70, 1], dict(num_splits=1)),
+        (3, 256, 6, 2, 128, "bfloat16", [2, 131], dict(num_splits=3)),  # a token that is none
+        (22, 128, 6, 2, 64, "bfloat16", [100], dict(num_splits=1)),  # two tiles, one with a tail
+        (32, 128, 4, 1, 128, "float16", [101], dict(num_splits=2)),  # two whole ones
+        # Positions beyond the cache.
+        (2, 128, 2, 1, 64, "bfloat16", [129, 150], dict(num_splits=2, local_window_size=40)),
+    ],
+)
+def test_kernel(T, S, N, K, H, dtype, lengths, options):
+    with interpret_mode():
+        check(inputs(len(lengths), T, S, N, K, H, dtype), lengths, **options)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(local_window_size=70),
+        dict(logits_soft_cap=2.0, scale=0.3),
+        dict(sinks=np.array([1.0, 20.0, -1e4, -np.inf, 0.0, 3.0], np.float32)),
+        dict(local_window_size=0, sinks=np.zeros(6, np.float32)),
+    ],
+    ids=["window", "soft cap", "sinks", "window of one"],
+)
+def test_options(options, num_splits):
+    arrays = inputs(2, 2, 256, 6, 2, 64, "bfloat16")
+    with interpret_mode():
+        check(arrays, [1, 230], num_splits=num_splits, **options)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+def test_pages(page_size):
+    arrays = inputs(2, 2, 256, 4, 2, 128, "bfloat16")
+    with interpret_mode():
+        check(arrays, [77, 250], page_size=page_size, num_splits=2, local_window_size=150)
+
+
+SCALES = np.array([[0.02, 0.015], [0.1, 3.0]], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("H", "dtype", "options"),
+    [
+        (64, "bfloat16", dict(num_splits=1, local_window_size=40)),
+        (128, "float16", dict(num_splits=2, page_size=16)),
+        (256, "bfloat16", dict(num_splits=1, page_size=64, logits_soft_cap=3.0)),
+    ],
+)
+def test_float8_caches(H, dtype, options):
+    with interpret_mode():
+        check(inputs(2, 2, 256, 4, 2, H, dtype), [70, 231], scales=SCALES, **options)
+
+
+def check_float8_queries_of_any_size(H):
+    """Which float16 could not hold: they take part in products of float16."""
+    query, key, value = inputs(2, 2, 256, 4, 4, H, "bfloat16")
+    sizes = np.array([2.0**-60, 2.0**60, 1.0, 2.0**-20], np.float32)
+    query = (query * sizes[:, None]).astype(query.dtype)
+    key = (key / sizes[:, None]).astype(key.dtype)
+    scales = np.stack([SCALES[0, 0] / sizes, np.full(4, SCALES[1, 0])]).astype(np.float32)
+    check((query, key, value), [70, 231], scales=scales)
+
+
+def test_float8_queries_of_any_size():
+    with interpret_mode():
+        check_float8_queries_of_any_size(64)
+
+
+def test_logits_that_grow():
+    """From block to block, beyond what a weight may be."""
+    query, key, value = inputs(1, 1, 256, 2, 1, 64, "float16")
+    key *= jnp.array([1.0, 8.0], key.dtype).repeat(128)[:, None, None]
+    with interpret_mode():
+        check((abs(query) * 3, abs(key), value), [200], num_splits=1)
+
+
+def test_others_in_the_batch_change_nothing():
+    query, *caches = inputs(3, 2, 256, 4, 2, 64, "bfloat16")
+    run = functools.partial(attention, num_splits=2, return_residual=True)
+    poisoned = [x.at[1].set(jnp.nan) for x in (query, *caches)]
+    with interpret_mode():
+        first = run(query, *caches, jnp.array([130, 256, 5]))
+        second = run(*poisoned, jnp.array([130, 70, 256]))
+        alone = run(*(x[:1] for x in (query, *caches)), jnp.array([130]))
+    for other in (second, alone):
+        chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[0], x) for x in (first, other)))
+
+
+def test_pages_give_the_same_bits():
+    query, *caches = inputs(1, 1, 128, 2, 2, 64, "bfloat16")
+    (key_cache, table), (value_cache, _) = (paged(x, 32) for x in caches)
+    lengths = jnp.array([100])
+    with interpret_mode():
+        expected = attention(query, *caches, lengths)
+        got = attention(query, key_cache, value_cache, lengths, page_table=table)
+    chex.assert_trees_all_equal(got, expected)
+
+
+def test_vmap_over_sequences():
+    query, *caches = inputs(2, 1, 64, 2, 1, 64, "bfloat16")
+    lengths = jnp.array([30, 64])
+    one = lambda *arrays: attention(*(x[None] for x in arrays))[0]
+    with interpret_mode():
+        chex.assert_trees_all_equal(
+            jax.vmap(one)(query, *caches, lengths), attention(query, *caches, lengths)
+        )
+
+
+def test_vmap_over_sequences_in_pages():
+    query, *caches = inputs(2, 1, 64, 2, 1, 64, "bfloat16")
+    (key_cache, table), (value_cache, _) = (paged(x, 16) for x in caches)
+    lengths = jnp.array([30, 64])
+
+    def one(query, length, pages):
+        options = {"page_table": pages[None]}
+        return attention(query[None], key_cache, value_cache, length[None], **options)[0]
+
+    with interpret_mode():
+        expected = attention(query, key_cache, value_cache, lengths, page_table=table)
+        chex.assert_trees_all_equal(jax.vmap(one)(query, lengths, jnp.asarray(table)), expected)
+
+
+def test_vmap_over_what_a_batch_shares():
+    arrays = (*inputs(1, 1, 64, 2, 1, 64, "bfloat16"), jnp.array([30]))
+    sinks = jnp.array([[0.0, 1.0], [2.0, -1.0]])
+    with_sinks = lambda sinks: attention(*arrays, sinks=sinks)
+    with interpret_mode():
+        expected = jnp.stack([with_sinks(x) for x in sinks])
+        chex.assert_trees_all_equal(jax.vmap(with_sinks)(sinks), expected)
+
+
+def problem(batch, kv_heads, capacity, width=128, tokens=1, group=4):
+    heads, dtype = kv_heads * group, np.dtype(jnp.bfloat16)
+    return kernel.DecodeProblem(
+        batch, tokens, heads, kv_heads, width, dtype, dtype, capacity, None, 1.0
+    )
+
+
+@pytest.mark.parametrize("width", kernel.WIDTHS)
+@pytest.mark.parametrize("capacity", [8, 64, 1000, 8192, 131072])
+@pytest.mark.parametrize("batch", [1, 2, 9, 16, 200])
+def test_splits_fill_the_gpu_and_no_more(batch, capacity, width):
+    p = problem(batch, 8, capacity, width)
+    config = p.config
+    splits = kernel.splits_for(p)
+    thread_blocks = batch * 8 * splits
+    blocks = -(-capacity // config.block_kv)
+    assert 1 <= splits <= min(blocks, combine.MOST_SPLITS)
+    if splits > 1:
+        assert thread_blocks <= config.blocks_per_sm * SM_COUNT
+        assert (splits - 1) * -(-blocks // splits) < blocks  # none is always empty
+    else:
+        full = SM_COUNT * config.blocks_per_sm // 2
+        assert thread_blocks >= min(full, 0.8 * SM_COUNT) or blocks <= kernel._SPLIT_STEPS
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(dtype="float32"), "dtype float32"),
+        (dict(H=80), "head width 80"),
+        (dict(h=32), "value width 32"),
+        (dict(S=60), "cache length of 60"),
+        (dict(scale=0.0), "scale 0.0"),
+        (dict(num_splits=129), "num_splits 129"),
+        (dict(T=0), "empty"),
+    ],
+)
+def test_refusals(change, reason):
+    shapes = dict(B=2, T=1, S=64, N=2, K=1, H=64, dtype="bfloat16")
+    arrays = inputs(**shapes | {k: x for k, x in change.items() if k not in _OPTIONS})
+    options = {k: x for k, x in change.items() if k in _OPTIONS}
+    with pytest.raises(NotImplementedError, match=f"implementation='mosaic_gpu': .*{reason}"):
+        attention(*arrays, jnp.array([3, 4]), **options)
+    jax_flash.decode_attention(*arrays, jnp.array([3, 4]), **options)  # plain JAX takes all of it
+
+
+_OPTIONS = ("scale", "num_splits")
+
+
+def test_choice_by_device(monkeypatch, caplog):
+    call = decode.DecodeCall(
+        *inputs(1, 1, 64, 2, 1, 64, "bfloat16"), jnp.array([3]), None, 0.1, *(None,) * 6
+    )
+    here = decode._choose(call, None)
+    if jax.default_backend() == "cpu":
+        assert here.implementation == "xla" and "Hopper" in here.reasons["mosaic_gpu"]
+    hopper = decode.device.Device("gpu", "NVIDIA H200", (9, 0))
+    monkeypatch.setattr(decode.device, "device_of", lambda _: hopper)
+    assert decode._choose(call, None).implementation == "mosaic_gpu"
+    assert decode._choose(call, "xla").implementation == "xla"
+    refused = dataclasses.replace(call, scale=-1.0)
+    assert decode._choose(refused, None).reasons["mosaic_gpu"].startswith("scale -1.0")
+    assert "scale -1.0" in caplog.text
+
+
+def launches(program: str) -> int:
+    """Custom calls, fusions and copies of a compiled program."""
+    return len(re.findall(r" = \S.* (custom-call|fusion|copy|convert|broadcast)\(", program))
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_a_token_takes_a_launch_and_splits_one_more(num_splits):
+    """Also where the LSE is of no use, though it stands behind a barrier."""
+    arrays = (*inputs(2, 1, 72, 8, 2, 64, "bfloat16"), jnp.array([3, 4]))
+    run = functools.partial(attention, num_splits=num_splits)
+    assert launches(support.compiled_program(run, arrays)) == num_splits
+
+
+@needs_compiler
+def test_update_cache_takes_a_launch_a_cache():
+    """On a GPU too it is in place."""
+    _, *caches = inputs(2, 1, 72, 6, 2, 64, "bfloat16")
+    arrays = (*caches, *(x[:, :1] for x in caches), jnp.array([3, 4]))
+    program = support.compiled_program(jax_flash.update_cache, arrays, donate_argnums=(0, 1))
+    assert launches(program) == 2 and program.count(" fusion(") == 2
+
+
+def test_lowering_for_cuda_and_refusal_elsewhere():
+    arrays = (*inputs(1, 1, 64, 2, 1, 64, "bfloat16"), jnp.array([3]))
+    lowered = jax.jit(attention).trace(*arrays).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+    if jax.default_backend() == "cpu":
+        with pytest.raises(NotImplementedError, match=r"Hopper GPUs.*lowered for cpu"):
+            attention(*arrays)

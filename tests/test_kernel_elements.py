@@ -1,0 +1,250 @@
+"""A bias and a dense mask on the kernels in interpret mode, beside float64."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from pallas_kernels import elements
+from tests.support.interpret import interpret_mode
+from tests.test_kernels import check, few_thread_blocks, inputs
+
+# Which axes of [B, N, T, S] an array has; others are 1.
+WHOLE, KEYS, HEADS, ROWS = "bnts", "bs", "nts", "nt"
+
+
+def shape_of(axes: str, B, N, T, S) -> tuple[int, ...]:
+    sizes = dict(b=B, n=N, t=T, s=S)
+    return tuple(size if axis in axes else 1 for axis, size in sizes.items())
+
+
+def random_mask(shape, seed=3, share=0.6, empty_rows=True) -> jax.Array:
+    """Holes at random, and where there are rows some that see nothing."""
+    mask = jax.random.bernoulli(jax.random.key(seed), share, shape)
+    return mask.at[:, :, 5:9].set(False) if empty_rows and shape[2] > 9 else mask
+
+
+def random_bias(shape, dtype=jnp.float32, seed=4) -> jax.Array:
+    return (2 * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
+
+
+@pytest.mark.parametrize("axes", ["bnts", "bs", "nts", "bt", "ns", "bts", ""])
+@pytest.mark.parametrize("axis", [2, 3])
+def test_bits_of_a_mask(axes, axis):
+    shape = shape_of(axes, 2, 3, 70, 133)
+    mask = np.asarray(random_mask(shape))
+    words = np.asarray(elements.pack(jnp.asarray(mask), axis))
+    rows, length = shape[5 - axis], shape[axis]
+    assert words.dtype == np.int32 and words.shape[:3] == (*shape[:2], rows)
+    bits = (words[..., None] >> np.arange(32)) & 1
+    bits = bits.reshape(*words.shape[:3], -1)
+    if length == 1:
+        assert bits.shape[-1] == 32
+        np.testing.assert_array_equal(bits, np.broadcast_to(mask.swapaxes(axis, 3), bits.shape))
+    else:
+        assert bits.shape[-1] % 128 == 0
+        np.testing.assert_array_equal(bits[..., :length], mask.swapaxes(axis, 3))
+        assert not bits[..., length:].any()
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "dtype", "axes", "options"),
+    [
+        (130, 200, 2, 1, 64, jnp.bfloat16, WHOLE, {}),
+        (200, 133, 2, 1, 64, jnp.float16, KEYS, dict(is_causal=True, query_offset=-20)),
+        (67, 150, 2, 2, 128, jnp.bfloat16, HEADS, dict(is_causal=True, query_offset=83)),
+        (140, 77, 1, 1, 128, jnp.float16, "bts", dict(local_window_size=(60, 20))),
+        (130, 67, 2, 1, 256, jnp.bfloat16, WHOLE, {}),
+        (70, 100, 1, 1, 256, jnp.bfloat16, KEYS, dict(is_causal=True)),
+        (100, 90, 1, 1, 64, jnp.bfloat16, ROWS, {}),
+    ],
+)
+def test_mask(T, S, N, K, H, dtype, axes, options):
+    """With rows that see nothing, in tiles with others, and holes anywhere."""
+    mask = random_mask(shape_of(axes, 2, N, T, S))
+    with interpret_mode():
+        check(inputs(2, T, S, N, K, H, dtype), mask=mask, **options)
+
+
+@pytest.mark.parametrize("H", [64, 128])
+def test_mask_with_deterministic_gradients_and_sinks(H):
+    arrays = inputs(1, 150, 200, 2, 1, H, jnp.bfloat16)
+    mask = random_mask((1, 2, 150, 200))
+    sinks = jnp.array([2.0, -1.0])
+    with interpret_mode():
+        check(arrays, mask=mask, sinks=sinks, deterministic=True)
+
+
+def test_rows_that_see_their_first_key_in_the_last_step():
+    """And others in the first one alone, of logits that differ by more than weights may."""
+    query, key, *rest = inputs(1, 64, 400, 1, 1, 64, jnp.bfloat16)
+    key = key * jnp.where(jnp.arange(400) < 128, 30, 1).astype(key.dtype)[:, None, None]
+    early = jnp.arange(400) < jnp.where(jnp.arange(64) % 2, 100, 400)[:, None]
+    mask = jnp.where((jnp.arange(64) % 4 == 2)[:, None], jnp.arange(400) >= 390, early)
+    with interpret_mode():
+        check((query, key, *rest), mask=mask, config=few_thread_blocks(64, 1))
+
+
+def with_lengths(**options):
+    return {k: jnp.array(v) if isinstance(v, list) else v for k, v in options.items()}
+
+
+@pytest.mark.parametrize(
+    ("H", "options"),
+    [
+        (64, with_lengths(key_value_seq_lengths=[150, 0], is_causal=True)),
+        (128, with_lengths(query_seq_lengths=[100, 64], query_offset=[9, -40], is_causal=True)),
+        (256, with_lengths(query_seq_lengths=[70, 100], key_value_seq_lengths=[0, 99])),
+    ],
+)
+def test_mask_with_lengths(H, options):
+    mask = random_mask((2, 1, 100, 180))
+    with interpret_mode():
+        check(inputs(2, 100, 180, 2, 1, H, jnp.bfloat16), mask=mask, **options)
+
+
+@pytest.mark.parametrize("H", [64, 256])
+def test_many_tiles_of_a_thread_block(H):
+    arrays = inputs(1, 300, 277, 2, 1, H, jnp.bfloat16)
+    mask = random_mask((1, 2, 300, 277))
+    with interpret_mode():
+        check(arrays, mask=mask, is_causal=True, config=few_thread_blocks(H, 1))
+
+
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("H", [64, 256])
+def test_what_a_mask_hides_does_not_count(H, poison):
+    """Keys that no query sees, queries that see no key, and their cotangents."""
+    query, key, value, dout, dlse = inputs(1, 80, 150, 2, 1, H, jnp.bfloat16)
+    mask = random_mask((1, 2, 80, 150)).at[..., 40:60].set(False)
+    no_query = np.asarray(~mask.any(3)).transpose(0, 2, 1)
+    assert no_query.any()
+    attention = functools.partial(
+        jax_flash.attention, mask=mask, return_residual=True, implementation="mosaic_gpu"
+    )
+
+    def results(query, key, value, dout, dlse):
+        results, vjp = jax.vjp(attention, query, key, value)
+        return *results, *vjp((dout, dlse))
+
+    def poisoned(x, poison=poison):
+        return jnp.where(no_query.reshape(no_query.shape + (1,) * (x.ndim - 3)), poison, x)
+
+    with interpret_mode():
+        clean = results(query, key, value, dout, dlse)
+        got = results(
+            poisoned(query, jnp.nan),  # numpy warns of inf in a product, which stops a kernel
+            key.at[:, 40:60].set(poison),
+            value.at[:, 40:60].set(poison),
+            poisoned(dout),
+            poisoned(dlse),
+        )
+    out, lse, d_query, d_key, d_value = clean
+    chex.assert_trees_all_equal(got, clean)
+    chex.assert_trees_all_equal(np.isneginf(lse), no_query)
+    for x, nothing in ((out, no_query), (d_query, no_query)):
+        assert not np.asarray(x)[nothing].any()
+    for x in (d_key, d_value):
+        assert not np.asarray(x)[:, 40:60].any()
+
+
+@pytest.mark.parametrize("axes", [(None, 0, None), (0, None, 0), (0, None, None)])
+def test_vmap(axes):
+    """Over queries, masks or biases, of which each gets the gradient of its own call."""
+    query, key, value, _, _ = inputs(2, 24, 40, 2, 1, 64, jnp.bfloat16)
+    stacks = (
+        jnp.stack([query, -query]),
+        random_mask((2, 1, 1, 24, 40)),
+        random_bias((2, 2, 24, 40)),
+    )
+
+    def gradients(query, mask, bias):
+        def loss(query, key, bias):
+            out = jax_flash.attention(query, key, value, bias, mask, implementation="mosaic_gpu")
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(query, key, bias)
+
+    one = lambda n: [x[n if axis == 0 else 0] for x, axis in zip(stacks, axes, strict=True)]
+    args = [x if axis == 0 else x[0] for x, axis in zip(stacks, axes, strict=True)]
+    with interpret_mode():
+        together = jax.vmap(gradients, in_axes=axes)(*args)
+        alone = jax.tree.map(lambda *x: jnp.stack(x), gradients(*one(0)), gradients(*one(1)))
+    chex.assert_trees_all_close(together[0], alone[0], rtol=1e-5)
+    chex.assert_trees_all_close(together[1], alone[1], rtol=2**-7, atol=1e-3)
+    assert abs(alone[1][2]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "dtype", "axes", "bias_dtype", "options"),
+    [
+        (130, 200, 2, 1, 64, jnp.bfloat16, WHOLE, jnp.bfloat16, {}),
+        (200, 133, 2, 1, 64, jnp.float16, KEYS, jnp.float32, dict(is_causal=True)),
+        (67, 150, 2, 2, 128, jnp.bfloat16, HEADS, jnp.float32, dict(is_causal=True)),
+        (140, 77, 1, 1, 128, jnp.float16, "bts", jnp.float16, dict(local_window_size=(60, 20))),
+        (130, 67, 2, 1, 256, jnp.bfloat16, "ns", jnp.bfloat16, {}),
+        (70, 100, 1, 1, 256, jnp.bfloat16, HEADS, jnp.bfloat16, dict(is_causal=True)),
+        (100, 90, 2, 1, 64, jnp.bfloat16, ROWS, jnp.float32, dict(is_causal=True, query_offset=-9)),
+        (70, 130, 2, 1, 64, jnp.bfloat16, "n", jnp.bfloat16, {}),
+    ],
+)
+def test_bias(T, S, N, K, H, dtype, axes, bias_dtype, options):
+    bias = random_bias(shape_of(axes, 2, N, T, S), bias_dtype)
+    with interpret_mode():
+        check(inputs(2, T, S, N, K, H, dtype), bias=bias, **options)
+
+
+@pytest.mark.parametrize("H", [64, 256])
+def test_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H):
+    """Also in rows that see nothing, which share tiles with others; -inf hides a key."""
+    arrays = inputs(2, 80, 150, 1, 1, H, jnp.bfloat16)
+    options = with_lengths(query_seq_lengths=[50, 80], key_value_seq_lengths=[140, 0])
+    attention = functools.partial(
+        jax_flash.attention, **options, return_residual=True, implementation="mosaic_gpu"
+    )
+    bias = random_bias((2, 1, 80, 150)).at[:, :, 3].set(-jnp.inf).at[..., 9:30].set(-jnp.inf)
+    hidden = (jnp.arange(80) >= jnp.array([50, 0])[:, None])[:, None, :, None]
+    hidden = hidden | (jnp.arange(150) >= 140)
+
+    def results(bias):
+        results, vjp = jax.vjp(lambda *x: attention(*x), *arrays[:3], bias)
+        return *results, *vjp(arrays[3:])
+
+    with interpret_mode():
+        clean, got = results(bias), results(jnp.where(hidden, jnp.nan, bias))
+    chex.assert_trees_all_equal(got, clean)
+    out, lse, *gradients = clean
+    chex.assert_tree_all_finite((out, gradients))
+    assert np.isneginf(lse[:, 3]).all() and np.isfinite(lse[0, 4:50]).all()
+    assert not np.asarray(gradients[3])[..., 9:30].any()
+    assert not np.asarray(gradients[3])[np.asarray(hidden)].any()
+
+
+@pytest.mark.parametrize(
+    ("H", "h", "mask_axes", "bias_axes", "options"),
+    [
+        (40, 72, "bts", "bs", dict(is_causal=True)),
+        (96, 96, None, HEADS, {}),
+        (192, 128, WHOLE, KEYS, dict(deterministic=True)),
+        (160, 224, KEYS, ROWS, dict(local_window_size=(60, 20))),
+    ],
+)
+def test_other_widths(H, h, mask_axes, bias_axes, options):
+    T, S, N, K = 70, 133, 2, 1
+    mask = random_mask(shape_of(mask_axes, 2, N, T, S)) if mask_axes else None
+    bias = random_bias(shape_of(bias_axes, 2, N, T, S))
+    with interpret_mode():
+        check(inputs(2, T, S, N, K, H, jnp.bfloat16, h=h), mask=mask, bias=bias, **options)
+
+
+@pytest.mark.parametrize("H", [64, 256])
+def test_bias_of_keys_over_many_tiles(H):
+    """Whose -inf hides all keys of the first steps, and one key of the last stands far above."""
+    arrays = inputs(1, 300, 277, 2, 1, H, jnp.bfloat16)
+    bias = random_bias((1, 2, 1, 277)).at[..., 100:].set(-jnp.inf).at[..., 5].set(200.0)
+    with interpret_mode():
+        check(arrays, bias=bias, config=few_thread_blocks(H, 1))
