@@ -275,7 +275,7 @@ def _build(
     mask_throughout = problem.has_bias and has_far_edge
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
-    registers_are_short = query_buffers == 1 and config.block_kv > 64
+    registers_are_short = query_buffers == 1 and (config.block_kv > 64 or problem.segmented)
     block_kv, dtype = config.block_kv, problem.dtype
     key_columns = Columns.whole(problem.width)
     value_columns = Columns.whole(problem.value_width)
@@ -509,11 +509,12 @@ def _build(
                 def key_step(j, carry, *, steps, index, tile, batch, end_block, exact, far=False):
                     """Logits of step j's key block together with the output of the step before."""
                     weights, state = carry
-                    if loads_elements:  # read anew: registers are short
+                    needs_mask = exact or far
+                    compares = needs_mask and problem.segmented and registers_are_short
+                    if loads_elements or compares:  # read anew: registers are short
                         number = number_of(index + fresh_zero())
                         tile, batch, _ = tiles.locate(number)
                         end_block = end_of(tile, batch)
-                    needs_mask = exact or far
                     bounds = load_bounds(tile, batch) if needs_mask else None
                     equal_ids = compare_ids(tile, batch, j) if needs_mask else None
                     k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
