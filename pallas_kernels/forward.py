@@ -17,8 +17,9 @@ the blocks that its far edge cuts come last, in a loop of their own.
 
 Where intervals are known only at run time, the table of key blocks is made from them before the
 kernel, for each batch entry, and steps with a mask read the bounds of their rows. So it is with
-segment ids: steps with a mask compare those of their rows and of their keys. The tiles of a thread
-block do not depend on either.
+segment ids: steps with a mask compare those of their rows and of their keys. How many tiles a
+thread block has does not depend on either; which ones, only on ids: those of each head are dealt by
+what they cost.
 
 Barriers. Full: an mbarrier a slot of Q, K and V, completed by TMA. Free: a named barrier a slot,
 the consumers arrive and the producer waits. Turn: a named barrier a consumer; who has the turn
@@ -174,14 +175,19 @@ class Tiles:
         return seen[..., 0].astype(jnp.int32)
 
     def schedule(self, thread_blocks: int) -> np.ndarray:
-        """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`."""
+        """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`.
+
+        If the problem is segmented, with ranks by cost in the place of tiles.
+        """
         p = self.problem
         # What tiles cost at run time is not known here.
         blocks = np.ones(self.per_head) if p.by_batch else self.key_blocks()[:, 0]
         cost = blocks + _TILE_OVERHEAD
+        if p.segmented:
+            cost = scheduler.costs_by_rank(self.per_head)
         bytes_per_kv_head = p.key_length * (p.width + p.value_width) * p.dtype.itemsize
         section = scheduler.heads_per_section(
-            self.config.section_bytes,
+            self.config.section_bytes * (scheduler.LONGER_SECTIONS if p.segmented else 1),
             bytes_per_kv_head,
             tiles_per_kv_head=self.per_head * p.group,
             slots=self.config.thread_blocks,
@@ -754,5 +760,13 @@ def _build(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )
+    if problem.segmented:
+
+        def run(key_blocks, *operands):
+            cost = key_blocks[:, :, 0]
+            order = scheduler.longest_first(schedule, cost, problem.heads)
+            return kernel(order, key_blocks, *operands)
+
+        return run
     tables = (schedule,) if key_blocks is None else (schedule, key_blocks)
     return lambda *operands: kernel(*map(jnp.asarray, tables), *operands)

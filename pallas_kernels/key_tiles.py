@@ -143,13 +143,18 @@ class KeyTiles:
         return jnp.pad(table, ((0, 1), (0, 0), (0, 0)), mode="edge")
 
     def schedule(self, thread_blocks: int, reverse: bool = False) -> np.ndarray:
-        """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`."""
+        """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`.
+
+        If the problem is segmented, with ranks by cost in the place of tiles.
+        """
         p = self.problem
         first, end = self.seeing_blocks()
         cost = p.group * (end - first) + _TILE_OVERHEAD
+        if p.segmented:
+            cost = scheduler.costs_by_rank(self.per_head)
         kv_heads = p.batch * p.kv_heads
         section = scheduler.heads_per_section(
-            BACKWARD_SECTION_BYTES,
+            BACKWARD_SECTION_BYTES * (scheduler.LONGER_SECTIONS if p.segmented else 1),
             p.group * p.query_length * self.row_bytes,
             tiles_per_kv_head=self.per_head,
             slots=SM_COUNT,
@@ -207,10 +212,11 @@ class KeyTiles:
             if not p.by_batch:
                 return kernel(jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands)
             seeing = self.seeing(intervals)
-            tables: tuple[jax.Array, ...] = (
-                jnp.asarray(schedule),
-                self.seeing_blocks_of(seeing, ids),
-            )
+            blocks, order = self.seeing_blocks_of(seeing, ids), jnp.asarray(schedule)
+            if p.segmented:
+                cost = blocks[:-1, :, 1] - blocks[:-1, :, 0]
+                order = scheduler.longest_first(schedule, cost, p.kv_heads)
+            tables: tuple[jax.Array, ...] = (order, blocks)
             if intervals is not None:
                 tables = (*tables, jnp.asarray(seeing))
             if ids is not None:

@@ -368,7 +368,7 @@ SEGMENTS = {
 
 
 @pytest.mark.parametrize("kind", SEGMENTS)
-@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("H", [64, 128, 160, 256])
 def test_segment_ids(H, kind):
     """One array for both sides, documents that are cut, and ids in no order; all masks."""
     query_ids, key_ids = (None if x is None else jnp.asarray(x) for x in SEGMENTS[kind])
