@@ -90,7 +90,8 @@ def attention(
         The device is the query's, or JAX's default device where the query is being traced.
       return_residual: also return the LSE.
       query_segment_ids: integers `[B, T]` (`[T]` without a batch): equal ids see each other.
-      key_value_segment_ids: integers `[B, S]` (`[S]` without a batch).
+      key_value_segment_ids: integers `[B, S]` (`[S]` without a batch). Where they are those of the
+        queries, one array for both saves the kernels a pass over the inputs.
       query_offset: position of query 0 among the keys: a static integer, or integers `[B]` or one
         for all. S - T aligns the last query with the last key. Causal and window alone use it.
       logits_soft_cap: cap > 0: logits, bias included, become cap * tanh(logits / cap).
@@ -293,9 +294,14 @@ def _checked(
         "both or neither",
     )
     if query_segment_ids is not None:
+        given_query_segment_ids = query_segment_ids
         query_segment_ids = _per_batch("query_segment_ids", query_segment_ids, (B, T), has_batch)
-        key_value_segment_ids = _per_batch(
-            "key_value_segment_ids", key_value_segment_ids, (B, S), has_batch
+        # One array for both stays one: then every position has its own id on the other side.
+        is_one = key_value_segment_ids is given_query_segment_ids and T == S
+        key_value_segment_ids = (
+            query_segment_ids
+            if is_one
+            else _per_batch("key_value_segment_ids", key_value_segment_ids, (B, S), has_batch)
         )
     if _is_number(query_offset, numbers.Integral):
         query_offset = int(query_offset)

@@ -24,7 +24,7 @@ from jax.interpreters import mlir
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
 from jax_flash.sharding import over_devices, placed, vary_alike
-from pallas_kernels import backward, forward
+from pallas_kernels import backward, forward, segments
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels.config import SUPPORTED_WIDTHS, Config, Problem, default
 from pallas_kernels.elements import BIAS_DTYPES, Elements
@@ -60,7 +60,8 @@ def unsupported(call: Call) -> str | None:
         # The exponent's multiplier is a float32, and -LSE / scale is added up in one.
         f"scale {call.scale} is not in {_SCALES}": isinstance(call.scale, (int, float))
         and not (_SCALES[0] <= call.scale <= _SCALES[1]),
-        "segment ids": see.query_segment_ids is not None,
+        "segment ids beside a mask or bias": see.query_segment_ids is not None
+        and (see.mask is not None or call.bias is not None),
         f"logits_soft_cap {call.logits_soft_cap} is not in {_SOFT_CAPS}": (
             call.logits_soft_cap is not None
             and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
@@ -97,6 +98,11 @@ def _prepared(call: Call):
     """The arguments of `_attention`: settings and operands."""
     assert isinstance(call.scale, (int, float))  # else unsupported
     lowest, highest, intervals = _intervals(call)
+    query_ids, key_ids = call.visibility.query_segment_ids, call.visibility.key_value_segment_ids
+    ids: tuple[jax.Array, ...] = (
+        () if query_ids is None or key_ids is None else (query_ids, key_ids)
+    )
+    are_one = query_ids is key_ids
     width, value_width = call.query.shape[-1], call.value.shape[-1]
     window = None if lowest is None or highest is None else highest - lowest + 1
     elements = _elements(call)
@@ -106,6 +112,8 @@ def _prepared(call: Call):
         lowest=lowest,
         highest=highest,
         dynamic=bool(intervals),
+        segmented=bool(ids),
+        all_count=bool(ids) and are_one and not intervals and _has_self(lowest, highest),
         has_mask=has_mask,
         has_bias=has_bias,
         soft_cap=call.logits_soft_cap,
@@ -124,18 +132,14 @@ def _prepared(call: Call):
         # For each batch entry, as vmap makes the batch longer, and sharded as the query is.
         batch_and_heads = jnp.zeros_like(call.query[:, 0, :, 0], jnp.float32)
         sinks = (batch_and_heads + call.sinks.astype(jnp.float32),)
-    problem = settings.problem(call.query, call.key, call.value)
-    key, value = call.key, call.value
+    query, key, value = call.query, call.key, call.value
+    problem = settings.problem(query, key, value)
     if has_mask:
         key, value = (_zero_masked(x, call.visibility, problem) for x in (key, value))
-    operands = (
-        _zero_unseeing(call.query, problem, intervals),
-        _zero_unseen(key, problem, intervals),
-        _zero_unseen(value, problem, intervals),
-        sinks,
-        intervals,
-        elements,
-    )
+    if not settings.all_count:
+        query = _zero_unseeing(query, problem, intervals, ids)
+        key, value = (_zero_unseen(x, problem, intervals, ids) for x in (key, value))
+    operands = query, key, value, sinks, intervals, ids, elements
     return settings, placed(operands, _OPERANDS)
 
 
@@ -190,22 +194,46 @@ def _bounds(
     return lowest, highest
 
 
-def _zero_unseeing(x: jax.Array, problem: Problem, intervals: tuple[jax.Array, ...]) -> jax.Array:
+def _has_self(lowest: int | None, highest: int | None) -> bool:
+    """Whether every position sees itself by these bounds."""
+    return (lowest is None or lowest <= 0) and (highest is None or highest >= 0)
+
+
+def _zero_unseeing(
+    x: jax.Array,
+    problem: Problem,
+    intervals: tuple[jax.Array, ...],
+    ids: tuple[jax.Array, ...],
+) -> jax.Array:
     """x `[B, T, ...]` with zeros where a query sees no key: 0 * NaN would be NaN."""
-    for seen_keys in intervals:
-        x = _zero_where_empty(x, seen_keys)
+    if ids:
+        query_ids, key_ids = ids
+        of_queries = intervals or (run_time_intervals.of_bounds_of_queries(problem),)
+        return _zero_unless(segments.has_partner(query_ids, key_ids, of_queries[0]), x)
+    for seen in intervals:
+        x = _zero_unless(seen[:, 0] < seen[:, 1], x)
     return _zero_outside(x, problem.seeing_queries)
 
 
-def _zero_unseen(x: jax.Array, problem: Problem, intervals: tuple[jax.Array, ...]) -> jax.Array:
+def _zero_unseen(
+    x: jax.Array,
+    problem: Problem,
+    intervals: tuple[jax.Array, ...],
+    ids: tuple[jax.Array, ...],
+) -> jax.Array:
     """x `[B, S, ...]` with zeros where no query sees the key."""
-    for seen_keys in intervals:
-        x = _zero_where_empty(x, run_time_intervals.of_keys(seen_keys, problem.key_length))
+    seeing = [run_time_intervals.of_keys(seen, problem.key_length) for seen in intervals]
+    if ids:
+        query_ids, key_ids = ids
+        of_keys = seeing or (run_time_intervals.of_bounds_of_keys(problem),)
+        return _zero_unless(segments.has_partner(key_ids, query_ids, of_keys[0]), x)
+    for seen_by in seeing:
+        x = _zero_unless(seen_by[:, 0] < seen_by[:, 1], x)
     return _zero_outside(x, problem.seen_keys)
 
 
-def _zero_where_empty(x: jax.Array, intervals: jax.Array) -> jax.Array:
-    counts = intervals[:, 0] < intervals[:, 1]
+def _zero_unless(counts: jax.Array, x: jax.Array) -> jax.Array:
+    """x `[B, R, ...]` with zeros where `[B, R]` counts is false."""
     return jnp.where(counts.reshape(counts.shape + (1,) * (x.ndim - 2)), x, 0)
 
 
@@ -224,6 +252,8 @@ class _Settings:
     lowest: int | None
     highest: int | None
     dynamic: bool
+    segmented: bool
+    all_count: bool  # whether every query is known to see a key, and every key to be seen
     has_mask: bool
     has_bias: bool
     soft_cap: float | None
@@ -244,6 +274,7 @@ class _Settings:
             lowest=self.lowest,
             highest=self.highest,
             dynamic=self.dynamic,
+            segmented=self.segmented,
             has_mask=self.has_mask,
             has_bias=self.has_bias,
             value_width=value.shape[-1],
@@ -252,12 +283,13 @@ class _Settings:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings, query, key, value, sinks, intervals, elements):
+def _attention(settings, query, key, value, sinks, intervals, ids, elements):
     """Output `[B, T, N, h]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
 
-    Intervals are one `[B, 2, T]`, or none where they are static.
+    Intervals are one `[B, 2, T]`, or none where they are static. Ids are `[B, T]` of queries and
+    `[B, S]` of keys, or none.
     """
-    return _attention_forward(settings, query, key, value, sinks, intervals, elements)[0]
+    return _attention_forward(settings, query, key, value, sinks, intervals, ids, elements)[0]
 
 
 def _attention_with_residuals(settings, *args):
@@ -280,16 +312,16 @@ class _Static:
     holds: bool
 
 
-def _attention_forward(settings, query, key, value, sinks, intervals, elements):
+def _attention_forward(settings, query, key, value, sinks, intervals, ids, elements):
     run = _folding_vmap(functools.partial(_run_forward, settings))
-    out, lse = run(query, key, value, sinks, intervals, elements)
+    out, lse = run(query, key, value, sinks, intervals, ids, elements)
     out = checkpoint_name(out, OUT_NAME)
     lse = checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (query, key, value, sinks, intervals, elements, out, lse)
+    return (out, lse), (query, key, value, sinks, intervals, ids, elements, out, lse)
 
 
 def _attention_backward(settings, residuals, cotangents):
-    bias_wanted, query, key, value, sinks, intervals, elements, *results = residuals
+    bias_wanted, query, key, value, sinks, intervals, ids, elements, *results = residuals
     cotangents = [
         jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
     ]
@@ -300,11 +332,11 @@ def _attention_backward(settings, residuals, cotangents):
     run = _folding_vmap(functools.partial(_run_backward, settings))
     # A sink is in the LSE: to the gradients of the others it is no more than that.
     d_query, d_key, d_value, *d_bias = run(
-        query, key, value, intervals, elements, differentiated, *results, *cotangents
+        query, key, value, intervals, ids, elements, differentiated, *results, *cotangents
     )
     d_sinks = tuple(_sink_gradient(sink, *results, *cotangents) for sink in sinks)
     d_elements = Elements(None, *d_bias) if d_bias else None
-    return d_query, d_key, d_value, d_sinks, None, d_elements
+    return d_query, d_key, d_value, d_sinks, None, None, d_elements
 
 
 def _sink_gradient(sink, out, lse, d_out, d_lse):
@@ -319,8 +351,8 @@ _attention.defvjp(_attention_with_residuals, _attention_backward, symbolic_zeros
 
 
 # Letters of `sharding.over_devices`: of several arrays, and of the operands of `_attention`.
-_QUERY, _KEY, _ROWS, _INTERVALS, _ELEMENTS = "b.n.", "b.k.", "bn.", "b..", "bn.."
-_OPERANDS = _QUERY, _KEY, _KEY, "bn", _INTERVALS, _ELEMENTS
+_QUERY, _KEY, _ROWS, _INTERVALS, _IDS, _ELEMENTS = "b.n.", "b.k.", "bn.", "b..", "b.", "bn.."
+_OPERANDS = _QUERY, _KEY, _KEY, "bn", _INTERVALS, _IDS, _ELEMENTS
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
@@ -329,16 +361,17 @@ def _run_forward(settings, leading, *args):
     return over_devices(run, _OPERANDS, (_QUERY, _ROWS), leading)(*args)
 
 
-def _local_forward(settings, query, key, value, sinks, intervals, elements):
+def _local_forward(settings, query, key, value, sinks, intervals, ids, elements):
     problem = settings.problem(query, key, value)
 
-    def kernel(query, key, value, sinks, intervals, elements):
+    def kernel(query, key, value, sinks, intervals, ids, elements):
         out, lse = forward.attention(
             _pad_rows(query),
             _pad_rows(key),
             _pad_rows(value),
             next(iter(sinks), None),
             next(iter(intervals), None),
+            ids or None,
             elements,
             problem=problem,
             config=settings.config.forward,
@@ -352,26 +385,29 @@ def _local_forward(settings, query, key, value, sinks, intervals, elements):
         jax.ShapeDtypeStruct(out_shape, query.dtype),
         jax.ShapeDtypeStruct(lse_shape, jnp.float32),
     )
-    return _on_hopper(kernel, out_types, query, key, value, sinks, intervals, elements)
+    return _on_hopper(kernel, out_types, query, key, value, sinks, intervals, ids, elements)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_backward(settings, leading, *args):
-    operands = _QUERY, _KEY, _KEY, _INTERVALS, _ELEMENTS, _ELEMENTS, _QUERY, _ROWS, _QUERY, _ROWS
-    differentiated = args[5]
+    results_and_cotangents = _QUERY, _ROWS, _QUERY, _ROWS
+    operands = _QUERY, _KEY, _KEY, _INTERVALS, _IDS, _ELEMENTS, _ELEMENTS, *results_and_cotangents
+    differentiated = args[6]
     results = _QUERY, _KEY, _KEY, *(_ELEMENTS for _ in differentiated)
     run = functools.partial(_local_backward, settings)
     return over_devices(run, operands, results, leading)(*args)
 
 
 def _local_backward(
-    settings, query, key, value, intervals, elements, differentiated, out, lse, d_out, d_lse
+    settings, query, key, value, intervals, ids, elements, differentiated, out, lse, d_out, d_lse
 ):
     """Gradients of query, key, value, and of the bias where `differentiated` has one."""
     problem = settings.problem(query, key, value)
 
-    def kernel(query, key, value, intervals, elements, differentiated, out, lse, d_out, d_lse):
+    def kernel(query, key, value, intervals, ids, elements, differentiated, out, lse, d_out, d_lse):
         query, d_out = _zero_empty(query, d_out, lse, problem)
+        if not settings.all_count:
+            d_out = _zero_unseeing(d_out, problem, intervals, ids)
         if differentiated:
             elements = elements._replace(bias=differentiated[0])
         d_query, d_key, d_value, *d_bias = backward.attention_gradients(
@@ -380,13 +416,14 @@ def _local_backward(
             _pad_rows(value),
             _pad_rows(out),
             lse,
-            _pad_rows(_zero_unseeing(d_out, problem, intervals)),
+            _pad_rows(d_out),
             d_lse,
             problem=problem,
             config=settings.config.backward,
             deterministic=settings.deterministic,
             query_config=settings.config.backward_query,
             intervals=next(iter(intervals), None),
+            ids=ids or None,
             elements=elements,
             with_bias_gradient=bool(differentiated),
         )
@@ -394,7 +431,7 @@ def _local_backward(
         return _keep_apart((d_query[:, :rows], d_key[:, :keys], d_value[:, :keys], *d_bias))
 
     out_types = tuple(jax.typeof(x) for x in (query, key, value, *differentiated))
-    args = query, key, value, intervals, elements, differentiated, out, lse, d_out, d_lse
+    args = query, key, value, intervals, ids, elements, differentiated, out, lse, d_out, d_lse
     return _on_hopper(kernel, out_types, *args)
 
 

@@ -65,7 +65,7 @@ from pallas_kernels.config import (
     BackwardQueryConfig,
     Problem,
 )
-from pallas_kernels.elements import NO_ELEMENTS, ElementRefs, Elements, biased
+from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
 from pallas_kernels.online_softmax import LOG2E
@@ -104,6 +104,7 @@ def attention_gradients(
     deterministic: bool = False,
     query_config: BackwardQueryConfig | None = None,
     intervals: jax.Array | None = None,
+    ids: tuple[jax.Array, jax.Array] | None = None,
     elements: Elements = NO_ELEMENTS,
     with_bias_gradient: bool = False,
 ) -> tuple[jax.Array, ...]:
@@ -125,6 +126,8 @@ def attention_gradients(
       query_config: that kernel's tile sizes; None for those of `BACKWARD_QUERY`.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
+      ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
+        `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
       elements: mask and bias of a problem that has them (`elements.py`).
       with_bias_gradient: the bias has a gradient too, which takes a kernel of its own.
 
@@ -160,20 +163,20 @@ def attention_gradients(
         d_bias = (bias_gradient.bias_gradient(*operands, intervals, elements, problem=problem),)
     if deterministic:
         dq = backward_query.query_gradient(
-            *operands, intervals, elements, problem=problem, config=query_config
+            *operands, intervals, ids, elements, problem=problem, config=query_config
         )
         if isinstance(config, BackwardKeyConfig):
             gradients = backward_key.key_value_gradients(
-                *operands, intervals, elements, problem=problem, config=config
+                *operands, intervals, ids, elements, problem=problem, config=config
             )
         else:
             main = _build_main(problem, config, key.shape[1], interpreting(), False)
-            gradients = main(intervals, *elements.operands(transposed=True), *operands)
+            gradients = main(intervals, ids, *elements.operands(transposed=True), *operands)
         return dq, *gradients, *d_bias
     d_query = jax.new_ref(*zeros)
     main = _build_main(problem, config, key.shape[1], interpreting(), True)
     element_operands = elements.operands(transposed=True)
-    d_key, d_value = main(intervals, *element_operands, *operands, d_query)
+    d_key, d_value = main(intervals, ids, *element_operands, *operands, d_query)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())
     return cast(jax.freeze(d_query)), d_key, d_value, *d_bias
 
@@ -207,13 +210,14 @@ def _build_main(
     row_bytes += 4 * problem.widest if with_query_gradient else 0
     tiles = KeyTiles(problem, _BLOCK_KV, block_q, row_bytes=row_bytes)
     query_blocks = tiles.query_blocks
-    # At width 128 there are registers for weights and dQ at a time only where all else is simple.
+    # There are registers for weights and dQ at a time only where all else is simple.
     simple = not (tiles.any_mask or group > 1) and key_columns.tiles == value_columns.tiles == 1
-    early_weights = (width <= 64 or simple) and not problem.has_elements
+    early_weights = simple or (width <= 64 and not (problem.segmented and group > 1))
+    early_weights = early_weights and not problem.has_elements
     # Where there are no registers for dP' at a time.
-    weights_first = problem.has_elements or (has_cap and problem.dynamic and width <= 64)
+    weights_first = problem.has_elements or (has_cap and problem.by_batch and width <= 64)
     registers = config.registers
-    if has_cap and problem.dynamic and with_query_gradient and width == 128:
+    if has_cap and problem.by_batch and with_query_gradient and width == 128:
         registers = (232, 40)  # the producer spills with fewer
 
     ds_stored = NamedBarriers(first=_CONSUMERS + 2, count=2 * _CONSUMERS, arrivers=1)
@@ -252,22 +256,18 @@ def _build_main(
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_backward(
-        schedule_ref, seeing_blocks_ref, *more_refs,
+        *all_refs,
         k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem, delta_smem,
         k_full, v_full, q_full, o_full, dq_smem=None, twins=None,
     ):  # fmt: skip
-        seeing_ref, *refs = more_refs if problem.dynamic else (None, *more_refs)
-        elements, refs = ElementRefs.split(problem, refs, transposed=True)
+        warpgroup = lax.axis_index("warpgroup")
+        walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, *dq_refs, dk_ref, dv_ref = refs
         ds_stored, free, v_free, dq_staged, gradients_staged, sent = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
         )
-        warpgroup = lax.axis_index("warpgroup")
-        block = lax.axis_index("block")
         zero = jnp.int32(0)
-
-        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, block, seeing_ref, elements)
 
         def first_index():
             """A list is walked from its end, since comparing with 0 takes no register."""
@@ -303,16 +303,16 @@ def _build_main(
                     logits, to_log2 = biased(logits, factor, loaded)
                     return jnp.exp2(logits * to_log2)
 
-                def masked(weights, mask, j, loaded, fill=0.0):
+                def masked(weights, mask, j, equal_ids, loaded, fill=0.0):
                     if mask is not None:
-                        weights = mask(weights, j, fill)
+                        weights = mask(weights, j, equal_ids, fill)
                     return masked_by_element(weights, loaded, fill)
 
-                def load_capped_weights(loaded, mask, j, slot, *, wait_n):
+                def load_capped_weights(loaded, mask, j, equal_ids, slot, *, wait_n):
                     """Weights, the operand of dV, and times the derivative of the cap, for dS'."""
                     products = plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
                     logits, _ = soft_cap.capped(products, loaded, problem)
-                    logits = masked(logits, mask, j, loaded, soft_cap.UNSEEN)
+                    logits = masked(logits, mask, j, equal_ids, loaded, soft_cap.UNSEEN)
                     return soft_cap.capped_weights(logits, load_start(slot), problem)
 
                 def load_ds(weights, slot):
@@ -381,8 +381,10 @@ def _build_main(
                     else:
                         hand_over_dq()
                         plgpu.barrier_wait(o_full.at[o_slot])
+                    # Between dQ and dP' there are registers for it.
+                    equal_ids = mask.equal_ids(j) if mask is not None else None
                     issue_d_weights(o_slot)
-                    weights = masked(weights, mask, j, loaded)
+                    weights = masked(weights, mask, j, equal_ids, loaded)
                     value_columns.expand(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
                     ds = load_ds(weights, o_slot)
                     key_columns.expand(dk_acc, ds, q_smem.at[slot])
@@ -392,6 +394,7 @@ def _build_main(
 
                 def step_without_dq(j, mask, load_elements, index):
                     slot, o_slot, parity = slots(j)
+                    equal_ids = mask.equal_ids(j) if mask is not None else None
                     plgpu.barrier_wait(q_full.at[slot])
                     # All that starts at zero before the first product, or ptxas injects a wait.
                     zeroed = has_cap and not weights_first
@@ -405,7 +408,7 @@ def _build_main(
                         issue_d_weights(o_slot, zeroed)
                     if has_cap:
                         operand, weights = load_capped_weights(
-                            loaded, mask, j, o_slot, wait_n=wait_n
+                            loaded, mask, j, equal_ids, o_slot, wait_n=wait_n
                         )
                     else:
                         weights = load_weights(loaded, wait_n=wait_n)
@@ -413,7 +416,7 @@ def _build_main(
                         plgpu.barrier_wait(o_full.at[o_slot])
                         issue_d_weights(o_slot)
                     if not has_cap:
-                        weights = masked(weights, mask, j, loaded)
+                        weights = masked(weights, mask, j, equal_ids, loaded)
                         operand = weights.astype(dtype)
                     value_columns.expand(dv_acc, operand, o_smem.at[o_slot])
                     ds = load_ds(weights, o_slot)

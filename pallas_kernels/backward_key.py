@@ -49,7 +49,7 @@ from jax import lax
 from pallas_kernels import soft_cap
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BackwardKeyConfig, Problem, whole_tiles
-from pallas_kernels.elements import NO_ELEMENTS, ElementRefs, Elements, biased
+from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
 from pallas_kernels.online_softmax import LOG2E
@@ -84,6 +84,7 @@ def key_value_gradients(
     start: jax.Array,
     minus_delta: jax.Array,
     intervals: jax.Array | None = None,
+    ids: tuple[jax.Array, jax.Array] | None = None,
     elements: Elements = NO_ELEMENTS,
     *,
     problem: Problem,
@@ -101,6 +102,8 @@ def key_value_gradients(
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
+      ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
+        `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
       elements: mask and bias of a problem that has them (`elements.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: registers and thread blocks.
@@ -110,7 +113,7 @@ def key_value_gradients(
     """
     kernel = _build(problem, config, key.shape[1], interpreting())
     operands = query, key, value, d_out, start, minus_delta
-    return kernel(intervals, *elements.operands(transposed=True), *operands)
+    return kernel(intervals, ids, *elements.operands(transposed=True), *operands)
 
 
 class _Parts(NamedTuple):
@@ -193,12 +196,12 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_backward_key(
-        schedule_ref, seeing_blocks_ref, *more_refs,
+        *all_refs,
         k_smem, v_smem, late_smem, q_smem, o_smem, start_smem, delta_smem, mail,
         k_full, v_full, late_full, q_full, o_full, twins=None,
     ):  # fmt: skip
-        seeing_ref, *refs = more_refs if problem.dynamic else (None, *more_refs)
-        elements, refs = ElementRefs.split(problem, refs, transposed=True)
+        warpgroup = lax.axis_index("warpgroup")
+        walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dk_ref, dv_ref = refs
         weights_sent, ds_sent, late_free, q_free, o_free, k_free, v_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
@@ -206,9 +209,6 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         )
         weights_mail = mail
         ds_mail = mail.at[pl.ds(0, mail_shape(block_q, dtype)[0])]
-        warpgroup = lax.axis_index("warpgroup")
-        block = lax.axis_index("block")
-        walk = Walk(tiles, schedule_ref, seeing_blocks_ref, block, seeing_ref, elements)
         zero = jnp.int32(0)
 
         def slot_of(j):
@@ -260,7 +260,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
 
                 def masked(weights, mask, j, loaded, fill=0.0):
                     if mask is not None:
-                        weights = mask(weights, j, fill)
+                        weights = mask(weights, j, mask.equal_ids(j), fill)
                     return masked_by_element(weights, loaded, fill)
 
                 def issue_late_dk(j):

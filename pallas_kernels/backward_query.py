@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels import scheduler, soft_cap
+from pallas_kernels import scheduler, segments, soft_cap
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
@@ -50,10 +50,12 @@ from pallas_kernels.primitives import (
     HAND_ORDERED,
     NamedBarriers,
     div_rem,
+    equal_columns,
     fresh_zero,
     interpreting,
     keep_columns_from,
     keep_columns_to,
+    keep_equal,
     load_rows,
     zero_tile,
 )
@@ -71,6 +73,7 @@ def query_gradient(
     start: jax.Array,
     minus_delta: jax.Array,
     intervals: jax.Array | None = None,
+    ids: tuple[jax.Array, jax.Array] | None = None,
     elements: Elements = NO_ELEMENTS,
     *,
     problem: Problem,
@@ -88,6 +91,8 @@ def query_gradient(
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
+      ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
+        `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
       elements: mask and bias of a problem that has them (`elements.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
@@ -97,7 +102,7 @@ def query_gradient(
     """
     kernel = _build(problem, config, query.shape[1], interpreting())
     operands = query, key, value, d_out, start, minus_delta
-    return kernel(intervals, *elements.operands(), *operands)
+    return kernel(intervals, ids, *elements.operands(), *operands)
 
 
 def hide(weights, problem: Problem, first_row, first_key, bounds, fill: float = 0.0) -> jax.Array:
@@ -159,16 +164,33 @@ def _key_blocks(problem: Problem, block_kv: int, first_row, rows: int, xp) -> _K
     return _KeyBlocks(first, end, first_unmasked, xp.maximum(end_unmasked, first_unmasked))
 
 
-def _key_blocks_of(intervals: jax.Array, block_kv: int, rows: int) -> _KeyBlocks:
-    """The same of each tile of `rows` rows, `[B, tiles]`, from the keys `[B, 2, T]` of each query.
+def _key_blocks_of(
+    intervals: jax.Array | np.ndarray,
+    block_kv: int,
+    rows: int,
+    ids: tuple[jax.Array, jax.Array] | None = None,
+) -> _KeyBlocks:
+    """The same of each tile of `rows` rows, `[B, tiles]`.
 
     A row that sees nothing needs no mask, as it has no weight.
+
+    Args:
+      intervals: the keys `[B or 1, 2, T]` of each query.
+      ids: segment ids of queries and keys, if the problem is segmented.
     """
     reach = run_time_intervals.reach(intervals, rows, empty_rows_count=False)
-    end = -(-reach.end // block_kv)
-    first = jnp.minimum(reach.first // block_kv, end)
-    first_unmasked = jnp.clip(-(-reach.common_first // block_kv), first, end)
-    end_unmasked = jnp.clip(reach.common_end // block_kv, first_unmasked, end)
+    blocks = segments.Blocks(
+        first=reach.first // block_kv,
+        end=-(-reach.end // block_kv),
+        first_unmasked=-(-reach.common_first // block_kv),
+        end_unmasked=reach.common_end // block_kv,
+    )
+    if ids is not None:
+        blocks = segments.restricted(blocks, segments.sharing(*ids, rows, block_kv))
+    end = blocks.end
+    first = jnp.minimum(blocks.first, end)
+    first_unmasked = jnp.clip(blocks.first_unmasked, first, end)
+    end_unmasked = jnp.clip(blocks.end_unmasked, first_unmasked, end)
     return _KeyBlocks(first, end, first_unmasked, end_unmasked)
 
 
@@ -185,8 +207,9 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
     tiles = -(-problem.query_length // block_q)
     first_rows = np.arange(tiles) * block_q
-    dynamic, has_far_edge = problem.dynamic, problem.has_far_edge
-    of_tiles = _key_blocks(problem, block_kv, first_rows, block_q, np)  # if dynamic, of all keys
+    dynamic, by_batch, has_far_edge = problem.dynamic, problem.by_batch, problem.has_far_edge
+    # What is known at run time only is left out.
+    of_tiles = _key_blocks(problem, block_kv, first_rows, block_q, np)
     key_blocks = of_tiles.end - of_tiles.first
     any_mask = has_far_edge or bool((of_tiles.end_unmasked < of_tiles.end).any())
 
@@ -206,18 +229,22 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         order = np.c_[order, of_tiles.end[tile]]
     order = order.astype(np.int32)
 
-    def order_of(intervals: jax.Array) -> jax.Array:
+    def order_of(intervals, ids) -> jax.Array:
         """The order, with key blocks by batch entry, and `_KeyBlocks` of each consumer."""
+        if intervals is None:
+            intervals = run_time_intervals.of_bounds_of_queries(problem)
         batch = head // problem.heads
-        of_tiles = _key_blocks_of(intervals, block_kv, block_q)
+        blocks = _key_blocks_of(intervals, block_kv, _ROWS, ids)
+        of_consumers = jnp.stack([with_all_consumers(x) for x in blocks], axis=-1)
+        of_consumers = of_consumers.reshape(problem.batch, tiles, _CONSUMERS, -1)
+        first, end = of_consumers[..., 0], of_consumers[..., 1]
+        tile_end = end.max(-1, keepdims=True)
+        tile_first = jnp.where(first < end, first, tile_end).min(-1, keepdims=True)
         # A consumer that sees nothing has no blocks, at the tile's first.
-        of_consumers = [
-            jnp.maximum(x, jnp.repeat(of_tiles.first, _CONSUMERS, axis=1))
-            for x in map(with_all_consumers, _key_blocks_of(intervals, block_kv, _ROWS))
-        ]
-        by_consumer = jnp.stack(of_consumers, axis=-1).reshape(problem.batch, tiles, -1)
-        ends = jnp.stack([of_tiles.end - of_tiles.first, of_tiles.end], axis=-1)
-        numbers = jnp.concatenate([ends, by_consumer], axis=-1)[batch, tile]
+        of_consumers = jnp.maximum(of_consumers, tile_first[..., None])
+        by_consumer = of_consumers.reshape(problem.batch, tiles, -1)
+        numbers = jnp.concatenate([tile_end - tile_first, tile_end, by_consumer], axis=-1)
+        numbers = numbers[batch, tile]
         return jnp.concatenate([jnp.asarray(order[:, :2]), numbers], axis=1)
 
     def with_all_consumers(of_consumers: jax.Array) -> jax.Array:
@@ -245,8 +272,9 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         order_ref, *more_refs,
         q_smem, o_smem, k_smem, v_smem, q_full, o_full, k_full, v_full, twins=None,
     ):  # fmt: skip
-        intervals_ref, *refs = more_refs if dynamic else (None, *more_refs)
-        elements, refs = ElementRefs.split(problem, refs)
+        # Intervals if dynamic, ids if segmented, then elements and the operands.
+        mask_refs = more_refs[: int(dynamic) + 2 * int(problem.segmented)]
+        elements, refs = ElementRefs.split(problem, more_refs[len(mask_refs) :])
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref = refs
         k_free, v_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
@@ -275,18 +303,28 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 rows = pl.ds(first_row_of(warpgroup), _ROWS)
                 return plgpu.load(ref.at[batch, head, rows], layout=_PER_ROW, optimized=False)
 
-            def masked(weights, key_block, fill=0.0):
+            def compare_ids(j):
+                """Where keys of step j and rows have equal segment ids; None if there are none."""
+                if not problem.segmented:
+                    return None
+                batch, _ = batch_and_head()
+                query_ids_ref, key_ids_ref = mask_refs[-2:]
+                first_key = (end_block - 1 - j) * block_kv
+                first_row, last_row = first_row_of(warpgroup), problem.query_length - 1
+                ids = load_rows(query_ids_ref.at[batch], first_row, last_row)
+                return equal_columns(ids, key_ids_ref.at[batch], first_key, block_kv)
+
+            def masked(weights, key_block, equal_ids, fill=0.0):
                 """Weights with `fill` where the row may not see the key, or there is none."""
                 first_row = lambda: first_row_of(warpgroup)
 
                 def bounds():
                     batch, _ = batch_and_head()
                     first, last_row = first_row(), problem.query_length - 1
-                    return [
-                        load_rows(intervals_ref.at[batch, n], first, last_row) for n in range(2)
-                    ]
+                    return [load_rows(mask_refs[0].at[batch, n], first, last_row) for n in range(2)]
 
-                return hide(weights, problem, first_row, key_block * block_kv, bounds, fill)
+                weights = hide(weights, problem, first_row, key_block * block_kv, bounds, fill)
+                return weights if equal_ids is None else keep_equal(weights, equal_ids, fill)
 
             def compute(dq_acc, s_acc, dp_acc):
                 start = per_row(start_ref) * (1.0 if has_cap else factor)
@@ -311,6 +349,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 def step(j, _, *, needs_mask):
                     # Addresses made anew each step: registers are short.
                     ks, vs, own_rows = k_slot(j), v_slot(j), warpgroup + fresh_zero()
+                    equal_ids = compare_ids(j) if needs_mask else None
                     plgpu.barrier_wait(k_full.at[ks])
                     # Both before the first product, or ptxas injects a wait.
                     s_acc[...] = zero_tile(_ROWS, block_kv)
@@ -326,7 +365,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     if has_cap:
                         logits, _ = soft_cap.capped(logits, loaded, problem)
                         if needs_mask:
-                            logits = masked(logits, end_block - 1 - j, soft_cap.UNSEEN)
+                            logits = masked(logits, end_block - 1 - j, equal_ids, soft_cap.UNSEEN)
                         logits = masked_by_element(logits, loaded, soft_cap.UNSEEN)
                         minus_lse = spread(start, logits.shape)
                         _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
@@ -334,7 +373,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                         logits, to_log2 = biased(logits, factor, loaded)
                         weights = jnp.exp2(logits * to_log2 + spread(start, logits.shape))
                         if needs_mask:
-                            weights = masked(weights, end_block - 1 - j)
+                            weights = masked(weights, end_block - 1 - j, equal_ids)
                         weights = masked_by_element(weights, loaded, 0.0)
                     if weights_first:
                         dp_acc[...] = zero_tile(_ROWS, block_kv)
@@ -346,7 +385,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     plgpu.wgmma_wait(0)
                     k_free.arrive(ks)
 
-                if dynamic:
+                if by_batch:
                     columns = range(len(_KeyBlocks._fields))
                     own_first = 4 + len(columns) * warpgroup
                     own = _KeyBlocks(*(order_ref[block, own_first + n] for n in columns))
@@ -431,9 +470,13 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         compiler_params=HAND_ORDERED,
     )
 
-    def run(intervals: jax.Array | None, *operands):
-        if intervals is None:
+    def run(intervals, ids, *operands):
+        if not by_batch:
             return kernel(jnp.asarray(order), *operands)
-        return kernel(order_of(intervals), intervals, *operands)
+        masks: tuple[jax.Array, ...] = () if intervals is None else (intervals,)
+        if ids is not None:
+            query_ids, key_ids = ids
+            masks = (*masks, query_ids, segments.padded(key_ids, block_kv))
+        return kernel(order_of(intervals, ids), *masks, *operands)
 
     return run

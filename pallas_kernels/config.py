@@ -22,7 +22,8 @@ class Problem:
     value `[batch, key_length, kv_heads, value_width]`. Query i sees keys i + lowest <= j <= i +
     highest, where None is no bound: causal attention has a highest alone, a sliding window has
     both. Or, if it is `dynamic`, it sees an interval of keys that kernels get as an array
-    (`intervals.py`). Kernels of one that `has_mask` or `has_bias` get these as arrays too
+    (`intervals.py`). If it is `segmented`, it sees only those of them that have its segment id
+    (`segments.py`). Kernels of one that `has_mask` or `has_bias` get these as arrays too
     (`elements.py`). With a soft cap, logits with their bias become soft_cap * tanh(logits /
     soft_cap) before all that hides keys.
 
@@ -41,6 +42,7 @@ class Problem:
     lowest: int | None = None
     highest: int | None = None
     dynamic: bool = False
+    segmented: bool = False
     value_width: int = 0
     has_mask: bool = False
     has_bias: bool = False
@@ -67,7 +69,12 @@ class Problem:
     @property
     def has_far_edge(self) -> bool:
         """Whether a query may be without the first keys."""
-        return self.dynamic or self.lowest is not None
+        return self.by_batch or self.lowest is not None
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether what a tile needs is known at run time only, for each batch entry."""
+        return self.dynamic or self.segmented
 
     @property
     def has_elements(self) -> bool:

@@ -16,8 +16,10 @@ wrong, the thread block walks its list a second time and looks in every step. Wi
 the blocks that its far edge cuts come last, in a loop of their own.
 
 Where intervals are known only at run time, the table of key blocks is made from them before the
-kernel, for each batch entry, and steps with a mask read the bounds of their rows. The tiles of a
-thread block do not depend on them.
+kernel, for each batch entry, and steps with a mask read the bounds of their rows. So it is with
+segment ids: steps with a mask compare those of their rows and of their keys. How many tiles a
+thread block has does not depend on either; which ones, only on ids: those of each head are dealt by
+what they cost.
 
 Barriers. Full: an mbarrier a slot of Q, K and V, completed by TMA. Free: a named barrier a slot,
 the consumers arrive and the producer waits. Turn: a named barrier a consumer; who has the turn
@@ -37,7 +39,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels import online_softmax, scheduler
+from pallas_kernels import online_softmax, scheduler, segments
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardConfig, Problem
 from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements
@@ -47,11 +49,13 @@ from pallas_kernels.primitives import (
     BlockVote,
     NamedBarriers,
     div_rem,
+    equal_columns,
     fence_async_shared,
     fresh_zero,
     interpreting,
     keep_columns_from,
     keep_columns_to,
+    keep_equal,
     load_rows,
     store_rows,
     zero_tile,
@@ -87,7 +91,8 @@ class Tiles:
         mask that is the first tile, which sees the fewest keys.
         """
         rows_of_warpgroups = -(-self.problem.query_length // _ROWS) * _ROWS
-        return self.rows - rows_of_warpgroups if self.problem.highest is not None else 0
+        is_causal = self.problem.highest is not None and not self.problem.segmented
+        return self.rows - rows_of_warpgroups if is_causal else 0
 
     def first_row(self, tile, warpgroup):
         """First query row of a warpgroup: beyond the last query for one that has none."""
@@ -104,8 +109,8 @@ class Tiles:
         block, fully masked, so that every tile has a first one.
         """
         p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv
-        if p.dynamic:
-            raise ValueError("problem: got one that is dynamic, needs key_blocks_of its intervals")
+        if p.by_batch:
+            raise ValueError("problem: got one that is dynamic or segmented, needs key_blocks_of")
         first_row = np.arange(self.per_head) * block_q - self.shift
         last_row = np.minimum(first_row + block_q, p.query_length) - 1
         first_row = np.maximum(first_row, 0)
@@ -125,32 +130,65 @@ class Tiles:
         near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), blocks)
         return np.stack([blocks, exact, near, end], axis=1).astype(np.int32)
 
-    def key_blocks_of(self, intervals: jax.Array) -> jax.Array:
-        """The same for each batch entry, `[B, tiles, 4]`, from the keys `[B, 2, T]` of each query.
+    def key_blocks_of(
+        self, intervals: jax.Array | None, ids: tuple[jax.Array, jax.Array] | None = None
+    ) -> jax.Array:
+        """The same for each batch entry, `[B, tiles, 4]`.
 
-        A row that sees nothing lets its tile go without masks.
+        Args:
+          intervals: the keys `[B, 2, T]` of each query, if the problem is dynamic. A row that sees
+            nothing then lets its tile go without masks.
+          ids: segment ids of queries and keys, if the problem is segmented.
         """
-        block_kv = self.config.block_kv
-        reach = run_time_intervals.reach(intervals, self.config.block_q, empty_rows_count=False)
-        end = jnp.maximum(1, -(-reach.end // block_kv))
-        first = jnp.clip(reach.first // block_kv, 0, end - 1)
+        p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv
+        rows = np.minimum(np.arange(self.rows), p.query_length - 1)
+        bounds = run_time_intervals.of_bounds(p.lowest, p.highest, rows, p.key_length)
+        seen = bounds if intervals is None else intervals
+        reach = run_time_intervals.reach(seen, block_q, empty_rows_count=not p.dynamic)
         # One more block where none of the masked ones holds a key of some row.
-        unmasked = jnp.clip((reach.common_end - 1) // block_kv, 0, end)
-        first_unmasked = -(-reach.common_first // block_kv)
-        blocks, any_unmasked = end - first, first_unmasked < unmasked
-        exact = jnp.where(any_unmasked, end - unmasked, blocks)
-        near = jnp.where(any_unmasked, end - jnp.maximum(first_unmasked, first), blocks)
-        return jnp.stack([blocks, exact, near, end], axis=-1)
+        blocks = segments.Blocks(
+            first=reach.first // block_kv,
+            end=-(-reach.end // block_kv),
+            first_unmasked=-(-reach.common_first // block_kv),
+            end_unmasked=(reach.common_end - 1) // block_kv,
+        )
+        one_more: jax.Array | int = 0
+        if ids is not None:
+            sharing = segments.sharing(*ids, block_q, block_kv)
+            blocks = segments.restricted(blocks, sharing)
+            one_more = 1 - self._first_key_is_seen(sharing, blocks.end_unmasked)
+        end = jnp.maximum(1, blocks.end)
+        first = jnp.clip(blocks.first, 0, end - 1)
+        unmasked, first_unmasked = jnp.clip(blocks.end_unmasked, 0, end), blocks.first_unmasked
+        count, any_unmasked = end - first, first_unmasked < unmasked
+        exact = jnp.where(any_unmasked, end - unmasked + one_more, count)
+        near = jnp.where(any_unmasked, end - jnp.maximum(first_unmasked, first), count)
+        return jnp.stack([count, exact, near, end], axis=-1)
+
+    def _first_key_is_seen(self, sharing: segments.Sharing, block: jax.Array) -> jax.Array:
+        """Whether ids let all rows of a tile see the first key of a block, `[B, tiles]` int32.
+
+        Args:
+          block: `[B, tiles]`; where its rows have one id.
+        """
+        block = jnp.clip(block, 0, sharing.first.shape[-1] - 1)
+        seen = jnp.take_along_axis(sharing.first, block[:, :, None], axis=-1)
+        return seen[..., 0].astype(jnp.int32)
 
     def schedule(self, thread_blocks: int) -> np.ndarray:
-        """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`."""
+        """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`.
+
+        If the problem is segmented, with ranks by cost in the place of tiles.
+        """
         p = self.problem
         # What tiles cost at run time is not known here.
-        blocks = np.ones(self.per_head) if p.dynamic else self.key_blocks()[:, 0]
+        blocks = np.ones(self.per_head) if p.by_batch else self.key_blocks()[:, 0]
         cost = blocks + _TILE_OVERHEAD
+        if p.segmented:
+            cost = scheduler.costs_by_rank(self.per_head)
         bytes_per_kv_head = p.key_length * (p.width + p.value_width) * p.dtype.itemsize
         section = scheduler.heads_per_section(
-            self.config.section_bytes,
+            self.config.section_bytes * (scheduler.LONGER_SECTIONS if p.segmented else 1),
             bytes_per_kv_head,
             tiles_per_kv_head=self.per_head * p.group,
             slots=self.config.thread_blocks,
@@ -173,6 +211,7 @@ def attention(
     value: jax.Array,
     sinks: jax.Array | None = None,
     intervals: jax.Array | None = None,
+    ids: tuple[jax.Array, jax.Array] | None = None,
     elements: Elements = NO_ELEMENTS,
     *,
     problem: Problem,
@@ -187,6 +226,8 @@ def attention(
       sinks: None, or `[B, N]` float32: one more logit of each row, without a value.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
+      ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
+        `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
       elements: mask and bias of a problem that has them (`elements.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
@@ -206,10 +247,15 @@ def attention(
     optional = elements.forward_operands(problem.scale)
     if sinks is not None:
         optional = (*optional, sinks * LOG2E)
-    if intervals is None:
+    if not problem.by_batch:
         return kernel(query, key, value, *optional)
-    key_blocks = Tiles(problem, config).key_blocks_of(intervals)
-    return kernel(key_blocks, query, key, value, intervals, *optional)
+    key_blocks = Tiles(problem, config).key_blocks_of(intervals, ids)
+    if ids is not None:
+        query_ids, key_ids = ids
+        optional = (query_ids, segments.padded(key_ids, config.block_kv), *optional)
+    if intervals is not None:
+        optional = (intervals, *optional)
+    return kernel(key_blocks, query, key, value, *optional)
 
 
 @functools.lru_cache
@@ -222,8 +268,8 @@ def _build(
     interpret: bool,
 ):
     tiles = Tiles(problem, config)
-    dynamic, has_far_edge = problem.dynamic, problem.has_far_edge
-    key_blocks = None if dynamic else tiles.key_blocks()
+    dynamic, by_batch, has_far_edge = problem.dynamic, problem.by_batch, problem.has_far_edge
+    key_blocks = None if by_batch else tiles.key_blocks()
     any_mask = has_far_edge or (key_blocks is not None and bool(key_blocks[:, 1].any()))
     thread_blocks = min(config.thread_blocks, problem.batch * problem.heads * tiles.per_head)
     schedule = tiles.schedule(thread_blocks)
@@ -238,7 +284,9 @@ def _build(
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
     has_cap = problem.soft_cap is not None
     # Then addresses and entries of lists are made anew where they are used.
-    registers_are_short = has_cap or (query_buffers == 1 and config.block_kv > 64)
+    registers_are_short = has_cap or (
+        query_buffers == 1 and (config.block_kv > 64 or problem.segmented)
+    )
     block_kv, dtype = config.block_kv, problem.dtype
     key_columns = Columns.whole(problem.width)
     value_columns = Columns.whole(problem.value_width)
@@ -283,8 +331,12 @@ def _build(
         q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, bias_smem=None, twins=None,
     ):  # fmt: skip
         *optional_refs, o_ref, lse_ref = more_refs
+        # Intervals come first, then ids, elements and sinks.
+        ids_refs = optional_refs[int(dynamic) :][: 2 * int(problem.segmented)]
         elements, _ = ElementRefs.split(
-            problem, optional_refs[int(dynamic) :], has_bias_of_keys=has_bias_of_keys
+            problem,
+            optional_refs[int(dynamic) + len(ids_refs) :],
+            has_bias_of_keys=has_bias_of_keys,
         )
         # Elements that come late take the registers of weights that no product reads any more.
         elements_early = config.elements_early and not elements.wide
@@ -314,7 +366,8 @@ def _build(
 
         def needs(tile, batch, column):
             """An entry of `Tiles.key_blocks`."""
-            return key_blocks_ref[batch, tile, column] if dynamic else key_blocks_ref[tile, column]
+            entry = (batch, tile, column) if by_batch else (tile, column)
+            return key_blocks_ref[entry]
 
         def end_of(tile, batch):
             """The end of the first key block of a tile, in blocks."""
@@ -388,12 +441,31 @@ def _build(
                     first = jnp.where(row < problem.query_length, first, 0)
                 return keep_columns_from(logits, first - key_block * block_kv, -jnp.inf)
 
-            def masked(logits, tile, key_block, bounds):
-                """Logits with -inf where a row may not see the key, or there is none."""
-                if dynamic or problem.highest is not None or problem.key_length % block_kv:
+            def compare_ids(tile, batch, j):
+                """Where keys of step j and rows have equal segment ids; None if there are none.
+
+                It takes many registers and leaves few: before the products, not after them.
+                """
+                if not problem.segmented:
+                    return None
+                query_ids_ref, key_ids_ref = ids_refs
+                first_key = (end_of(tile, batch) - 1 - j) * block_kv
+                first_row, last_row = tiles.first_row(tile, warpgroup), problem.query_length - 1
+                ids = load_rows(query_ids_ref.at[batch], first_row, last_row)
+                return equal_columns(ids, key_ids_ref.at[batch], first_key, block_kv)
+
+            def masked(logits, tile, key_block, bounds, equal_ids, *, near=True):
+                """Logits with -inf where a row may not see the key, or there is none.
+
+                Where not `near`, every key is before the end of each row's interval.
+                """
+                is_ragged = problem.key_length % block_kv != 0
+                if near and (dynamic or problem.highest is not None or is_ragged):
                     logits = masked_near(logits, tile, key_block, bounds)
-                if has_far_edge:
+                if dynamic or problem.lowest is not None:
                     logits = masked_far(logits, tile, key_block, bounds)
+                if equal_ids is not None:
+                    logits = keep_equal(logits, equal_ids, -jnp.inf)
                 return logits
 
             def load_elements(number, j):
@@ -407,11 +479,11 @@ def _build(
                     batch, head, first_row, first_key, block_kv, early=elements_early
                 )
 
-            def first_softmax(products, tile, key_block, bounds, loaded):
+            def first_softmax(products, tile, key_block, bounds, equal_ids, loaded):
                 logits, factor = capped(products, loaded, problem)
                 bounds = bounds()
                 if any_mask:
-                    logits = masked(logits, tile, key_block, bounds)
+                    logits = masked(logits, tile, key_block, bounds, equal_ids)
                 logits = masked_by_element(logits, loaded, -jnp.inf)
                 weights, state = online_softmax.start(logits, factor, headroom)
                 if bounds is not None:
@@ -442,6 +514,7 @@ def _build(
                 def start_tile(index, steps, tile, batch):
                     """The first key block of a tile, with no other product open."""
                     end_block, bounds = end_of(tile, batch), bounds_of(tile, batch)
+                    equal_ids = compare_ids(tile, batch, 0)
                     loaded = load_elements(lambda: number_of(index), 0)
 
                     @pl.when(index < end)
@@ -452,19 +525,24 @@ def _build(
                     issue_logits(query_buffer(index), slot(steps))
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     pl.when(index < end)(lambda: k_free.arrive(slot(steps)))
-                    weights, state = first_softmax(logits, tile, end_block - 1, bounds, loaded)
+                    weights, state = first_softmax(
+                        logits, tile, end_block - 1, bounds, equal_ids, loaded
+                    )
                     # LLVM would carry float32 into the loop and cast there.
                     return lax.optimization_barrier(weights.astype(dtype)), state
 
                 def key_step(j, carry, *, steps, index, tile, batch, end_block, exact, far=False):
                     """Logits of step j's key block together with the output of the step before."""
                     weights, state = carry
-                    if loads_elements:  # read anew: registers are short
+                    needs_mask = exact or far
+                    compares = needs_mask and problem.segmented and registers_are_short
+                    if loads_elements or compares:  # read anew: registers are short
                         number = number_of(index + fresh_zero())
                         tile, batch, _ = tiles.locate(number)
                         end_block = end_of(tile, batch)
-                    if exact or far:
+                    if needs_mask:
                         bounds = bounds_of(tile, batch)
+                        equal_ids = compare_ids(tile, batch, j)
                     k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
                     plgpu.barrier_wait(k_full.at[k_slot])
                     take_turn()
@@ -476,10 +554,10 @@ def _build(
                     k_free.arrive(k_slot)
                     correction = None
                     logits, factor = capped(products, loaded, problem)
-                    if exact and any_mask:
-                        logits = masked(logits, tile, end_block - 1 - j, bounds())
-                    elif far:
-                        logits = masked_far(logits, tile, end_block - 1 - j, bounds())
+                    if needs_mask and any_mask:
+                        logits = masked(
+                            logits, tile, end_block - 1 - j, bounds(), equal_ids, near=exact
+                        )
                     logits = masked_by_element(logits, loaded, -jnp.inf)
                     if exact or exact_throughout:
                         weights, correction, state = online_softmax.advance(
@@ -530,6 +608,7 @@ def _build(
                     inverse, too_low = end_rows(state, too_low, tile, batch, head)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     bounds = bounds_of(next_tile, next_batch)
+                    equal_ids = compare_ids(next_tile, next_batch, 0)
 
                     # After the last tile the logits are of no tile, and go nowhere.
                     @pl.when(index + 1 < end)
@@ -546,7 +625,7 @@ def _build(
                     pl.when(index + 1 < end)(lambda: k_free.arrive(k_slot))
                     end_block = end_of(next_tile, next_batch)
                     weights, next_state = first_softmax(
-                        logits, next_tile, end_block - 1, bounds, loaded
+                        logits, next_tile, end_block - 1, bounds, equal_ids, loaded
                     )
                     weights, next_state = lax.optimization_barrier((weights, next_state))
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
@@ -701,5 +780,13 @@ def _build(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )
+    if problem.segmented:
+
+        def run(key_blocks, *operands):
+            cost = key_blocks[:, :, 0]
+            order = scheduler.longest_first(schedule, cost, problem.heads)
+            return kernel(order, key_blocks, *operands)
+
+        return run
     tables = (schedule,) if key_blocks is None else (schedule, key_blocks)
     return lambda *operands: kernel(*map(jnp.asarray, tables), *operands)

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.config import Problem
+
 _FAR = np.iinfo(np.int32).max
 
 
@@ -30,11 +32,30 @@ class Reach(NamedTuple):
     common_end: jax.Array
 
 
-def reach(intervals: jax.Array, rows: int, *, empty_rows_count: bool) -> Reach:
+def of_bounds(lowest: int | None, highest: int | None, rows: np.ndarray, others: int) -> np.ndarray:
+    """What rows of some numbers see by `Problem`'s bounds, as intervals `[1, 2, rows]`."""
+    first = np.zeros_like(rows) if lowest is None else rows + lowest
+    end = np.full_like(rows, others) if highest is None else rows + (1 + highest)
+    return np.stack([first, end])[None].clip(0, others).astype(np.int32)
+
+
+def of_bounds_of_queries(problem: Problem) -> np.ndarray:
+    """The keys that each query sees by `Problem`'s bounds, as intervals `[1, 2, queries]`."""
+    rows = np.arange(problem.query_length)
+    return of_bounds(problem.lowest, problem.highest, rows, problem.key_length)
+
+
+def of_bounds_of_keys(problem: Problem) -> np.ndarray:
+    """The queries that see each key by `Problem`'s bounds, as intervals `[1, 2, keys]`."""
+    lowest, highest = (None if x is None else -x for x in (problem.highest, problem.lowest))
+    return of_bounds(lowest, highest, np.arange(problem.key_length), problem.query_length)
+
+
+def reach(intervals: jax.Array | np.ndarray, rows: int, *, empty_rows_count: bool) -> Reach:
     """What each tile of `rows` rows sees; the last one may have fewer.
 
     Args:
-      intervals: `[B, 2, R]`.
+      intervals: `[B or 1, 2, R]`.
       rows: of a tile.
       empty_rows_count: whether a row that sees nothing leaves its tile without anything in common,
         as rows beyond the last one then do; else it does not matter.

@@ -13,15 +13,18 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels import scheduler
+from pallas_kernels import scheduler, segments
 from pallas_kernels.config import BACKWARD_CONSUMERS, BACKWARD_SECTION_BYTES, SM_COUNT, Problem
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     div_rem,
+    equal_columns,
     fresh_rows,
+    fresh_zero,
     keep_columns_from,
     keep_columns_to,
+    keep_equal,
     load_rows,
 )
 
@@ -70,8 +73,8 @@ class KeyTiles:
     def seeing_blocks(self) -> np.ndarray:
         """`[2, per_head]` int32: first and end of the query blocks that see a key of the tile.
 
-        A tile that no row sees takes one, fully masked, so that every tile has a step. Where the
-        problem is dynamic, as if every query saw every key.
+        A tile that no row sees takes one, fully masked, so that every tile has a step. What is
+        known at run time only is left out, as if it let every query see every key.
         """
         p = self.problem
         first_key = np.arange(self.per_head) * self.block_kv
@@ -85,31 +88,54 @@ class KeyTiles:
         first = np.clip(first, 0, self.query_blocks - 1)
         return np.stack([first, np.clip(end, first + 1, self.query_blocks)]).astype(np.int32)
 
-    def seeing_blocks_of(self, seeing: jax.Array) -> jax.Array:
+    def seeing(self, intervals: jax.Array | None) -> jax.Array | np.ndarray:
+        """The queries that see each key, `[B or 1, 2, per_head * block_kv]` (`intervals.py`).
+
+        Nothing sees the keys beyond the end. Segment ids are left out.
+
+        Args:
+          intervals: the keys `[B, 2, T]` of each query, if the problem is dynamic.
+        """
+        p = self.problem
+        beyond = ((0, 0), (0, 0), (0, self.per_head * self.block_kv - p.key_length))
+        if intervals is not None:
+            return jnp.pad(run_time_intervals.of_keys(intervals, p.key_length), beyond)
+        return np.pad(run_time_intervals.of_bounds_of_keys(p), beyond)
+
+    def seeing_blocks_of(
+        self,
+        seeing: jax.Array | np.ndarray,
+        ids: tuple[jax.Array, jax.Array] | None = None,
+    ) -> jax.Array:
         """The same for each batch entry, from the queries that see each key.
 
         Args:
-          seeing: `[B, 2, per_head * block_kv]` int32 intervals (`intervals.py`); nothing sees the
-            keys beyond the end.
+          seeing: what the method of that name gives.
+          ids: segment ids of queries and keys, if the problem is segmented.
 
         Returns:
           `[B + 1, per_head, 2 + 2 * block_kv / 64]` int32: first and end for the tile, then for
           each 64 keys of it first and end of those that need no mask. What the last batch entry
           says has no meaning: `Walk.locate` may ask for it.
         """
-        of_tiles, of_consumers = (
-            run_time_intervals.reach(seeing, keys, empty_rows_count=True)
-            for keys in (self.block_kv, _CONSUMER_KEYS)
-        )
-        first = jnp.clip(of_tiles.first // self.block_q, 0, self.query_blocks - 1)
-        end = jnp.clip(-(-of_tiles.end // self.block_q), first + 1, self.query_blocks)
-        first, end = first[:, :, None], end[:, :, None]
-        by_tile = lambda x: x.reshape(*first.shape[:2], -1)
+        reach = run_time_intervals.reach(seeing, _CONSUMER_KEYS, empty_rows_count=True)
         # Rows beyond the last query have no weight, masked or not.
-        to_end = of_consumers.common_end >= self.problem.query_length
-        end_unmasked = of_consumers.common_end // self.block_q
-        end_unmasked = by_tile(jnp.where(to_end, self.query_blocks, end_unmasked))
-        first_unmasked = by_tile(-(-of_consumers.common_first // self.block_q))
+        to_end = reach.common_end >= self.problem.query_length
+        blocks = segments.Blocks(
+            first=reach.first // self.block_q,
+            end=-(-reach.end // self.block_q),
+            first_unmasked=-(-reach.common_first // self.block_q),
+            end_unmasked=jnp.where(to_end, self.query_blocks, reach.common_end // self.block_q),
+        )
+        if ids is not None:
+            query_ids, key_ids = ids
+            key_ids = segments.padded(key_ids, self.block_kv)
+            sharing = segments.sharing(key_ids, query_ids, _CONSUMER_KEYS, self.block_q)
+            blocks = segments.restricted(blocks, sharing)
+        by_tile = (x.reshape(x.shape[0], self.per_head, -1) for x in blocks)
+        first, end, first_unmasked, end_unmasked = by_tile
+        first = jnp.clip(first.min(-1, keepdims=True), 0, self.query_blocks - 1)
+        end = jnp.clip(end.max(-1, keepdims=True), first + 1, self.query_blocks)
         first_unmasked = jnp.clip(first_unmasked, first, end)
         end_unmasked = jnp.clip(end_unmasked, first_unmasked, end)
         unmasked = jnp.stack([first_unmasked, end_unmasked], axis=-1)
@@ -117,13 +143,18 @@ class KeyTiles:
         return jnp.pad(table, ((0, 1), (0, 0), (0, 0)), mode="edge")
 
     def schedule(self, thread_blocks: int, reverse: bool = False) -> np.ndarray:
-        """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`."""
+        """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`.
+
+        If the problem is segmented, with ranks by cost in the place of tiles.
+        """
         p = self.problem
         first, end = self.seeing_blocks()
         cost = p.group * (end - first) + _TILE_OVERHEAD
+        if p.segmented:
+            cost = scheduler.costs_by_rank(self.per_head)
         kv_heads = p.batch * p.kv_heads
         section = scheduler.heads_per_section(
-            BACKWARD_SECTION_BYTES,
+            BACKWARD_SECTION_BYTES * (scheduler.LONGER_SECTIONS if p.segmented else 1),
             p.group * p.query_length * self.row_bytes,
             tiles_per_kv_head=self.per_head,
             slots=SM_COUNT,
@@ -150,14 +181,13 @@ class KeyTiles:
         """The kernel that makes dK and dV, `[batch, key_rows, kv_heads, width or value_width]`.
 
         Args:
-          body: takes the refs of `Walk`, two or where the problem is dynamic three, those of the
-            operands, and of dK and dV.
+          body: takes the refs that `Walk.of_refs` takes, those of the operands, and of dK and dV.
           thread_blocks: how many to launch at most.
           from_end: thread blocks walk their lists from the end.
 
         Returns:
-          A function of the intervals of keys `[B, 2, T]` that queries see, or None, and of the
-          operands.
+          A function of the intervals of keys `[B, 2, T]` that queries see, or None, of the segment
+          ids of queries and keys, or None, and of the operands.
         """
         p = self.problem
         thread_blocks = min(thread_blocks, self.count)
@@ -178,13 +208,20 @@ class KeyTiles:
             compiler_params=HAND_ORDERED,
         )
 
-        def run(intervals: jax.Array | None, *operands):
-            if intervals is None:
+        def run(intervals, ids, *operands):
+            if not p.by_batch:
                 return kernel(jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands)
-            seeing = run_time_intervals.of_keys(intervals, p.key_length)
-            beyond = self.per_head * self.block_kv - p.key_length
-            seeing = jnp.pad(seeing, ((0, 0), (0, 0), (0, beyond)))
-            tables = jnp.asarray(schedule), self.seeing_blocks_of(seeing), seeing
+            seeing = self.seeing(intervals)
+            blocks, order = self.seeing_blocks_of(seeing, ids), jnp.asarray(schedule)
+            if p.segmented:
+                cost = blocks[:-1, :, 1] - blocks[:-1, :, 0]
+                order = scheduler.longest_first(schedule, cost, p.kv_heads)
+            tables: tuple[jax.Array, ...] = (order, blocks)
+            if intervals is not None:
+                tables = (*tables, jnp.asarray(seeing))
+            if ids is not None:
+                query_ids, key_ids = ids
+                tables = (*tables, segments.padded(query_ids, self.block_q), key_ids)
             return kernel(*tables, *operands)
 
         return run
@@ -200,7 +237,8 @@ class Walk:
       schedule_ref: `KeyTiles.schedule`, in global memory.
       seeing_blocks_ref: `KeyTiles.seeing_blocks` or `seeing_blocks_of`, in global memory.
       block: number of the thread block.
-      seeing_ref: where the problem is dynamic, the queries that see each key, in global memory.
+      more_refs: in global memory, where the problem is dynamic the queries that see each key, and
+        where it is segmented the ids of queries, as many as there are in all blocks, and of keys.
       elements: mask and bias, with rows of keys, of a problem that has them.
     """
 
@@ -208,8 +246,17 @@ class Walk:
     schedule_ref: Any
     seeing_blocks_ref: Any
     block: Any
-    seeing_ref: Any = None
+    more_refs: tuple[Any, ...] = ()
     elements: ElementRefs | None = None
+
+    @classmethod
+    def of_refs(cls, tiles: KeyTiles, block, refs) -> "tuple[Walk, list]":
+        """The walk by the first refs of a kernel of `gradient_kernel`, and its other refs."""
+        schedule_ref, seeing_blocks_ref, *refs = refs
+        count = int(tiles.problem.dynamic) + 2 * int(tiles.problem.segmented)
+        elements, operands = ElementRefs.split(tiles.problem, refs[count:], transposed=True)
+        more_refs = tuple(refs[:count])
+        return cls(tiles, schedule_ref, seeing_blocks_ref, block, more_refs, elements), operands
 
     def count(self):
         """How many tiles, at least 1; the list goes on with at least one more, of no meaning."""
@@ -226,7 +273,7 @@ class Walk:
 
     def seeing(self, place, column: int):
         """An entry of the table of query blocks."""
-        if self.tiles.problem.dynamic:
+        if self.tiles.problem.by_batch:
             return self.seeing_blocks_ref[self.batch_of(place), place[0], column]
         return self.seeing_blocks_ref[column, place[0]]
 
@@ -265,27 +312,60 @@ class Walk:
         return index + is_last, jnp.where(is_last, 0, t + 1)
 
     def masked(
-        self, weights: jax.Array, j, fill: float = 0.0, *, index, to_block, own_first_key: int
+        self,
+        weights: jax.Array,
+        j,
+        equal_ids,
+        fill: float = 0.0,
+        *,
+        index,
+        to_block,
+        own_first_key: int,
     ) -> jax.Array:
         """`(64, block_q)` weights, 0 where the query may not see the key, or there is no such key.
 
         Args:
           j: number of the step; j + to_block is its query block.
+          equal_ids: what the method of that name gives.
           fill: what stands there, where it is not 0.
           own_first_key: of the consumer, in the tile.
         """
-        problem, block_q = self.tiles.problem, self.tiles.block_q
         place = self.locate(index)
         first_key = place[0] * self.tiles.block_kv + own_first_key
         query_block = j + to_block
-        if problem.dynamic:
-            batch, last_key = self.batch_of(place), self.tiles.per_head * self.tiles.block_kv - 1
-            first, end = (
-                load_rows(self.seeing_ref.at[batch, n], first_key, last_key) for n in range(2)
-            )
-            weights = keep_columns_from(weights, first - query_block * block_q, fill)
-            return keep_columns_to(weights, end - (query_block * block_q + 1), fill)
-        if problem.lowest is None:
+        if self.tiles.problem.dynamic:
+            weights = self._masked_by_intervals(weights, place, first_key, query_block, fill)
+        else:
+            weights = self._masked_by_bounds(weights, place, first_key, query_block, fill)
+        if equal_ids is not None:
+            weights = keep_equal(weights, equal_ids, fill)
+        return weights
+
+    def equal_ids(self, j, *, index, to_block, own_first_key: int):
+        """Where keys and queries have equal segment ids, for `masked`; None if there are no ids.
+
+        Its registers are few, but those that it takes to find out are many.
+        """
+        if not self.tiles.problem.segmented:
+            return None
+        *_, query_ids_ref, key_ids_ref = self.more_refs
+        place = self.locate(index + fresh_zero())  # made anew each step: registers are short
+        first_key = place[0] * self.tiles.block_kv + own_first_key
+        batch, last_key = self.batch_of(place), self.tiles.problem.key_length - 1
+        ids = load_rows(key_ids_ref.at[batch], first_key, last_key)
+        block_q = self.tiles.block_q
+        return equal_columns(ids, query_ids_ref.at[batch], (j + to_block) * block_q, block_q)
+
+    def _masked_by_intervals(self, weights, place, first_key, query_block, fill):
+        block_q, seeing_ref = self.tiles.block_q, self.more_refs[0]
+        batch, last_key = self.batch_of(place), self.tiles.per_head * self.tiles.block_kv - 1
+        first, end = (load_rows(seeing_ref.at[batch, n], first_key, last_key) for n in range(2))
+        weights = keep_columns_from(weights, first - query_block * block_q, fill)
+        return keep_columns_to(weights, end - (query_block * block_q + 1), fill)
+
+    def _masked_by_bounds(self, weights, place, first_key, query_block, fill):
+        problem, block_q = self.tiles.problem, self.tiles.block_q
+        if not problem.has_far_edge:
             key = plgpu.broadcasted_iota(jnp.int32, weights.shape[:1], 0, layout=_KEYS)
         else:  # an iota would stay in registers across all three loops
             key = fresh_rows()
@@ -321,7 +401,7 @@ class Walk:
         place = tile, _ = self.locate(index)
         if problem.dynamic and problem.has_bias:
             return self.end_block(place)  # the bias of rows that see nothing may be NaN
-        if problem.dynamic:
+        if problem.by_batch:
             return self.seeing(place, 2 + 2 * (own_first_key // _CONSUMER_KEYS))
         unmasked = first_block = self.first_block(place)
         end_block = self.end_block(place)
@@ -337,7 +417,7 @@ class Walk:
         """The query blocks of a head from there on need a mask for the lower bound."""
         tiles, problem = self.tiles, self.tiles.problem
         place = tile, _ = self.locate(index)
-        if problem.dynamic:
+        if problem.by_batch:
             end = self.seeing(place, 3 + 2 * (own_first_key // _CONSUMER_KEYS))
             return jnp.maximum(end, first_unmasked)
         if problem.lowest is None:
@@ -361,8 +441,8 @@ class Walk:
         those that need no mask and after them.
 
         Args:
-          step: mask is None, or masks the weights of that step; load_elements gives, for a step,
-            what `elements.py` does with logits and weights.
+          step: mask is None, or a `StepMask` for the weights of that step; load_elements gives, for
+            a step, what `elements.py` does with logits and weights.
           j: number of the first step, of all that the thread block does.
           own_first_key: the first of 64 keys in the tile that weights are of.
           first_step: what to run in the place of the first step, which is then always masked.
@@ -390,9 +470,7 @@ class Walk:
         def mask_of(begin, j):
             if not tiles.any_mask:
                 return None
-            return functools.partial(
-                self.masked, index=index, to_block=begin - j, own_first_key=own_first_key
-            )
+            return StepMask(self, index, begin - j, own_first_key)
 
         def one_head(j):
             """From step j on, which need not be the head's first."""
@@ -424,6 +502,25 @@ class Walk:
         if several_heads:
             return lax.while_loop(lambda j: j < end, one_head, j)
         return one_head(j)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMask:
+    """The mask of the steps of a loop; j + to_block is the query block of step j."""
+
+    walk: Walk
+    index: Any
+    to_block: Any
+    own_first_key: int
+
+    def equal_ids(self, j):
+        return self.walk.equal_ids(j, **self._place())
+
+    def __call__(self, weights: jax.Array, j, equal_ids, fill: float = 0.0) -> jax.Array:
+        return self.walk.masked(weights, j, equal_ids, fill, **self._place())
+
+    def _place(self):
+        return dict(index=self.index, to_block=self.to_block, own_first_key=self.own_first_key)
 
 
 def per_query(values: jax.Array, keys: int) -> jax.Array:

@@ -281,6 +281,72 @@ def _keep_columns(tile, bound, fill, predicate, compare):
     return keep(tile, bound)
 
 
+def equal_columns(rows: jax.Array, ref, first, columns: int) -> jax.Array:
+    """Where a row's value is equal to a column's, for `keep_equal` alone.
+
+    Every thread has a bit for each of its elements, two registers in all. The result passes for one
+    of a value a row, which it is not: each thread of a quad has bits of its own.
+
+    Args:
+      rows: `(64,)` int32.
+      ref: a one-dimensional int32 view of global memory, of the columns' values from `first` on;
+        that place is aligned to 8 bytes.
+      columns: how many, a multiple of 8 and at most 128.
+    """
+    if interpreting():
+        return rows[:, None] == ref[pl.ds(first, columns)][None, :]
+
+    shape = plgpu.ShapeDtypeStruct((64,), jnp.int32, layout=_ROWS)
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(_ROWS, plgpu.RefType(), splat), return_type=shape)
+    def equal(_, rows, ref, first):
+        i32 = ir.IntegerType.get_signless(32)
+        two = llvm.StructType.get_literal([i32] * 2)
+        own_column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
+        offset = arith.muli(arith.addi(first.registers[()], own_column), _i32(4))
+        address = _global_address(ref, offset)
+        own = [_scalar(r) for r in rows.registers.flat]
+        bits = [_i32(0)] * 2
+        for group in range(columns // 8):
+            text = f"ld.global.nc.v2.b32 {{$0, $1}}, [$2+{32 * group}];"
+            pair = _asm(text, "=r,=r,l", [address], two)
+            for e in range(2):
+                value = llvm.extractvalue(i32, pair, [e])
+                for half in range(2):
+                    is_equal = arith.cmpi(arith.CmpIPredicate.eq, own[half], value)
+                    bit = arith.select(is_equal, _bit(2 * group + e), _i32(0))
+                    bits[half] = arith.ori(bits[half], bit)
+        # The compiler must not see through them, and keep all comparisons in their stead.
+        opaque = [_asm("mov.b32 $0, $1;", "=r,r", [x], i32) for x in bits]
+        return _rows_like(rows, opaque)
+
+    return equal(rows, ref, jnp.int32(first))
+
+
+def keep_equal(tile: jax.Array, equal: jax.Array, fill: float) -> jax.Array:
+    """`(64, n)` float32 tile where `equal_columns` found equality, else `fill`."""
+    if interpreting():
+        return jnp.where(equal, tile, fill)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS), return_type=shape)
+    def keep(_, tile, equal):
+        filler = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), fill))
+        bits = [_scalar(r) for r in equal.registers.flat]
+        out = tile.registers.copy()
+        for index, group, half, pair in _fragments(tile.registers):
+            for e in range(2):
+                bit = arith.andi(bits[half], _bit(2 * group + e))
+                ok = arith.cmpi(arith.CmpIPredicate.ne, bit, _i32(0))
+                pair = _insert(pair, arith.select(ok, _extract(pair, e), filler), e)
+            out[index] = pair
+        return _like(tile, out)
+
+    return keep(tile, equal)
+
+
 # --- memory --------------------------------------------------------------------------------------
 
 
@@ -1093,6 +1159,11 @@ def _asm(text: str, constraints: str = "", operands=(), result=None):
 def _i32(value: int):
     i32 = ir.IntegerType.get_signless(32)
     return arith.constant(i32, ir.IntegerAttr.get(i32, value))
+
+
+def _bit(number: int):
+    """A word in which that bit alone is set."""
+    return _i32(1 << number if number < 31 else -(1 << 31))
 
 
 def _thread():

@@ -6,9 +6,14 @@ stay in L2 together; query heads of one key head side by side.
 
 import heapq
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 _GREEDY_LIMIT = 1 << 15  # above it a plain deal is as even, and the simulation takes seconds
+# Sections are longer by this where costs are known at run time only, as what thread blocks get is
+# even over many tiles alone. Of a head, L2 then needs no more than the documents in work.
+LONGER_SECTIONS = 3
 
 
 def heads_per_section(
@@ -90,3 +95,28 @@ def deal(pieces: np.ndarray, costs: np.ndarray, blocks: int, reverse: bool = Fal
         place = count[owner[by_owner]] - 1 - place
     table[owner[by_owner], 1 + place] = pieces[by_owner]
     return table
+
+
+def costs_by_rank(tiles: int) -> np.ndarray:
+    """What is assumed of tiles of unknown costs, ranked from the most costly on: that these fall.
+
+    How far hardly matters, as `deal` then gives thread blocks about as many tiles of each rank.
+    """
+    return np.linspace(2.0, 1.0, tiles)
+
+
+def longest_first(schedule: np.ndarray, cost: jax.Array, heads: int) -> jax.Array:
+    """A schedule in which the tiles of each head are ranked by costs that are known at run time.
+
+    Args:
+      schedule: what `deal` gives, of the numbers head * tiles + rank, heads of every batch entry.
+      cost: `[B, tiles]`, the same for all heads of a batch entry.
+      heads: of a batch entry.
+
+    Returns:
+      The schedule of the numbers head * tiles + tile, rank 0 the tile that costs most.
+    """
+    head, rank = np.divmod(schedule[:, 1:], cost.shape[1])
+    by_rank = jnp.argsort(-cost, axis=1).astype(jnp.int32)
+    numbers = head * cost.shape[1] + by_rank[head // heads, rank]
+    return jnp.concatenate([jnp.asarray(schedule[:, :1]), numbers], axis=1)

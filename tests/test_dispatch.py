@@ -145,7 +145,15 @@ def test_attention_runs_what_explain_says(on, monkeypatch):
                 "query_segment_ids": jnp.ones((B, T), jnp.int32),
                 "key_value_segment_ids": jnp.ones((B, S), jnp.int32),
             },
-            "segment ids",
+            None,
+        ),
+        (
+            {
+                "query_segment_ids": jnp.ones((B, T), jnp.int32),
+                "key_value_segment_ids": jnp.ones((B, S), jnp.int32),
+                "bias": jnp.ones((N, 1, S)),
+            },
+            "segment ids beside a mask or bias",
         ),
         ({"local_window_size": 9, "sinks": jnp.ones(N)}, None),
         ({"mask": jnp.ones((B, 1, T, S), bool)}, None),

@@ -138,7 +138,7 @@ def test_query_blocks_of_key_tiles(T, S, seen, block_kv, block_q):
     seeing = jnp.pad(seeing, ((0, 0), (0, 0), (0, tiles.per_head * block_kv - S)))
     table = tiles.seeing_blocks_of(seeing)
     schedule = jnp.asarray([[tiles.count, *range(tiles.count)]])
-    walk = Walk(tiles, schedule, table, 0, seeing)
+    walk = Walk(tiles, schedule, table, 0, (seeing,))
     every = visible(seen, S)
     for index in range(tiles.count):
         place = tile, kv_head_of_all = walk.locate(jnp.int32(index))

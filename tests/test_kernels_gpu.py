@@ -11,6 +11,7 @@ import pytest
 import jax_flash
 from tests.test_kernel_elements import random_bias, random_mask, shape_of
 from tests.test_kernel_intervals import as_arrays
+from tests.test_kernel_segments import at_random, packed
 from tests.test_kernels import check, few_thread_blocks, inputs, with_a_jump
 
 pytestmark = pytest.mark.gpu
@@ -357,6 +358,52 @@ def test_second_call_compiles_nothing():
         assert not compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+SEGMENTS = {
+    "documents": (packed([400, 57, 700], [1157]), None),
+    "other lengths": (packed([400, 57, 700], [1157]), packed([300, 200, 591], [1, 1090])),
+    "at random": (at_random(1157, (-2, 3)), at_random(1091, (-1, 4), seed=1)),
+}
+
+
+@pytest.mark.parametrize("kind", SEGMENTS)
+@pytest.mark.parametrize("H", [64, 128, 160, 256])
+def test_segment_ids(H, kind):
+    """One array for both sides, documents that are cut, and ids in no order; all masks."""
+    query_ids, key_ids = (None if x is None else jnp.asarray(x) for x in SEGMENTS[kind])
+    key_ids = query_ids if key_ids is None else key_ids
+    ids = dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
+    T, S = query_ids.shape[1], key_ids.shape[1]
+    N, K = [(2, 2), (4, 2), (3, 1)][H // 64 % 3]
+    arrays = inputs(2, T, S, N, K, H, [jnp.bfloat16, jnp.float16][H // 64 % 2])
+    lengths = dict(key_value_seq_lengths=jnp.array([S - 200, 64]))
+    check(arrays, **ids, is_causal=True)
+    check(arrays, **ids, local_window_size=(300, 50), deterministic=True)
+    check(arrays, **ids, **lengths, config=few_thread_blocks(H, 8))
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_segment_ids_repeat_bit_equal(H):
+    """Forward, and dK and dV, with thread blocks that take many tiles."""
+    query, key, value, dout, _ = inputs(2, 1157, 1157, 8, 4, H, jnp.bfloat16)
+    ids = jnp.asarray(SEGMENTS["documents"][0])
+    function = functools.partial(
+        attention,
+        query_segment_ids=ids,
+        key_value_segment_ids=ids,
+        is_causal=True,
+        config=few_thread_blocks(H, 32),
+    )
+
+    @jax.jit
+    def results(query, key, value, dout):
+        out, vjp = jax.vjp(function, query, key, value)
+        return out, *vjp(dout)[1:]
+
+    first = results(query, key, value, dout)
+    for _ in range(100):
+        chex.assert_trees_all_equal(results(query, key, value, dout), first)
 
 
 ELEMENTS = {

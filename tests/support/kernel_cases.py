@@ -32,6 +32,13 @@ ELEMENT_WIDTHS = {
     "dense-bias": (128, 160),
     "mask-bias": (64, 160),
 }
+# Width, mask, and whether gradients are deterministic. The forward spills at 256.
+SEGMENTS = [
+    (64, "causal", False),
+    (96, "causal", False),
+    (128, "lengths", True),
+    (160, "window", False),
+]
 # Query and value widths beside those of `config.WIDTHS`.
 OTHER_WIDTHS = [(192, 128), (192, 192), (96, 96), (160, 160), (40, 72)]
 
@@ -84,7 +91,8 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
             if lengths is not None:
                 case_name = f"H{width}-lengths-{shape}-sinks"
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
-    return cases + _cases_of_other_widths() + _cases_of_elements() + _cases_of_soft_caps()
+    cases += _cases_of_other_widths() + _cases_of_elements()
+    return cases + _cases_of_soft_caps() + _cases_of_segments()
 
 
 def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
@@ -142,6 +150,22 @@ def _ragged_args(width, value_width, mask, mask_axes, bias_axes, bias_dtype) -> 
     lse = jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32)
     lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if mask == "lengths" else None
     return *arrays, lse, lengths, array(mask_axes, bool), array(bias_axes, bias_dtype or dtype)
+
+
+def _cases_of_segments() -> list[tuple[str, Callable, Any]]:
+    """With tails, which take most registers."""
+    cases = []
+    T, S, N, K, dtype = SHAPES["ragged"]
+    for width, mask, deterministic in SEGMENTS:
+        query = jax.ShapeDtypeStruct((BATCH, T, N, width), dtype)
+        key = jax.ShapeDtypeStruct((BATCH, S, K, width), dtype)
+        lse = jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32)
+        lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if mask == "lengths" else None
+        ids = tuple(jax.ShapeDtypeStruct((BATCH, length), jnp.int32) for length in (T, S))
+        fn = _forward_and_backward(MASKS.get(mask, {}), deterministic)
+        args = query, key, key, query, lse, lengths, None, None, ids
+        cases.append((f"H{width}-{mask}-segments", fn, args))
+    return cases
 
 
 # Tokens, page size, splits and options of decode_attention, from nothing to everything at once.
@@ -208,7 +232,8 @@ def _forward_with_sinks(mask: dict[str, Any]) -> Callable:
 
 
 def _forward_and_backward(mask: dict[str, Any], deterministic: bool) -> Callable:
-    def attention(query, key, value, bias, lengths, dense_mask):
+    def attention(query, key, value, bias, lengths, dense_mask, ids):
+        query_ids, key_ids = ids
         return jax_flash.attention(
             query,
             key,
@@ -217,13 +242,17 @@ def _forward_and_backward(mask: dict[str, Any], deterministic: bool) -> Callable
             dense_mask,
             **mask,
             key_value_seq_lengths=lengths,
+            query_segment_ids=query_ids,
+            key_value_segment_ids=key_ids,
             return_residual=True,
             implementation="mosaic_gpu",
             deterministic=deterministic,
         )
 
-    def run(query, key, value, dout, dlse, lengths=None, dense_mask=None, bias=None):
-        function = lambda *x: attention(*x, lengths, dense_mask)
+    def run(
+        query, key, value, dout, dlse, lengths=None, dense_mask=None, bias=None, ids=(None, None)
+    ):
+        function = lambda *x: attention(*x, lengths, dense_mask, ids)
         results, backward = jax.vjp(function, query, key, value, bias)
         return results, backward((dout, dlse))
 

@@ -1,0 +1,148 @@
+"""Segment ids: a query sees a key only where the ids of both are equal.
+
+Ids are int32, `[B, T]` of queries and `[B, S]` of keys, any values in any order. Steps with a mask
+compare them element by element. What is here finds, before the kernels, the blocks that a tile
+needs, and those of them that need no mask for its ids: those in which all ids are equal, and equal
+to all of the tile's. Of each tile and block it looks at no more than the least, the greatest, the
+first and the last id. Documents that lie packed one after the other are told apart exactly by that
+where no tile holds more than two, or where their ids rise or fall; where it fails, more blocks are
+visited than need be, and results are the same.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_FAR = np.iinfo(np.int32).max
+
+
+class Blocks(NamedTuple):
+    """The blocks of columns that tiles of rows need, and those of them that need no mask.
+
+    Arrays `[B or 1, tiles]` int32, in blocks. An interval without a block may begin anywhere behind
+    its end.
+    """
+
+    first: Any
+    end: Any
+    first_unmasked: Any
+    end_unmasked: Any
+
+
+class Sharing(NamedTuple):
+    """What tiles of rows have in common with blocks of columns, bool `[B, tiles, blocks]` each.
+
+    Attributes:
+      some: false only if no id of the block is in the tile.
+      all: all ids of both are equal.
+      first: the first ids of both are equal.
+    """
+
+    some: jax.Array
+    all: jax.Array
+    first: jax.Array
+
+
+class _Held(NamedTuple):
+    """Which ids tiles hold: the least and the greatest, the first and the last, if only these."""
+
+    least: jax.Array
+    greatest: jax.Array
+    first: jax.Array
+    last: jax.Array
+    only_ends: jax.Array
+
+
+def padded(ids: jax.Array, multiple: int) -> jax.Array:
+    """Ids of a round number of rows: the last one goes on."""
+    return jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % multiple)), mode="edge")
+
+
+def sharing(row_ids: jax.Array, column_ids: jax.Array, rows: int, columns: int) -> Sharing:
+    """What tiles of `rows` rows have in common with blocks of `columns` columns.
+
+    Args:
+      row_ids, column_ids: `[B, R]` and `[B, C]`; the last tile, and block, may have fewer.
+      rows, columns: of a tile, and of a block.
+    """
+    tile = _Held(*(x[:, :, None] for x in _held(row_ids, rows)))
+    block = _Held(*(x[:, None, :] for x in _held(column_ids, columns)))
+    within = lambda x, held: (held.least <= x) & (x <= held.greatest)
+    ends_within = lambda a, b: within(a.first, b) | within(a.last, b) | ~a.only_ends
+    ends_meet = (
+        (tile.first == block.first)
+        | (tile.first == block.last)
+        | (tile.last == block.first)
+        | (tile.last == block.last)
+    )
+    overlap = (tile.least <= block.greatest) & (block.least <= tile.greatest)
+    ends = ends_within(tile, block) & ends_within(block, tile)
+    uniform = (tile.least == tile.greatest) & (block.least == block.greatest)
+    first = tile.first == block.first
+    return Sharing(
+        some=overlap & ends & (ends_meet | ~(tile.only_ends & block.only_ends)),
+        all=uniform & first,
+        first=first,
+    )
+
+
+def _held(ids: jax.Array, rows: int) -> _Held:
+    ids = padded(ids, rows)
+    tiles = ids.reshape(ids.shape[0], -1, rows)
+    ends = tiles[..., :1], tiles[..., -1:]
+    return _Held(
+        least=tiles.min(-1),
+        greatest=tiles.max(-1),
+        first=ends[0][..., 0],
+        last=ends[1][..., 0],
+        only_ends=((tiles == ends[0]) | (tiles == ends[1])).all(-1),
+    )
+
+
+def restricted(blocks: Blocks, sharing: Sharing) -> Blocks:
+    """Of the blocks that tiles need but for their ids, those that they need.
+
+    Where several stretches of blocks need no mask, none is taken to be without.
+    """
+    number = jnp.arange(sharing.some.shape[-1], dtype=jnp.int32)
+    between = lambda first, end: (first[..., None] <= number) & (number < end[..., None])
+    needed = sharing.some & between(blocks.first, blocks.end)
+    unmasked = needed & sharing.all & between(blocks.first_unmasked, blocks.end_unmasked)
+    first, end = _hull(needed, number)
+    first_unmasked, end_unmasked = _hull(unmasked, number)
+    in_one = unmasked.sum(-1, dtype=jnp.int32) == end_unmasked - first_unmasked
+    return Blocks(first, end, first_unmasked, jnp.where(in_one, end_unmasked, 0))
+
+
+def _hull(chosen: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    first = jnp.where(chosen, number, _FAR).min(-1)
+    return first, jnp.where(chosen, number + 1, 0).max(-1)
+
+
+def has_partner(
+    ids: jax.Array, other_ids: jax.Array, intervals: jax.Array | np.ndarray
+) -> jax.Array:
+    """Whether each row's interval of the others holds its id, bool `[B, R]`; exact for any ids.
+
+    Args:
+      ids, other_ids: `[B, R]` and `[B, C]`.
+      intervals: `[B or 1, 2, R]`, within 0 and C.
+    """
+    places = jax.lax.broadcasted_iota(jnp.int32, other_ids.shape, 1)
+    by_id, place = jax.lax.sort((other_ids, places), num_keys=2)
+    first, end = (jnp.broadcast_to(intervals[:, n], ids.shape) for n in range(2))
+
+    # Binary search for the first that is not before (id, first).
+    count = other_ids.shape[1]
+    found = jnp.zeros_like(ids)
+    for bit in reversed(range(count.bit_length())):
+        last = found + ((1 << bit) - 1)
+        here = jnp.minimum(last, count - 1)
+        an_id, a_place = (jnp.take_along_axis(x, here, axis=1) for x in (by_id, place))
+        is_before = (an_id < ids) | ((an_id == ids) & (a_place < first))
+        found = jnp.where((last < count) & is_before, last + 1, found)
+    here = jnp.minimum(found, count - 1)
+    an_id, a_place = (jnp.take_along_axis(x, here, axis=1) for x in (by_id, place))
+    return (found < count) & (an_id == ids) & (a_place < end)

@@ -1,0 +1,438 @@
+"""Segment ids on the kernels in interpret mode, beside float64."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from pallas_kernels import config, intervals, scheduler, segments
+from pallas_kernels.backward_query import _key_blocks_of
+from pallas_kernels.forward import Tiles
+from pallas_kernels.key_tiles import KeyTiles, Walk
+from tests.support.interpret import interpret_mode
+from tests.test_kernels import check, few_thread_blocks, inputs
+
+BATCH = 2
+
+
+def packed(*documents, first_id=0) -> np.ndarray:
+    """`[B, T]` ids of documents of these lengths, one after the other, for each batch entry."""
+    rows = [np.repeat(np.arange(len(d)) + first_id, d) for d in documents]
+    return np.stack(rows).astype(np.int32)
+
+
+def at_random(length, ids, seed=0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(*ids, (BATCH, length)).astype(np.int32)
+
+
+# Ids of queries and keys, whose numbers need not be the same.
+IDS = {
+    "documents": (packed([100, 37, 1, 162], [300]),) * 2,
+    "tiles": (packed([128, 64, 192, 128], [256, 256]),) * 2,
+    "of other lengths": (packed([130, 70], [1, 199]), packed([10, 300], [200, 110])),
+    "in another order": (
+        packed([64, 200, 120], [90, 90, 204]),
+        packed([130, 70, 200], [300, 1, 99])[:, ::-1],
+    ),
+    "far apart": (packed([150, 150], [70, 230]) * -(2**31),) * 2,
+    "one side alone": (packed([60, 140], [199, 1]), packed([60, 200], [130, 130], first_id=1)),
+    "nothing in common": (packed([200], [100, 100]), packed([250], [120, 130], first_id=5)),
+    "padding": (np.where(np.arange(280) % 270 < 20, -1, packed([100, 180], [140, 140])),) * 2,
+    "interleaved": (np.tile(np.arange(200) % 3, (BATCH, 1)).astype(np.int32),) * 2,
+    "at random": (at_random(260, (-2, 3)), at_random(150, (-1, 4), seed=1)),
+    "short": (np.tile(np.arange(300) // 7, (BATCH, 1)).astype(np.int32),) * 2,
+}
+BOUNDS = {"all": (None, None), "causal": (None, 0), "window": (-50, 20), "nothing": (None, -1000)}
+# Bounds, whether they are known at run time only, and the width, for the size of tiles.
+CASES = [
+    (BOUNDS["all"], False, 64),
+    (BOUNDS["all"], True, 128),
+    (BOUNDS["causal"], False, 128),
+    (BOUNDS["causal"], True, 64),
+    (BOUNDS["window"], False, 64),
+    (BOUNDS["window"], True, 128),
+]
+by_ids = pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+
+
+def problem(ids, bounds=(None, None), dynamic=False, N=4, K=2) -> config.Problem:
+    (B, T), (_, S) = (x.shape for x in ids)
+    return config.Problem(
+        B, T, S, N, K, 64, np.dtype(jnp.bfloat16), 1.0, *bounds, dynamic=dynamic, segmented=True
+    )
+
+
+def visible(ids, bounds=(None, None)) -> np.ndarray:
+    """`[B, T, S]`, by the definition."""
+    query_ids, key_ids = ids
+    distance = np.arange(key_ids.shape[1]) - np.arange(query_ids.shape[1])[:, None]
+    lowest, highest = bounds
+    near = np.ones_like(distance, bool) if highest is None else distance <= highest
+    far = np.ones_like(distance, bool) if lowest is None else distance >= lowest
+    return (query_ids[:, :, None] == key_ids[:, None, :]) & near & far
+
+
+def kept(ids, bounds) -> np.ndarray:
+    """The keys `[B, 2, T]` that each query sees but for ids, known at run time."""
+    (B, T), (_, S) = (x.shape for x in ids)
+    return np.broadcast_to(intervals.of_bounds(*bounds, np.arange(T), S), (B, 2, T))
+
+
+def blocks_of(array, size, axis):
+    """A bool array in blocks of an axis, beyond whose end nothing is true."""
+    array = np.moveaxis(array, axis, 0)
+    array = np.pad(array, [(0, -len(array) % size)] + [(0, 0)] * (array.ndim - 1))
+    return np.moveaxis(array.reshape(-1, size, *array.shape[1:]), (0, 1), (axis, axis + 1))
+
+
+@by_ids
+def test_what_tiles_have_in_common(ids):
+    """Never less than there is, and no more where each document is a run of at least a tile."""
+    got = segments.sharing(*map(jnp.asarray, ids), 64, 32)
+    equal = visible(ids)
+    some = blocks_of(blocks_of(equal, 64, 1), 32, 3)
+    np.testing.assert_array_equal(np.asarray(got.some) | ~some.any((2, 4)), True)
+    firsts = equal[:, ::64, ::32]
+    np.testing.assert_array_equal(got.first, firsts)
+    padded = [
+        np.asarray(segments.padded(jnp.asarray(x), n)) for x, n in zip(ids, (64, 32), strict=True)
+    ]
+    every = blocks_of(blocks_of(visible(padded), 64, 1), 32, 3).all((2, 4))
+    np.testing.assert_array_equal(got.all, every)
+    if all((np.diff(x) >= 0).all() for x in ids):
+        np.testing.assert_array_equal(np.asarray(got.some), some.any((2, 4)))
+
+
+def test_documents_of_any_ids_are_told_apart():
+    """Where tiles hold no more than two, ids need not rise."""
+    ids = np.repeat(np.array([[7, -3, 2**31 - 1, 5, -(2**31), 6]]), 100, axis=1).astype(np.int32)
+    got = segments.sharing(jnp.asarray(ids), jnp.asarray(ids), 64, 64)
+    some = blocks_of(blocks_of(visible((ids, ids)), 64, 1), 64, 3).any((2, 4))
+    np.testing.assert_array_equal(got.some, some)
+    assert not some.all()
+
+
+@by_ids
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
+def test_partners(ids, bounds):
+    query_ids, key_ids = map(jnp.asarray, ids)
+    seen = visible(ids, bounds)
+    of_queries = kept(ids, bounds)
+    of_keys = intervals.of_bounds_of_keys(problem(ids, bounds))
+    got = segments.has_partner(query_ids, key_ids, of_queries)
+    np.testing.assert_array_equal(got, seen.any(2))
+    got = segments.has_partner(key_ids, query_ids, of_keys)
+    np.testing.assert_array_equal(got, seen.any(1))
+
+
+@by_ids
+@pytest.mark.parametrize(("bounds", "dynamic", "width"), CASES)
+def test_key_blocks_of_query_tiles(ids, bounds, dynamic, width):
+    """Blocks left out are invisible to all rows, those without a mask visible to all that see any.
+
+    And where one is without a mask, each of these has seen a key in an exact step before.
+    """
+    tiles = Tiles(problem(ids, (None, None) if dynamic else bounds, dynamic), config.FORWARD[width])
+    block_q, block_kv = tiles.config.block_q, tiles.config.block_kv
+    seen = jnp.asarray(kept(ids, bounds)) if dynamic else None
+    table = np.asarray(tiles.key_blocks_of(seen, tuple(map(jnp.asarray, ids))))
+    every, without_ids = visible(ids, bounds), visible([0 * x for x in ids], bounds)
+    S = every.shape[2]
+    assert table.shape == (BATCH, tiles.per_head, 4)
+    for b, tile in np.ndindex(table.shape[:2]):
+        count, exact, near, end = table[b, tile]
+        rows = slice(tile * block_q, (tile + 1) * block_q)
+        own = every[b, rows]
+        assert 0 <= exact <= near <= count
+        assert 1 <= count <= end
+        assert not own[:, end * block_kv :].any()
+        assert not own[:, : (end - count) * block_kv].any()
+        # Rows that see nothing by intervals are closed, if these are dynamic.
+        counts = without_ids[0, rows].any(1) if dynamic else np.ones(len(own), bool)
+        if exact < count:
+            unmasked = slice((end - near) * block_kv, (end - exact) * block_kv)
+            assert own[counts][:, unmasked].all()
+            assert unmasked.stop <= S
+            assert own[counts][:, (end - max(exact, 1)) * block_kv :].any(axis=1).all()
+            far = without_ids[0, rows][counts][:, : (end - near) * block_kv]
+            assert (np.diff(far.astype(int), axis=1) >= 0).all()  # nothing is behind the interval
+
+
+@by_ids
+@pytest.mark.parametrize(("bounds", "dynamic", "width"), CASES)
+def test_query_blocks_of_key_tiles(ids, bounds, dynamic, width):
+    """Blocks left out see no key of a tile, those without a mask all keys of a consumer."""
+    block_kv, block_q = 128, 128 * 64 // width
+    p = problem(ids, (None, None) if dynamic else bounds, dynamic)
+    tiles = KeyTiles(p, block_kv, block_q, row_bytes=1)
+    seeing = tiles.seeing(jnp.asarray(kept(ids, bounds)) if dynamic else None)
+    table = tiles.seeing_blocks_of(seeing, tuple(map(jnp.asarray, ids)))
+    schedule = jnp.asarray([[tiles.count, *range(tiles.count)]])
+    walk = Walk(tiles, schedule, table, 0)
+    every = visible(ids, bounds)
+    for index in range(tiles.count):
+        place = tile, kv_head_of_all = walk.locate(jnp.int32(index))
+        keys = every[kv_head_of_all // 2][:, int(tile) * block_kv : (int(tile) + 1) * block_kv]
+        first, end = int(walk.first_block(place)), int(walk.end_block(place))
+        assert 0 <= first < end <= tiles.query_blocks
+        assert walk.steps(index) == (end - first) * tiles.problem.group
+        assert not keys[: first * block_q].any()
+        assert not keys[end * block_q :].any()
+        for own in range(0, block_kv, 64):
+            unmasked = int(walk.first_unmasked_block(index, own))
+            until = int(walk.end_unmasked_block(index, own, unmasked))
+            assert first <= unmasked <= until <= end
+            if unmasked < until:
+                assert keys[unmasked * block_q : until * block_q, own : own + 64].all()
+                assert int(tile) * block_kv + own + 64 <= every.shape[2]
+
+
+@by_ids
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
+def test_key_blocks_of_query_rows(ids, bounds):
+    """Blocks left out are invisible to all, those without a mask visible to all that see any."""
+    blocks = _key_blocks_of(kept(ids, bounds), 64, 64, tuple(map(jnp.asarray, ids)))
+    every = visible(ids, bounds)
+    for (b, tile), end in np.ndenumerate(np.asarray(blocks.end)):
+        first, _, first_unmasked, end_unmasked = (int(x[b, tile]) for x in blocks)
+        own = every[b, tile * 64 : (tile + 1) * 64]
+        assert 0 <= first <= first_unmasked <= end_unmasked <= end
+        assert not own[:, end * 64 :].any()
+        assert not own[:, : first * 64].any()
+        assert own[own.any(1)][:, first_unmasked * 64 : end_unmasked * 64].all()
+        assert end_unmasked * 64 <= every.shape[2] or first_unmasked == end_unmasked
+
+
+def test_packed_documents_are_worked_on_alone():
+    """The blocks of a document, and of these those with its ends, or the diagonal, with a mask."""
+    ids = (packed([512, 1024, 512]),) * 2
+    ids = tuple(map(jnp.asarray, ids))
+    forward = Tiles(problem(ids, (None, 0)), config.FORWARD[128]).key_blocks_of(None, ids)
+    blocks, exact, near, end = np.asarray(forward)[0].T
+    first = np.repeat([0, 4, 12], [4, 8, 4])
+    np.testing.assert_array_equal(end, np.arange(16) + 1)
+    np.testing.assert_array_equal(end - blocks, first)
+    np.testing.assert_array_equal(exact, 1)
+    np.testing.assert_array_equal(near, blocks)
+    tiles = KeyTiles(problem(ids, (None, 0)), 128, 128, row_bytes=1)
+    table = np.asarray(tiles.seeing_blocks_of(tiles.seeing(None), ids))[0]
+    tile, last = np.arange(16), np.repeat([4, 12, 16], [4, 8, 4])
+    for column, wanted in enumerate((tile, last, tile + 1, last, tile + 1, last)):
+        np.testing.assert_array_equal(table[:, column], wanted)
+
+
+@pytest.mark.parametrize(
+    ("T", "N", "K", "H", "documents"),
+    [(16384, 16, 16, 128, 16), (32768, 32, 8, 128, 8), (16384, 32, 32, 64, 32)],
+)
+def test_thread_blocks_have_as_much_to_do(T, N, K, H, documents):
+    """Every tile is dealt once, and no thread block has 10% more steps than the mean."""
+    ids = (jnp.arange(T, dtype=jnp.int32)[None] // (T // documents),) * 2
+    p = config.Problem(1, T, T, N, K, H, np.dtype(jnp.bfloat16), 1.0, highest=0, segmented=True)
+    forward = Tiles(p, config.FORWARD[H])
+    backward = KeyTiles(p, 128, config.BACKWARD[H].block_q, row_bytes=8 * H)
+    blocks = backward.seeing_blocks_of(backward.seeing(None), ids)[:-1]
+    for tiles, heads, cost in (
+        (forward, N, forward.key_blocks_of(None, ids)[:, :, 0]),
+        (backward, K, blocks[:, :, 1] - blocks[:, :, 0]),
+    ):
+        table = np.asarray(scheduler.longest_first(tiles.schedule(132), cost, heads))
+        lists = [row[1 : 1 + row[0]] for row in table]
+        np.testing.assert_array_equal(
+            np.sort(np.concatenate(lists)), np.arange(heads * tiles.per_head)
+        )
+        steps = [np.asarray(cost)[0, row % tiles.per_head].sum() for row in lists]
+        assert max(steps) < 1.1 * np.mean(steps)
+
+
+def test_tiles_are_ranked_by_cost_for_each_batch_entry():
+    schedule = np.array([[4, 0, 4, 8, 9, 0], [2, 1, 11, 0, 0, 0]])
+    cost = jnp.array([[5, 9, 7], [1, 2, 2]])
+    table = scheduler.longest_first(schedule, cost, heads=2)
+    # Entry 0, heads 0 and 1: tiles 1, 2, 0; entry 1, heads 2 and 3: tiles 1, 2, 0.
+    np.testing.assert_array_equal(table, [[4, 1, 5, 6, 10, 1], [2, 2, 9, 1, 1, 1]])
+
+
+def options_of(ids, **options):
+    query_ids, key_ids = map(jnp.asarray, ids)
+    if ids[0] is ids[1]:
+        key_ids = query_ids
+    return dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids) | options
+
+
+@pytest.mark.parametrize(
+    ("kind", "N", "K", "H", "dtype", "options"),
+    [
+        ("documents", 2, 1, 64, jnp.bfloat16, dict(is_causal=True)),
+        ("documents", 1, 1, 128, jnp.float16, {}),
+        ("tiles", 1, 1, 64, jnp.bfloat16, dict(is_causal=True)),
+        ("of other lengths", 2, 2, 256, jnp.bfloat16, {}),
+        ("in another order", 1, 1, 96, jnp.bfloat16, {}),
+        ("one side alone", 2, 1, 64, jnp.float16, dict(is_causal=True, query_offset=60)),
+        ("nothing in common", 1, 1, 128, jnp.bfloat16, {}),
+        ("padding", 1, 1, 64, jnp.bfloat16, dict(local_window_size=(100, 30))),
+        ("interleaved", 1, 1, 256, jnp.float16, dict(is_causal=True)),
+        ("at random", 2, 1, 128, jnp.bfloat16, dict(local_window_size=(5, 3), query_offset=-9)),
+        ("short", 1, 1, 64, jnp.bfloat16, dict(key_value_seq_lengths=[200, 299])),
+        (
+            "documents",
+            1,
+            1,
+            128,
+            jnp.bfloat16,
+            dict(is_causal=True, query_seq_lengths=[250, 0], query_offset=[3, -7]),
+        ),
+    ],
+)
+def test_in_interpret_mode(kind, N, K, H, dtype, options):
+    ids = IDS[kind]
+    options = {k: jnp.array(v) if isinstance(v, list) else v for k, v in options.items()}
+    arrays = inputs(BATCH, ids[0].shape[1], ids[1].shape[1], N, K, H, dtype)
+    with interpret_mode():
+        check(arrays, **options_of(ids, **options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "H", "options"),
+    [
+        ("documents", 64, dict(is_causal=True)),
+        ("at random", 128, {}),
+        ("short", 128, dict(key_value_seq_lengths=jnp.array([150, 0]))),
+    ],
+)
+def test_deterministic_gradients(kind, H, options):
+    ids = IDS[kind]
+    arrays = inputs(BATCH, ids[0].shape[1], ids[1].shape[1], 2, 1, H, jnp.bfloat16)
+    with interpret_mode():
+        check(arrays, **options_of(ids, **options), deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "H", "thread_blocks"), [("tiles", 64, 1), ("documents", 128, 2), ("short", 256, 1)]
+)
+def test_a_thread_block_walks_many_tiles(kind, H, thread_blocks):
+    ids = IDS[kind]
+    arrays = inputs(BATCH, ids[0].shape[1], ids[1].shape[1], 2, 1, H, jnp.bfloat16)
+    with interpret_mode():
+        settings = few_thread_blocks(H, thread_blocks)
+        check(arrays, **options_of(ids, is_causal=True), config=settings)
+
+
+def test_sinks():
+    """Also in rows that see nothing, where they take no weight."""
+    ids = IDS["one side alone"]
+    arrays = inputs(BATCH, ids[0].shape[1], ids[1].shape[1], 2, 1, 64, jnp.bfloat16)
+    with interpret_mode():
+        check(arrays, **options_of(ids), sinks=jnp.array([3.0, 40.0]))
+
+
+def test_maxima_that_jump():
+    """A second round, in which every step compares ids."""
+    query, key, *rest = inputs(BATCH, 512, 512, 1, 1, 64, jnp.bfloat16)
+    arrays = (query, key.at[:, :100].multiply(60), *rest)
+    with interpret_mode():
+        check(arrays, **options_of(IDS["tiles"]), config=few_thread_blocks(64, 1))
+
+
+def attention(query, key, value, **options):
+    return jax_flash.attention(
+        query, key, value, **options, return_residual=True, implementation="mosaic_gpu"
+    )
+
+
+def test_one_id_everywhere_is_as_good_as_none():
+    """To the bit where the steps are the same, as they are in a full window's gradients."""
+    query, key, value, dout, dlse = inputs(1, 256, 256, 1, 1, 64, jnp.bfloat16)
+    ids = jnp.full((1, 256), -5)
+
+    def results(**options):
+        results, vjp = jax.vjp(functools.partial(attention, **options), query, key, value)
+        return *results, *vjp((dout, dlse))
+
+    with interpret_mode():
+        with_ids = results(query_segment_ids=ids, key_value_segment_ids=ids, is_causal=True)
+        without = results(is_causal=True)
+    chex.assert_trees_all_close(with_ids, without, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize(
+    ("kind", "H", "deterministic", "options"),
+    [
+        ("one side alone", 64, False, {}),
+        ("of other lengths", 128, True, dict(is_causal=True)),
+        ("at random", 256, False, dict(local_window_size=(1, 0))),
+    ],
+)
+def test_what_sees_nothing_and_is_not_seen_does_not_count(kind, H, deterministic, options, poison):
+    """In rows that share a tile with others that count, and blocks without a mask."""
+    ids = IDS[kind]
+    arrays = inputs(BATCH, ids[0].shape[1], ids[1].shape[1], 1, 1, H, jnp.bfloat16)
+    bounds = {"at random": (-1, 0), "of other lengths": (None, 0)}.get(kind, (None, None))
+    seen = visible(ids, bounds)
+    no_query, no_key = ~seen.any(2), ~seen.any(1)
+    run = functools.partial(attention, **options_of(ids, **options), deterministic=deterministic)
+
+    def results(query, key, value, dout, dlse):
+        results, vjp = jax.vjp(run, query, key, value)
+        return *results, *vjp((dout, dlse))
+
+    def poisoned(x, where):
+        return jnp.where(where.reshape(where.shape + (1,) * (x.ndim - 2)), poison, x)
+
+    where = no_query, no_key, no_key, no_query, no_query
+    with interpret_mode():
+        clean = results(*arrays)
+        got = results(*map(poisoned, arrays, where))
+    out, lse, d_query, d_key, d_value = clean
+    chex.assert_trees_all_equal(np.isneginf(lse[:, :, 0]), no_query)
+    assert no_query.any() or no_key.any()
+    for x, nothing in ((out, no_query), (d_query, no_query), (d_key, no_key), (d_value, no_key)):
+        assert not np.asarray(x)[nothing].any()
+        assert np.asarray(x)[~nothing].any()
+    chex.assert_tree_all_finite((out, d_query, d_key, d_value))
+    chex.assert_trees_all_equal(got, clean)
+
+
+def test_vmap_over_ids():
+    query, key, value, _, _ = inputs(1, 40, 48, 1, 1, 64, jnp.bfloat16)
+    query_ids = jnp.stack([jnp.arange(40) // 10, jnp.arange(40) % 2, jnp.full(40, 7)])[:, None]
+    key_ids = jnp.stack([jnp.arange(48) // 10, jnp.arange(48) % 3, jnp.full(48, 8)])[:, None]
+
+    def gradients(query, query_ids, key_ids):
+        def loss(query, key, value):
+            ids = dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
+            out, _ = attention(query, key, value, **ids)
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(query, key, value)
+
+    with interpret_mode():
+        together = jax.vmap(gradients, in_axes=(None, 0, 0))(query, query_ids, key_ids)
+        one_by_one = [gradients(query, *x) for x in zip(query_ids, key_ids, strict=True)]
+    losses, gradients_of_all = jax.tree.map(lambda *x: jnp.stack(x), *one_by_one)
+    chex.assert_trees_all_close(together[0], losses, rtol=1e-5)
+    chex.assert_trees_all_close(together[1], gradients_of_all, rtol=2**-7, atol=1e-3)
+    assert losses[2] == 0 and abs(losses[0] - losses[1]) > 1
+
+
+def test_one_array_of_ids_makes_no_pass_over_the_inputs():
+    """Every position sees itself, so that nothing needs to be set to zero."""
+    arrays = inputs(1, 64, 64, 1, 1, 64, jnp.bfloat16)[:3]
+    ids = jnp.zeros((1, 64), jnp.int32)
+
+    def selects(key_ids, **options):
+        """How many of the inputs have zeros in the place of what does not count."""
+        options = dict(query_segment_ids=ids, key_value_segment_ids=key_ids, **options)
+        closed = jax.make_jaxpr(functools.partial(attention, **options))(*arrays)
+        (call,) = (e for e in closed.jaxpr.eqns if e.primitive.name == "custom_vjp_call")
+        return sum(x not in closed.jaxpr.invars for x in call.invars[:3])
+
+    assert selects(ids) == selects(ids, is_causal=True) == 0
+    assert selects(ids + 0) == 3
+    assert selects(ids, local_window_size=(5, 5), query_offset=20) == 3
+    assert selects(ids, query_seq_lengths=jnp.array([50])) == 3
