@@ -5,6 +5,7 @@ A case is drawn from its number alone, so that one that fails can be run again b
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +29,10 @@ def draw(number: int, longest: int, most: int) -> tuple[tuple, dict[str, Any]]:
     some = lambda share: rng.random() < share
     B, K, group = (int(rng.integers(1, most + 1)) for _ in range(3))
     T, S = (int(rng.integers(1, longest + 1)) for _ in range(2))
+    # Of options that came later, so that the others stay what they were.
+    more = np.random.default_rng([number, longest, 1])
+    if more.random() < 0.2:
+        S = T
     H = int(rng.choice([64, 128, 256, *(8 * rng.integers(1, 33, 2))]))
     h = H if some(0.7) else int(8 * rng.integers(1, 33))
     dtype = [jnp.bfloat16, jnp.float16][int(some(0.3))]
@@ -51,7 +56,24 @@ def draw(number: int, longest: int, most: int) -> tuple[tuple, dict[str, Any]]:
     if some(0.3):
         dtype = [jnp.float32, jnp.bfloat16, jnp.float16][int(rng.integers(3))]
         options["bias"] = random_bias(shape(), dtype, seed=number)
+    if more.random() < 0.3:
+        options["logits_soft_cap"] = float(more.choice([0.5, 2.0, 50.0]))
+    if more.random() < 0.6 and not {"mask", "bias"} & set(options):
+        query_ids, key_ids = (random_ids(more, B, length) for length in (T, S))
+        if S == T and more.random() < 0.7:
+            key_ids = query_ids
+        options |= dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
     return arrays, options
+
+
+def random_ids(rng: np.random.Generator, batch: int, length: int) -> jax.Array:
+    """Segment ids of a few documents: one after the other, some of them empty, or in turns."""
+    documents = int(rng.integers(1, 6))
+    places = np.arange(length)
+    if rng.random() < 0.3:
+        return jnp.tile(places % documents, (batch, 1))
+    ends = np.sort(rng.integers(0, length + 1, (batch, documents)))
+    return jnp.array((places[None, :, None] >= ends[:, None]).sum(-1))
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 4, 5, 6, 8, 12, 19, 23])

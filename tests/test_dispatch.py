@@ -144,6 +144,7 @@ def test_attention_runs_what_explain_says(on, monkeypatch):
             {
                 "query_segment_ids": jnp.ones((B, T), jnp.int32),
                 "key_value_segment_ids": jnp.ones((B, S), jnp.int32),
+                "logits_soft_cap": 30.0,
             },
             None,
         ),

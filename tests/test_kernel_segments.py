@@ -312,6 +312,25 @@ def test_deterministic_gradients(kind, H, options):
 
 
 @pytest.mark.parametrize(
+    ("kind", "H", "deterministic", "options"),
+    [
+        ("documents", 64, False, dict(is_causal=True)),
+        ("documents", 128, True, dict(key_value_seq_lengths=jnp.array([150, 0]))),
+        ("of other lengths", 128, False, dict(local_window_size=(100, 30))),
+        ("interleaved", 64, True, {}),
+        ("at random", 256, False, dict(is_causal=True)),
+    ],
+)
+def test_soft_cap(kind, H, deterministic, options):
+    """Where ids differ, the capped logits are hidden, and with them the slope of the cap."""
+    ids = IDS[kind]
+    arrays = inputs(BATCH, ids[0].shape[1], ids[1].shape[1], 2, 1, H, jnp.bfloat16)
+    options = options_of(ids, **options, deterministic=deterministic)
+    with interpret_mode():
+        check(arrays, **options, logits_soft_cap=1.0)
+
+
+@pytest.mark.parametrize(
     ("kind", "H", "thread_blocks"), [("tiles", 64, 1), ("documents", 128, 2), ("short", 256, 1)]
 )
 def test_a_thread_block_walks_many_tiles(kind, H, thread_blocks):

@@ -383,6 +383,19 @@ def test_segment_ids(H, kind):
     check(arrays, **ids, **lengths, config=few_thread_blocks(H, 8))
 
 
+@pytest.mark.parametrize("kind", ["documents", "at random"])
+@pytest.mark.parametrize("H", [64, 128, 160, 256])
+def test_segment_ids_with_soft_cap(H, kind):
+    query_ids, key_ids = (None if x is None else jnp.asarray(x) for x in SEGMENTS[kind])
+    key_ids = query_ids if key_ids is None else key_ids
+    T, S = query_ids.shape[1], key_ids.shape[1]
+    options = dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids, logits_soft_cap=2.0)
+    arrays = inputs(2, T, S, 4, 2, H, jnp.bfloat16)
+    check(arrays, **options, is_causal=True)
+    lengths = dict(key_value_seq_lengths=jnp.array([S - 200, 64]))
+    check(arrays, **options, **lengths, deterministic=True, config=few_thread_blocks(H, 8))
+
+
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_segment_ids_repeat_bit_equal(H):
     """Forward, and dK and dV, with thread blocks that take many tiles."""

@@ -107,17 +107,14 @@ MASKS = {
     "causal window": dict(is_causal=True, local_window_size=(5, 0)),
     "window": dict(local_window_size=(6, 3)),
     "soft cap": dict(is_causal=True, logits_soft_cap=2.0),
+    "documents": dict(is_causal=True, ids=(packed(32),) * 2),
+    "documents in a window": dict(local_window_size=(6, 3), ids=(packed(32),) * 2),
 }
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
-@pytest.mark.parametrize(
-    ("implementation", "mask"),
-    [
-        *(("xla", mask) for mask in MASKS),
-        *(("mosaic_gpu", mask) for mask in MASKS if mask != "soft cap"),
-    ],
-)
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+@pytest.mark.parametrize("mask", MASKS)
 def test_ring(mask, zigzag, implementation):
     mask = MASKS[mask]
     on_kernels = implementation == "mosaic_gpu"

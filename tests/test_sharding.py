@@ -100,11 +100,24 @@ def test_xla_partitions_by_itself(layout, axis_type):
     chex.assert_trees_all_close(program(*sharded), jax.jit(run)(*arrays), atol=1e-4)
 
 
+LENGTHS = dict(is_causal=True, query_offset=S - T, key_value_seq_lengths=np.arange(B) * 3)
+DOCUMENTS = dict(
+    query_segment_ids=np.arange(B * T).reshape(B, T) // 5 % 3,
+    key_value_segment_ids=np.arange(B * S).reshape(B, S) // 9 % 4,
+    logits_soft_cap=2.0,
+)
+
+
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
-@pytest.mark.parametrize("layout", (LAYOUTS | SHARED_KEYS).values(), ids=[*LAYOUTS, *SHARED_KEYS])
-def test_kernels_run_on_what_a_device_holds(layout, axis_type):
-    shape, axes, heads = layout
-    options = dict(is_causal=True, query_offset=S - T, key_value_seq_lengths=np.arange(B) * 3)
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        *((layout, LENGTHS) for layout in [*LAYOUTS, *SHARED_KEYS]),
+        *((layout, DOCUMENTS) for layout in ["batch and heads", "two, replicated"]),
+    ],
+)
+def test_kernels_run_on_what_a_device_holds(layout, options, axis_type):
+    shape, axes, heads = (LAYOUTS | SHARED_KEYS)[layout]
     arrays = operands(heads, jnp.bfloat16)
     mesh = mesh_of(shape, axis_type)
     sharded = placed(mesh, arrays, axes)
@@ -123,6 +136,41 @@ def test_kernels_run_on_what_a_device_holds(layout, axis_type):
             actual.astype(jnp.float32),
             expected,
             atol=0.02 * np.abs(expected[expected > -np.inf]).max(),
+        )
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+@pytest.mark.parametrize("is_one", [False, True])
+def test_segment_ids_are_split_like_the_batch(is_one, axis_type):
+    """Be they one array for both sides, so that every query sees a key, or not."""
+    mesh = mesh_of((2, 4), axis_type)
+    arrays = [draw(i, B, S, heads, 8, dtype=jnp.bfloat16) for i, heads in enumerate((8, 4, 4))]
+    query_ids = jnp.arange(B * S).reshape(B, S) // 5 % 3
+    ids = (query_ids,) if is_one else (query_ids, jnp.arange(B * S).reshape(B, S) // 9 % 4)
+
+    def run(implementation, query, key, value, *ids):
+        def attention(query, key, value):
+            return jax_flash.attention(
+                query,
+                key,
+                value,
+                query_segment_ids=ids[0],
+                key_value_segment_ids=ids[-1],
+                implementation=implementation,
+            )
+
+        out, vjp = jax.vjp(attention, query, key, value)
+        return out, *vjp(jnp.cos(out))
+
+    heads = P("x", None, "y")
+    sharded = put(mesh, *((x, heads) for x in arrays), *((x, P("x")) for x in ids))
+    with plain_kernels():
+        program = compiled(mesh, functools.partial(run, "mosaic_gpu"), sharded)
+    assert collectives(program) == {}
+    exact = run("xla", *(x.astype(jnp.float32) for x in arrays), *ids)
+    for actual, expected in zip(program(*sharded), exact, strict=True):
+        np.testing.assert_allclose(
+            actual.astype(jnp.float32), expected, atol=0.02 * np.abs(expected).max()
         )
 
 

@@ -32,12 +32,16 @@ ELEMENT_WIDTHS = {
     "dense-bias": (128, 160),
     "mask-bias": (64, 160),
 }
-# Width, mask, and whether gradients are deterministic. The forward spills at 256.
+# Width, mask, whether gradients are deterministic, and whether there is a soft cap. The forward
+# spills at 256.
 SEGMENTS = [
-    (64, "causal", False),
-    (96, "causal", False),
-    (128, "lengths", True),
-    (160, "window", False),
+    (64, "causal", False, False),
+    (96, "causal", False, False),
+    (128, "lengths", True, False),
+    (160, "window", False, False),
+    (64, "causal", False, True),
+    (128, "lengths", True, True),
+    (160, "window", False, True),
 ]
 # Query and value widths beside those of `config.WIDTHS`.
 OTHER_WIDTHS = [(192, 128), (192, 192), (96, 96), (160, 160), (40, 72)]
@@ -155,16 +159,13 @@ def _ragged_args(width, value_width, mask, mask_axes, bias_axes, bias_dtype) -> 
 def _cases_of_segments() -> list[tuple[str, Callable, Any]]:
     """With tails, which take most registers."""
     cases = []
-    T, S, N, K, dtype = SHAPES["ragged"]
-    for width, mask, deterministic in SEGMENTS:
-        query = jax.ShapeDtypeStruct((BATCH, T, N, width), dtype)
-        key = jax.ShapeDtypeStruct((BATCH, S, K, width), dtype)
-        lse = jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32)
-        lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if mask == "lengths" else None
-        ids = tuple(jax.ShapeDtypeStruct((BATCH, length), jnp.int32) for length in (T, S))
-        fn = _forward_and_backward(MASKS.get(mask, {}), deterministic)
-        args = query, key, key, query, lse, lengths, None, None, ids
-        cases.append((f"H{width}-{mask}-segments", fn, args))
+    T, S, *_ = SHAPES["ragged"]
+    ids = tuple(jax.ShapeDtypeStruct((BATCH, length), jnp.int32) for length in (T, S))
+    for width, mask, deterministic, has_cap in SEGMENTS:
+        options = MASKS.get(mask, {}) | ({"logits_soft_cap": 30.0} if has_cap else {})
+        fn = _forward_and_backward(options, deterministic)
+        args = *_ragged_args(width, width, mask, None, None, None), ids
+        cases.append((f"H{width}-{mask}-segments{'-cap' * has_cap}", fn, args))
     return cases
 
 

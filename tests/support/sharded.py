@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax_flash import autodiff, xla
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
+from pallas_kernels import segments
 
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
@@ -52,29 +53,33 @@ def plain_kernels() -> Iterator[None]:
         yield
 
 
-def _visible(problem, T: int, S: int, intervals):
+def _visible(problem, T: int, S: int, intervals, ids):
     """`[B or 1, T, S]`."""
     rows, keys = jnp.arange(T)[:, None], jnp.arange(S)
+    visible = ((keys < problem.key_length) & (rows >= 0))[None]
     if intervals is not None:
         lo, hi = (x[..., None] for x in jnp.moveaxis(intervals, 1, 0))
-        return (lo <= keys) & (keys < hi)
-    visible = (keys < problem.key_length) & (rows >= 0)
+        visible &= (lo <= keys) & (keys < hi)
     if problem.lowest is not None:
         visible &= rows + problem.lowest <= keys
     if problem.highest is not None:
         visible &= keys <= rows + problem.highest
-    return visible[None]
+    if ids is not None:
+        query_ids, key_ids = ids
+        visible &= query_ids[:, :, None] == segments.padded(key_ids, S)[:, None]
+    return visible
 
 
-def _attention(query, key, value, sinks, intervals, elements, *, problem, config):
+def _attention(query, key, value, sinks, intervals, ids, elements, *, problem, config):
     del config
     assert elements == (None, None)
     assert (problem.batch, problem.heads) == (query.shape[0], query.shape[2])
     assert problem.kv_heads == key.shape[2]
     query = query[:, : problem.query_length]
-    visible = _visible(problem, query.shape[1], key.shape[1], intervals)
+    visible = _visible(problem, query.shape[1], key.shape[1], intervals, ids)
     visibility = Visibility(mask=visible[:, None])
-    out, lse = xla.attention(Call(query, key, value, visibility, problem.scale))
+    call = Call(query, key, value, visibility, problem.scale, logits_soft_cap=problem.soft_cap)
+    out, lse = xla.attention(call)
     lse = lse.transpose(0, 2, 1)
     if sinks is None:
         return out, lse
@@ -83,21 +88,25 @@ def _attention(query, key, value, sinks, intervals, elements, *, problem, config
     return (out * weight.transpose(0, 2, 1)[..., None]).astype(out.dtype), with_sinks
 
 
-def _gradients(query, key, value, out, lse, d_out, d_lse, *, problem, intervals, **_):
+def _gradients(query, key, value, out, lse, d_out, d_lse, *, problem, intervals, ids, **_):
     """By the formula, from the LSE that is given, which may be of more keys than these."""
     T = problem.query_length
     query, out, d_out = (x[:, :T].astype(jnp.float32) for x in (query, out, d_out))
     key, value = key.astype(jnp.float32), value.astype(jnp.float32)
     every = lambda x: jnp.repeat(x, problem.group, axis=2)
     summed = lambda x: x.reshape(*x.shape[:2], -1, problem.group, x.shape[3]).sum(3)
-    visible = _visible(problem, T, key.shape[1], intervals)[:, None]
+    visible = _visible(problem, T, key.shape[1], intervals, ids)[:, None]
     seeing = jnp.isfinite(lse)[..., None]
     logits = jnp.einsum("btnh,bsnh->bnts", query, every(key)) * problem.scale
+    slope: jax.Array | float = 1.0
+    if problem.soft_cap is not None:
+        capped = jnp.tanh(logits / problem.soft_cap)
+        logits, slope = problem.soft_cap * capped, 1 - capped**2
     weights = jnp.exp(logits - jnp.where(seeing, lse[..., None], 0))
     weights = jnp.where(visible & seeing, weights, 0)
     delta = (d_out * out).sum(-1).transpose(0, 2, 1) - d_lse
     d_weights = jnp.einsum("btnh,bsnh->bnts", d_out, every(value))
-    d_logits = weights * (d_weights - delta[..., None]) * problem.scale
+    d_logits = weights * slope * (d_weights - delta[..., None]) * problem.scale
     gradients = (
         jnp.einsum("bnts,bsnh->btnh", d_logits, every(key)),
         summed(jnp.einsum("bnts,btnh->bsnh", d_logits, query)),
