@@ -99,9 +99,11 @@ def _prepared(call: Call):
     assert isinstance(call.scale, (int, float))  # else unsupported
     lowest, highest, intervals = _intervals(call)
     query_ids, key_ids = call.visibility.query_segment_ids, call.visibility.key_value_segment_ids
-    ids: tuple[jax.Array, ...] = (
-        () if query_ids is None or key_ids is None else (query_ids, key_ids)
-    )
+    ids: tuple[jax.Array, ...] = ()
+    if query_ids is not None and key_ids is not None:
+        # Sharded alike, as those of one side are searched for those of the other.
+        with_ids = call.query, call.key, (query_ids, key_ids)
+        *_, ids = placed(with_ids, (_QUERY, _KEY, _IDS))
     are_one = query_ids is key_ids
     width, value_width = call.query.shape[-1], call.value.shape[-1]
     window = None if lowest is None or highest is None else highest - lowest + 1

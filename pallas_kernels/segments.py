@@ -130,7 +130,8 @@ def has_partner(
       ids, other_ids: `[B, R]` and `[B, C]`.
       intervals: `[B or 1, 2, R]`, within 0 and C.
     """
-    places = jax.lax.broadcasted_iota(jnp.int32, other_ids.shape, 1)
+    # Sharded as the ids are, which a sort needs.
+    places = jnp.arange(other_ids.shape[1], dtype=jnp.int32) + jnp.zeros_like(other_ids)
     by_id, place = jax.lax.sort((other_ids, places), num_keys=2)
     first, end = (jnp.broadcast_to(intervals[:, n], ids.shape) for n in range(2))
 
