@@ -103,7 +103,7 @@ def test_xla_partitions_by_itself(layout, axis_type):
 LENGTHS = dict(is_causal=True, query_offset=S - T, key_value_seq_lengths=np.arange(B) * 3)
 DOCUMENTS = dict(
     query_segment_ids=np.arange(B * T).reshape(B, T) // 5 % 3,
-    key_value_segment_ids=np.arange(B * S).reshape(B, S) // 9 % 4,
+    key_value_segment_ids=np.arange(B * S).reshape(B, S) // 2 % 3,
     logits_soft_cap=2.0,
 )
 
