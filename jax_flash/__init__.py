@@ -2,6 +2,8 @@
 
 from jax_flash.api import attention, explain
 from jax_flash.decode import decode_attention, update_cache
+from jax_flash.fp8 import attention_fp8
+from jax_flash.quantization import Quantized, quantize_fp8
 from jax_flash.ring import (
     all_gather_attention,
     from_zigzag,
@@ -11,11 +13,14 @@ from jax_flash.ring import (
 )
 
 __all__ = [
+    "Quantized",
     "all_gather_attention",
     "attention",
+    "attention_fp8",
     "decode_attention",
     "explain",
     "from_zigzag",
+    "quantize_fp8",
     "ring_attention",
     "to_zigzag",
     "ulysses_attention",

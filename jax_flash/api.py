@@ -14,15 +14,16 @@ from jax.typing import ArrayLike
 from jax_flash import dispatch
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
+from jax_flash.quantization import FLOAT8, Quantized
 from pallas_kernels.config import Config
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: ArrayLike | Quantized,
+    key: ArrayLike | Quantized,
+    value: ArrayLike | Quantized,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
@@ -56,7 +57,9 @@ def attention(
     output 0, LSE -inf and gradients 0.
 
     Products are of the input dtype and accumulate in float32; softmax is float32. float32 inputs
-    are computed in float32, float64 inputs (jax_enable_x64) in float64.
+    are computed in float32, float64 inputs (jax_enable_x64) in float64. Query, key and value in FP8
+    (`jax_flash.quantize_fp8`) have all options, an output in bfloat16 and no derivative;
+    `jax_flash.attention_fp8` quantises inputs, has gradients, and gives the inputs' dtype.
 
     The first arguments are those of `jax.nn.dot_product_attention`, and this function can take its
     place. It differs from it where a query sees no key (there the output is the mean of the
@@ -70,6 +73,7 @@ def attention(
 
     Args:
       query: `[B, T, N, H]`, or `[T, N, H]` without a batch; bfloat16, float16, float32 or float64.
+        Or all three are `jax_flash.Quantized`, of these shapes.
       key: `[B, S, K, H]`, N a multiple of K, of the query's rank and dtype.
       value: `[B, S, K, h]`, as key; h need not be H.
       bias: added to the scaled logits; floating, broadcastable to `[B, N, T, S]` (fewer axes are
@@ -106,9 +110,9 @@ def attention(
         for the tuned ones.
 
     Returns:
-      The output `[B, T, N, h]` (`[T, N, h]` without a batch) in the query's dtype; with
-      `return_residual`, (output, LSE): LSE `[B, T, N]` (`[T, N]`) is the natural log of the softmax
-      denominator, sinks included, float32 and differentiable.
+      The output `[B, T, N, h]` (`[T, N, h]` without a batch) in the query's dtype, bfloat16 where
+      that is Quantized; with `return_residual`, (output, LSE): LSE `[B, T, N]` (`[T, N]`) is the
+      natural log of the softmax denominator, sinks included, float32 and differentiable.
 
     Raises:
       TypeError: an argument is of the wrong type or dtype.
@@ -121,7 +125,7 @@ def attention(
     """
     call = _checked(**locals())
     out, lse = dispatch.attention(call, implementation)
-    if jnp.asarray(query).ndim == 3:
+    if jnp.ndim(query) == 3:
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_residual else out
 
@@ -143,7 +147,8 @@ def explain(*args, **kwargs) -> dispatch.Explanation:
     bound = inspect.signature(attention).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
-    shapes = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    shapes = {k: x for k, x in arguments.items() if any(map(is_shape, jax.tree.leaves(x)))}
     explanations = []
 
     def choose(arrays):
@@ -208,9 +213,29 @@ def _checked(
         "None there: it is a setting of the mosaic_gpu kernels",
     )
 
-    query, key, value = _array("query", query), _array("key", key), _array("value", value)
+    named = {"query": query, "key": key, "value": value}
+    quantized = {name: x for name, x in named.items() if isinstance(x, Quantized)}
+    _need(
+        len(quantized) in (0, len(named)),
+        "query, key and value",
+        f"Quantized for {' and '.join(quantized)} alone",
+        "Quantized for all of them, or for none",
+        TypeError,
+    )
+    _need(
+        config is None or not quantized,
+        "config",
+        "one for Quantized arrays",
+        "None there: it is a setting of the kernels in 16 bits",
+    )
+    query, key, value = (
+        _array(name, x.values if isinstance(x, Quantized) else x) for name, x in named.items()
+    )
     dtype = query.dtype
-    _need(dtype.name in DTYPES, "query", dtype, f"one of {', '.join(DTYPES)}", TypeError)
+    if quantized:
+        _need(dtype == FLOAT8, "query", f"values in {dtype}", FLOAT8.dtype, TypeError)
+    else:
+        _need(dtype.name in DTYPES, "query", dtype, f"one of {', '.join(DTYPES)}", TypeError)
     _need(key.dtype == dtype, "key", key.dtype, f"the dtype of query, {dtype}", TypeError)
     _need(value.dtype == dtype, "value", value.dtype, f"the dtype of query, {dtype}", TypeError)
     _need(query.ndim in (3, 4), "query", query.shape, "[B, T, N, H] or [T, N, H]")
@@ -235,6 +260,17 @@ def _checked(
         f"{N} heads",
         f"a positive multiple of the key heads, {K}",
     )
+
+    scales, block_sizes = None, (1, 1, 1)
+    if quantized:
+        arrays = query, key, value
+        query_scales, key_scales, value_scales = (
+            _scales(name, x, values.shape, has_batch)
+            for (name, x), values in zip(quantized.items(), arrays, strict=True)
+        )
+        scales = query_scales, key_scales, value_scales
+        query_block, key_block, value_block = (x.block_size for x in quantized.values())
+        block_sizes = query_block, key_block, value_block
 
     if bias is not None:
         bias = _array("bias", bias)
@@ -355,7 +391,36 @@ def _checked(
         return_residual=bool(return_residual),
         deterministic=bool(deterministic),
         config=config,
+        scales=scales,
+        block_sizes=block_sizes,
     )
+
+
+def _scales(name: str, x: Quantized, shape: tuple[int, ...], has_batch: bool) -> jax.Array:
+    """The scales of an array of shape `[B, T, N, H]`, as float32 `[B, blocks, N]`."""
+    block_size, scales = x.block_size, _array(name, x.scales)
+    _need(
+        _is_number(block_size, numbers.Integral) and block_size > 0,
+        name,
+        f"a block_size of {block_size!r}",
+        "an integer of 1 or more",
+    )
+    _need(scales.dtype == jnp.float32, name, f"scales in {scales.dtype}", "float32", TypeError)
+    if not has_batch:
+        scales = scales[None]
+    B, T, N, _ = shape
+    whole = B, -(-T // block_size), N
+    _need(
+        scales.ndim == 3
+        and scales.shape[1] == whole[1]
+        and scales.shape[0] in (1, B)
+        and scales.shape[2] in (1, N),
+        name,
+        f"scales of shape {x.scales.shape}",
+        f"{whole if has_batch else whole[1:]}, where batch and heads may be 1,"
+        f" for blocks of {block_size} rows",
+    )
+    return jnp.broadcast_to(scales, whole)
 
 
 def _need(holds: bool, name: str, got: object, needs: str, error: type = ValueError) -> None:

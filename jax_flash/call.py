@@ -8,8 +8,11 @@
 """
 
 import dataclasses
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jax_flash.masks import Visibility
 from pallas_kernels.config import Config
@@ -33,6 +36,9 @@ class Call:
       return_residual: the caller wants the LSE.
       deterministic: gradients must be bitwise reproducible.
       config: None, or the kernels' settings (`pallas_kernels.config`).
+      scales: None, or those of a query, key and value that are float8_e4m3fn: float32, `[B, blocks,
+        N]`, `[B, blocks, K]` and `[B, blocks, K]`; see `quantization.Quantized`.
+      block_sizes: rows of query, key and value that share a scale, where there are scales.
     """
 
     query: jax.Array
@@ -48,3 +54,25 @@ class Call:
     return_residual: bool = False
     deterministic: bool = False
     config: Config | None = None
+    scales: tuple[jax.Array, jax.Array, jax.Array] | None = None
+    block_sizes: tuple[int, int, int] = (1, 1, 1)
+
+    @property
+    def out_dtype(self) -> np.dtype:
+        """Of the output: the query's, and bfloat16 where that is float8."""
+        return np.dtype(self.query.dtype if self.scales is None else jnp.bfloat16)
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """Every field, of the visibility too, that holds arrays; `with_arrays` puts them back."""
+        fields = vars(self) | vars(self.visibility)
+        is_array = lambda x: isinstance(x, jax.Array) or (x is not None and x is self.scales)
+        return {name: x for name, x in fields.items() if is_array(x)}
+
+    def with_arrays(self, arrays: dict[str, Any]) -> "Call":
+        """The same call with other arrays in fields of these names."""
+        seen = {name: x for name, x in arrays.items() if name in vars(self.visibility)}
+        own = {name: x for name, x in arrays.items() if name not in seen}
+        return dataclasses.replace(
+            self, visibility=dataclasses.replace(self.visibility, **seen), **own
+        )

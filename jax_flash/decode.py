@@ -524,7 +524,7 @@ def _plain(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
                 logits_soft_cap=call.logits_soft_cap,
             )
         )
-        return _joined(carry, part)
+        return xla.joined(carry, part)
 
     first, end = jnp.int32(0), jnp.minimum(call.lengths.max(), S)
     if call.window is not None:
@@ -532,7 +532,7 @@ def _plain(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
     out, lse = lax.fori_loop(first, (end + chunk - 1) // chunk, step, (out, lse))
     if call.sinks is not None:
         sinks = jnp.where(lse == -jnp.inf, -jnp.inf, call.sinks)
-        out, lse = _joined((out, lse), (jnp.zeros_like(out), sinks))
+        out, lse = xla.joined((out, lse), (jnp.zeros_like(out), sinks))
     return out.astype(call.query.dtype), lse
 
 
@@ -549,13 +549,3 @@ def _read(call: DecodeCall, cache, scale, start, size: int) -> jax.Array:
         rows = rows.reshape(pages.shape[0], size, *cache.shape[2:])
     rows = rows.astype(jnp.float32)
     return rows if scale is None else rows * scale[:, None]
-
-
-def _joined(*parts) -> tuple[jax.Array, jax.Array]:
-    """Output and LSE over the keys of two parts."""
-    lse = jnp.logaddexp(*(part_lse for _, part_lse in parts))
-    out = jnp.float32(0.0)
-    for part_out, part_lse in parts:
-        weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(part_lse - lse))
-        out += weight[..., None] * part_out
-    return out, lse

@@ -8,11 +8,13 @@ over: a silent fall back to a slower one is how programs come to run out of memo
 import dataclasses
 import functools
 import logging
+import types
 
 import jax
 
-from jax_flash import autodiff, cudnn, device, xla
+from jax_flash import autodiff, cudnn, device, kernel_fp8, xla
 from jax_flash.call import Call
+from jax_flash.quantization import without_derivative
 
 IMPLEMENTATIONS = {"mosaic_gpu": autodiff, "cudnn": cudnn, "xla": xla}  # fastest first
 
@@ -52,13 +54,13 @@ def choose(call: Call, implementation: str | None) -> Explanation:
         reason = _device_reason(implementation, here)
         if implementation == "mosaic_gpu" and here.platform != "gpu":
             reason = None  # a machine without a GPU may lower for one elsewhere
-        reason = reason or IMPLEMENTATIONS[implementation].unsupported(call)
+        reason = reason or _module(implementation, call).unsupported(call)
         if reason is not None:
             raise NotImplementedError(f"implementation={implementation!r}: {reason}")
         return Explanation(implementation, {})
     reasons: dict[str, str] = {}
-    for name, module in IMPLEMENTATIONS.items():
-        reason = _device_reason(name, here) or module.unsupported(call)
+    for name in IMPLEMENTATIONS:
+        reason = _device_reason(name, here) or _module(name, call).unsupported(call)
         if reason is None:
             if reasons:
                 level = logging.WARNING if here.is_hopper else logging.INFO
@@ -70,7 +72,18 @@ def choose(call: Call, implementation: str | None) -> Explanation:
 
 def attention(call: Call, implementation: str | None) -> tuple[jax.Array, jax.Array | None]:
     """Runs `call` on the implementation that `choose` names."""
-    return IMPLEMENTATIONS[choose(call, implementation).implementation].attention(call)
+    module = _module(choose(call, implementation).implementation, call)
+    if call.scales is None:
+        return module.attention(call)
+    run = lambda arrays: module.attention(call.with_arrays(arrays))
+    refusing = without_derivative(run, "attention of Quantized arrays has no derivative")
+    return refusing(call.arrays)
+
+
+def _module(implementation: str, call: Call) -> types.ModuleType:
+    if implementation == "mosaic_gpu" and call.scales is not None:
+        return kernel_fp8
+    return IMPLEMENTATIONS[implementation]
 
 
 def _device_reason(implementation: str, here: device.Device) -> str | None:

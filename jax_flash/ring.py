@@ -20,9 +20,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jax_flash import api, autodiff, dispatch
+from jax_flash import api, autodiff, dispatch, xla
 from jax_flash.call import Call
-from jax_flash.decode import _joined
 from jax_flash.sharding import vary_alike
 
 AxisName = str | tuple[str, ...]
@@ -94,6 +93,7 @@ def ring_attention(
         api._need(isinstance(flag, bool), name, flag, "True or False", TypeError)
     number = scale is None or api._is_number(scale, numbers.Real)
     api._need(number, "scale", type(scale).__name__, "None or a number", TypeError)
+    _arrays(query, key, value)
     api._need(jnp.ndim(query) == 4, "query", jnp.shape(query), "[B, T, N, H]")
     count = _axis_size(axis_name)
     call = _call(
@@ -176,7 +176,7 @@ def ulysses_attention(
     """
     _check_options(options, _ULYSSES_OPTIONS)
     count = _axis_size(axis_name)
-    query, key, value = map(jnp.asarray, (query, key, value))
+    query, key, value = _arrays(query, key, value)
     for name, x in (("query", query), ("key", key), ("value", value)):
         api._need(x.ndim == 4, name, x.shape, "four axes: batch, positions, heads, width")
     N, K = query.shape[2], key.shape[2]
@@ -241,7 +241,7 @@ def all_gather_attention(
     """
     _check_options(options, _ALL_GATHER_OPTIONS)
     _axis_size(axis_name)
-    query = jnp.asarray(query)
+    query, key, value = _arrays(query, key, value)
     api._need(query.ndim == 4, "query", query.shape, "[B, T, N, H]")
     gathered = _gathered(axis_name)
     offset = lax.axis_index(axis_name) * query.shape[1]
@@ -282,6 +282,10 @@ _ULYSSES_OPTIONS = (
 def _check_options(options: dict[str, Any], known: tuple[str, ...]) -> None:
     for name in options:
         api._need(name in known, "options", name, f"one of {', '.join(known)}", TypeError)
+
+
+def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return api._array("query", query), api._array("key", key), api._array("value", value)
 
 
 def _gathered(axis_name: AxisName):
@@ -548,7 +552,7 @@ def _joined_parts(total, parts, starts):
         there = [lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in total]
         total = [
             lax.dynamic_update_slice_in_dim(x, joined, start, axis=1)
-            for x, joined in zip(total, _joined(there, part), strict=True)
+            for x, joined in zip(total, xla.joined(there, part), strict=True)
         ]
     return total
 

@@ -7,6 +7,10 @@
 
 Derivatives are JAX's own. A row of which nothing is visible has weights 0, not 0 / 0, and what no
 row may see is replaced by zeros before it meets a product, since 0 * NaN is NaN.
+
+float8 values with scales (`quantization.Quantized`) are widened chunk by chunk: there the keys too
+are walked in chunks, each of which is attention of its own and joins the others by its LSE. e4m3 is
+exact in bfloat16, so the products are of values alone, and scales multiply logits and weights.
 """
 
 import jax
@@ -15,6 +19,8 @@ from jax import lax
 
 from jax_flash.call import Call
 from jax_flash.masks import Visibility, dropout_keep, slice_axis
+from jax_flash.quantization import scales_of_rows
+from jax_flash.sharding import vary_alike
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -22,11 +28,13 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 LOGITS_BYTES = 2**27
 # Fewer rows than this make the products too thin to be worth the memory they save.
 MIN_ROWS = 16
+# Keys of a chunk where they are quantised.
+MAX_KEYS = 4096
 
 
 def unsupported(call: Call) -> str | None:
     """Why plain JAX cannot do the call, None if it can."""
-    if call.query.dtype.name not in DTYPES:
+    if call.scales is None and call.query.dtype.name not in DTYPES:
         return f"query is {call.query.dtype.name}, plain JAX attention takes {', '.join(DTYPES)}"
     return None
 
@@ -40,18 +48,19 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
       call: the checked arguments.
 
     Returns:
-      out: `[B, T, N, h]`, in the dtype of query.
+      out: `[B, T, N, h]`, of `call.out_dtype`.
       lse: `[B, T, N]` float32, natural log of the softmax denominator, sinks included; -inf for a
         row that sees nothing.
     """
     B, T, N, _ = call.query.shape
     S, h = call.value.shape[1], call.value.shape[3]
     if 0 in (B, T, N, S):
-        out = jnp.zeros((B, T, N, h), call.query.dtype)
+        out = jnp.zeros((B, T, N, h), call.out_dtype)
         return out, jnp.full((B, T, N), -jnp.inf, jnp.float32)
 
     reach = _reach(call.visibility)
-    num_chunks, rows = _chunks(B * N, T, S, reach)
+    num_keys = S if call.scales is None else min(S, MAX_KEYS)
+    num_chunks, rows = _chunks(B * N, T, num_keys, reach)
     num_cols = S if reach is None else min(S, rows + reach)
     chunk = _chunk_function(call, rows, num_cols, num_chunks)
     if num_chunks == 1:
@@ -93,7 +102,8 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
     """A function of a chunk's first row that gives its out `[B, rows, N, h]` and LSE."""
     B, T, N, H = call.query.shape
     _, S, K, h = call.value.shape
-    dtype = call.query.dtype
+    quantized = call.scales is not None
+    dtype = call.out_dtype
     accum = jnp.promote_types(dtype, jnp.float32)
     # float32 products on a GPU are TF32 unless asked otherwise.
     precision = None if dtype.itemsize == 2 else lax.Precision.HIGHEST
@@ -101,7 +111,7 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
 
     # What every chunk shares is held in float32, for its gradient is a sum over the chunks.
     def shared(x):
-        return x.astype(accum) if num_chunks > 1 else x
+        return x.astype(accum) if num_chunks > 1 and not quantized else x
 
     key, value = shared(call.key), shared(call.value)
     bias = call.bias
@@ -109,6 +119,10 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
         bias = shared(bias)
     sinks = None if call.sinks is None else call.sinks.astype(accum).reshape(K, N // K, 1, 1)
     scale = jnp.asarray(call.scale, accum)
+    row_scales: list[jax.Array] = []
+    if call.scales is not None:
+        lengths = T, S, S
+        row_scales = list(map(scales_of_rows, call.scales, call.block_sizes, lengths))
 
     def grouped(x):
         """`[b, n, t, s]`, axes whole or 1, to `[b, K or 1, N // K or 1, t, s]`."""
@@ -120,11 +134,50 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
         if num_cols < S and visibility.window is not None:
             left = min(max(visibility.window[0] - visibility.query_offset, -S), T)
             first_key = jnp.clip(start - left, 0, S - num_cols)
-        q = slice_axis(call.query, 1, start, rows).reshape(B, rows, K, N // K, H)
-        k = slice_axis(key, 1, first_key, num_cols).astype(dtype)
-        v = slice_axis(value, 1, first_key, num_cols).astype(dtype)
+        if quantized:
+            out, lse = walk(start, first_key)
+        else:
+            out, lse = tile(start, first_key, num_cols, sinks)
+        return out.astype(dtype), lse.astype(jnp.float32)
+
+    def walk(start, first_key):
+        """Output and LSE of rows from `start` on, whose num_cols keys are read part by part."""
+        cols = min(num_cols, MAX_KEYS)
+
+        def step(index, total):
+            fresh = first_key + index * cols
+            # The last part begins early rather than be ragged; the keys it repeats are hidden.
+            begin = jnp.minimum(fresh, first_key + num_cols - cols)
+            return joined(total, tile(start, begin, cols, None, fresh if num_cols % cols else None))
+
+        # Made of the query and typed like all operands, so that it is sharded as results are.
+        rows_of_zeros = jnp.zeros_like(slice_axis(call.query, 1, start, rows)[..., 0], accum)
+        nothing = rows_of_zeros[..., None] + jnp.zeros(h, accum), rows_of_zeros - jnp.inf
+        nothing = vary_alike(nothing, (call.arrays, start))
+        out, lse = lax.fori_loop(0, -(-num_cols // cols), step, nothing)
+        if call.sinks is not None:
+            of_sinks = jnp.where(lse == -jnp.inf, -jnp.inf, call.sinks.astype(accum))
+            out, lse = joined((out, lse), (jnp.zeros_like(out), of_sinks))
+        return out, lse
+
+    def read(x, start, size):
+        """x[:, start : start + size], for the products."""
+        if not quantized:
+            return slice_axis(x, 1, start, size).astype(dtype)
+        # As bytes: where XLA cannot slice float8, on CPUs, it would widen all of x before the loop.
+        part = slice_axis(lax.bitcast_convert_type(x, jnp.uint8), 1, start, size)
+        return lax.bitcast_convert_type(part, x.dtype).astype(dtype)
+
+    def tile(start, first_key, num_cols, sinks, fresh=None):
+        """Output and LSE of `rows` rows and num_cols keys; those before fresh are hidden."""
+        q = read(call.query, start, rows).reshape(B, rows, K, N // K, H)
+        k = read(key, first_key, num_cols)
+        v = read(value, first_key, num_cols)
 
         visible = visibility.tile(start, rows, first_key, num_cols)
+        if fresh is not None:
+            is_fresh = (first_key + jnp.arange(num_cols) >= fresh).reshape(1, 1, 1, num_cols)
+            visible = is_fresh if visible is None else visible & is_fresh
         if visible is not None:
             visible = grouped(visible)
             seeing = visible.any(4).transpose(0, 3, 1, 2)[..., None]
@@ -132,13 +185,29 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
             q = jnp.where(seeing, q, 0)
             k = jnp.where(seen, k, 0)
             v = jnp.where(seen, v, 0)
+        if quantized:
+            q_scale, k_scale, v_scale = (
+                slice_axis(x, 1, first, size)
+                for x, first, size in zip(
+                    row_scales,
+                    (start, first_key, first_key),
+                    (rows, num_cols, num_cols),
+                    strict=True,
+                )
+            )
+            if visible is not None:
+                v_scale = jnp.where(seen[..., 0], v_scale, 0)
+            q_scale = q_scale.reshape(B, rows, K, N // K).transpose(0, 2, 3, 1)[..., None]
+            k_scale, v_scale = (x.swapaxes(1, 2)[:, :, None, None] for x in (k_scale, v_scale))
 
         logits = scale * jnp.einsum(
             "btkgh,bskh->bkgts", q, k, precision=precision, preferred_element_type=accum
         )
+        if quantized:
+            logits = logits * q_scale * k_scale
         if bias is not None:
-            tile = slice_axis(slice_axis(bias, 2, start, rows), 3, first_key, num_cols)
-            logits = logits + grouped(tile).astype(accum)
+            part = slice_axis(slice_axis(bias, 2, start, rows), 3, first_key, num_cols)
+            logits = logits + grouped(part).astype(accum)
         if call.logits_soft_cap is not None:
             if visible is not None:  # tanh'(NaN) * 0 is NaN
                 logits = jnp.where(visible, logits, 0)
@@ -170,6 +239,8 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
                 first_key + jnp.arange(num_cols),
             )
             weights = jnp.where(keep, weights / (1 - call.dropout_rate), 0)
+        if quantized:
+            weights = weights * v_scale
 
         out = jnp.einsum(
             "bkgts,bskh->btkgh",
@@ -180,9 +251,20 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
         )
         # Also keeps the cotangent of an empty row, whatever it is, out of the products.
         out = jnp.where(empty[..., 0].transpose(0, 3, 1, 2)[..., None], 0, out)
-        out = out.reshape(B, rows, N, h).astype(dtype)
-        lse = lse[..., 0].transpose(0, 3, 1, 2).reshape(B, rows, N).astype(jnp.float32)
-        return out, lse
+        return (
+            out.reshape(B, rows, N, h),
+            lse[..., 0].transpose(0, 3, 1, 2).reshape(B, rows, N),
+        )
 
     # Inside a loop nothing can be merged across forward and reverse anyway.
     return jax.checkpoint(chunk, prevent_cse=num_chunks == 1)
+
+
+def joined(*parts) -> tuple[jax.Array, jax.Array]:
+    """Output and LSE over the keys of two parts."""
+    lse = jnp.logaddexp(*(part_lse for _, part_lse in parts))
+    out = jnp.float32(0.0)
+    for part_out, part_lse in parts:
+        weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(part_lse - lse))
+        out += weight[..., None] * part_out
+    return out, lse

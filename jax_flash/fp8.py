@@ -1,0 +1,125 @@
+"""attention_fp8(): a forward pass in FP8 that a model can be trained with."""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jax_flash import api, autodiff, dispatch
+from jax_flash.call import Call
+from jax_flash.quantization import quantize_fp8
+
+
+def attention_fp8(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    block_size: int | None = None,
+    incoherent_key: jax.Array | None = None,
+    **options: Any,
+) -> Any:
+    """`jax_flash.attention` in FP8, of inputs that are not, with gradients.
+
+    Query, key and value are quantised (`jax_flash.quantize_fp8`), and the forward pass is that of
+    FP8. The gradients are those of `jax_flash.attention` in the inputs' own dtype, at the inputs as
+    they were before they were quantised: quantisation counts as the identity (straight-through).
+    On "mosaic_gpu" the backward pass takes output and LSE from the forward pass in FP8, so that
+    nothing is computed twice, and what it gives has a part of FP8's error; the other
+    implementations compute both again in the inputs' dtype.
+
+    Rows beyond `query_seq_lengths` and `key_value_seq_lengths` are not read: they do not count in
+    the scales. Reverse mode only, and once.
+
+    Args:
+      query: `[B, T, N, H]`, or `[T, N, H]` without a batch; bfloat16, float16 or float32.
+      key: `[B, S, K, H]`, as in `jax_flash.attention`.
+      value: `[B, S, K, h]`.
+      block_size: rows that share a scale, as in `jax_flash.quantize_fp8`.
+      incoherent_key: None, or a JAX random key, as in `jax_flash.quantize_fp8`: with it outliers in
+        query and key cost less accuracy. A new one for each step is as good as the same for all.
+      **options: all others of `jax_flash.attention`; `implementation` is that of the forward and of
+        the backward pass, and `config` is for the backward pass.
+
+    Returns:
+      As `jax_flash.attention`: the output in the query's dtype, or (output, LSE).
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `jax_flash.attention`.
+
+    Source: Shah et al. 2024, "FlashAttention-3", section 3.3.
+    """
+    query, key, value = (
+        api._array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    bound = inspect.signature(api.attention).bind(query, key, value, **options)
+    bound.apply_defaults()
+    call = api._checked(**bound.arguments)
+    implementation = bound.arguments["implementation"]
+    see = call.visibility
+    lengths = see.query_seq_lengths, see.key_value_seq_lengths, see.key_value_seq_lengths
+    inputs = (
+        lax.stop_gradient(_zero_beyond(x, length))
+        for x, length in zip((call.query, call.key, call.value), lengths, strict=True)
+    )
+    quantized = quantize_fp8(*inputs, block_size=block_size, incoherent_key=incoherent_key)
+    in_fp8 = dataclasses.replace(
+        call.with_arrays(lax.stop_gradient(call.arrays)),
+        query=quantized[0].values,
+        key=quantized[1].values,
+        value=quantized[2].values,
+        scales=(quantized[0].scales, quantized[1].scales, quantized[2].scales),
+        block_sizes=(quantized[0].block_size,) * 3,
+        return_residual=True,
+        config=None,
+    )
+    out, lse = dispatch.attention(in_fp8, implementation)
+    assert lse is not None  # as return_residual asks for it
+    out, lse = _with_gradients(call, implementation, out.astype(call.query.dtype), lse)
+    if jnp.ndim(query) == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if call.return_residual else out
+
+
+def _zero_beyond(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """x `[B, T, N, H]` with zeros in the rows from lengths `[B]` on."""
+    if lengths is None:
+        return x
+    exists = jnp.arange(x.shape[1]) < lengths[:, None]
+    return jnp.where(exists[:, :, None, None], x, 0)
+
+
+def _with_gradients(
+    call: Call, implementation: str | None, out: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """out `[B, T, N, h]` and LSE `[B, T, N]`, with the gradients that those of `call` have."""
+    if dispatch.choose(call, implementation).implementation == "mosaic_gpu":
+        return autodiff.results_of(call, out, lse)
+    return _given(call, implementation, call.arrays, out, lse)
+
+
+def _given(call: Call, implementation: str | None, *args) -> tuple[jax.Array, jax.Array]:
+    """The given results, whose gradients are those of computing them again from the arrays."""
+
+    @jax.custom_vjp
+    def given(arrays, out, lse):
+        return out, lse
+
+    def forward(arrays, out, lse):
+        return (out, lse), arrays
+
+    def backward(arrays, cotangents):
+        is_floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+        floating = {name: x for name, x in arrays.items() if is_floating(x)}
+        run = lambda x: dispatch.attention(call.with_arrays(arrays | x), implementation)
+        (_, lse), vjp = jax.vjp(run, floating)
+        d_out, d_lse = cotangents
+        (gradients,) = vjp((d_out, None if lse is None else d_lse))  # cuDNN gives no LSE
+        return {name: gradients.get(name) for name in arrays}, None, None
+
+    given.defvjp(forward, backward)
+    return given(*args)

@@ -1,0 +1,224 @@
+"""FP8 in blocks: arrays of e4m3 values that share a float32 scale, and how they are made.
+
+    scale  = max |x| / 448                over the finite entries of a block: rows of one head
+    values = saturate(x / scale)          so that x is nearly values * scale
+
+e4m3 has 4 significant bits and 2^-9 to 448 for magnitudes. A row with an outlier loses little by
+itself, as the format is floating, but the logits that the outlier takes part in have an error as
+large as it is. Incoherent processing turns query and key by the same random orthogonal matrix,
+which leaves query.key as it is, and spreads an outlier over all columns, so that its error is one
+of many small ones that cancel (Shah et al. 2024, "FlashAttention-3", section 3.3; Chee et al.
+2023, "QuIP").
+"""
+
+import dataclasses
+import functools
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+FLOAT8 = jnp.float8_e4m3fn
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+# Rows that share a scale: a multiple of the 64 rows that a warpgroup works on.
+BLOCK_SIZE = 128
+
+_LARGEST = float(jnp.finfo(FLOAT8).max)
+_SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
+# Columns that one matrix product transforms. A product of this size takes less time on matrix
+# units than reading its operand from memory, so that more and smaller ones would be slower.
+_LARGEST_FACTOR = 256
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scales"],
+    meta_fields=["block_size"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Quantized:
+    """Query, key or value in FP8, which `jax_flash.attention` takes: `quantize_fp8` makes them.
+
+    Entry [b, t, n, h] stands for values[b, t, n, h] * scales[b, t // block_size, n]. A pytree, of
+    which block_size is a part of the structure.
+
+    Attributes:
+      values: float8_e4m3fn `[B, T, N, H]`, or `[T, N, H]` without a batch.
+      scales: float32 `[B, ceil(T / block_size), N]`, or without B; B and N may be 1 for a scale
+        that all batch entries or heads share. With a block_size of T or more there is one block,
+        so that a scale for a whole tensor is `[1, 1, 1]`.
+      block_size: rows that share a scale.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    block_size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the values."""
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        """That of the values: float8_e4m3fn."""
+        return self.values.dtype
+
+    def dequantize(self, dtype=jnp.bfloat16) -> jax.Array:
+        """What it stands for, as one array of its shape."""
+        scales = scales_of_rows(self.scales, self.block_size, self.shape[-3])
+        return (self.values.astype(jnp.float32) * scales[..., None]).astype(dtype)
+
+
+def scales_of_rows(scales: jax.Array, block_size: int, num_rows: int) -> jax.Array:
+    """The scale of each row: `[..., blocks, N]` to `[..., num_rows, N]`."""
+    return jnp.repeat(scales, min(block_size, num_rows), axis=-2)[..., :num_rows, :]
+
+
+def quantize_fp8(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    block_size: int | None = None,
+    incoherent_key: jax.Array | None = None,
+) -> tuple[Quantized, Quantized, Quantized]:
+    """Query, key and value in FP8, with a scale for each block of rows of each head.
+
+    A block's scale makes its largest finite magnitude 448, the largest of e4m3. A block of zeros
+    has scale 1. Infinities become 448 of that scale, with their sign; NaN stays NaN. All rows of a
+    block count, also those that a mask hides: fill padding with zeros, not with huge numbers.
+
+    It has no derivative: `jax_flash.attention_fp8` quantises too, and has one.
+
+    Args:
+      query: `[B, T, N, H]`, or `[T, N, H]` without a batch; floating.
+      key: `[B, S, K, H]`, or without B.
+      value: `[B, S, K, h]`, or without B.
+      block_size: rows that share a scale; None for 128, which goes with the kernels' tiles. With T
+        and S or more there is one scale for each head and batch entry.
+      incoherent_key: None, or a JAX random key: query and key are multiplied by the same random
+        orthogonal matrix first, random signs and then a Walsh-Hadamard transform, so that outliers
+        are spread over all columns. Where H is not a power of two, its odd factor has a Hartley
+        transform instead. An infinity makes NaN of its row then.
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype.
+      ValueError: an argument has the wrong shape or value.
+    """
+    size = BLOCK_SIZE if block_size is None else _positive("block_size", block_size)
+    arrays = [_floating(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
+    query, key, value = arrays
+    if incoherent_key is not None and query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"key: got head width {key.shape[-1]}; needs that of query, {query.shape[-1]}, as both"
+            " are multiplied by the same matrix."
+        )
+
+    run = functools.partial(_quantize, size)
+    refusing = without_derivative(run, "quantize_fp8 has no derivative")
+    return refusing(query, key, value, incoherent_key)
+
+
+def without_derivative(function: Callable, reason: str) -> Callable:
+    """The same function, which says so where it is differentiated."""
+    refusing = jax.custom_jvp(function)
+
+    @refusing.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(f"{reason}: jax_flash.attention_fp8 is FP8 with gradients.")
+
+    return refusing
+
+
+@functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit are fused too
+def _quantize(block_size: int, query, key, value, incoherent_key):
+    if incoherent_key is not None:
+        query, key = (rotate(x, incoherent_key) for x in (query, key))
+    return tuple(_quantized(x, block_size) for x in (query, key, value))
+
+
+def rotate(x: jax.Array, key: jax.Array) -> jax.Array:
+    """x `[..., H]` times an orthogonal `[H, H]` that a random key decides, in float32.
+
+    Signs, and then for each factor of H a product with a matrix of its size: O(H log H) operations
+    for growing H, and a single product for a power of two up to 256. 16-bit inputs times 1 and -1
+    are exact there, and are added up in float32.
+    """
+    width = x.shape[-1]
+    accum = jnp.promote_types(x.dtype, jnp.float32)
+    x = x * jax.random.rademacher(key, (width,), jnp.int8).astype(x.dtype)
+    for matrix in _factors(width):
+        if x.dtype.itemsize == 2 and np.abs(matrix).max() > 1:
+            x = x.astype(accum)
+        product = jnp.matmul(
+            x.reshape(*x.shape[:-1], width // len(matrix), len(matrix)),
+            jnp.asarray(matrix, x.dtype),
+            precision=None if x.dtype.itemsize == 2 else lax.Precision.HIGHEST,
+            preferred_element_type=accum,
+        )
+        x = product.swapaxes(-1, -2).reshape(x.shape)  # the columns of the next factor come last
+    return x.astype(accum) * width**-0.5
+
+
+def _factors(width: int) -> list[np.ndarray]:
+    """Matrices M with M M' = n, whose sizes n have the product `width`."""
+    power = width & -width
+    odd = width // power
+    factors = []
+    while power > 1:
+        size = min(power, _LARGEST_FACTOR)
+        bits = np.arange(size)
+        parity = np.bitwise_count(bits[:, None] & bits) % 2
+        factors.append(1.0 - 2.0 * parity)  # Sylvester's Hadamard matrix
+        power //= size
+    if odd > 1:
+        angles = 2 * np.pi / odd * (np.outer(np.arange(odd), np.arange(odd)) % odd)
+        factors.append(np.cos(angles) + np.sin(angles))  # discrete Hartley transform
+    return factors
+
+
+def _quantized(x: jax.Array, block_size: int) -> Quantized:
+    *lead, num_rows, heads, width = x.shape
+    x = x.astype(jnp.float32)
+    size = max(1, min(block_size, num_rows))
+    num_blocks = -(-num_rows // size)
+    missing = num_blocks * size - num_rows
+    magnitudes = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    magnitudes = jnp.pad(magnitudes, [(0, 0)] * len(lead) + [(0, missing), (0, 0), (0, 0)])
+    largest = magnitudes.reshape(*lead, num_blocks, size, heads, width).max((-3, -1))
+    scales = jnp.where(largest > 0, jnp.maximum(largest / _LARGEST, _SMALLEST_SCALE), 1)
+    values = x / scales_of_rows(scales, size, num_rows)[..., None]
+    # The cast itself would make NaN of what is too large.
+    values = jnp.clip(values, -_LARGEST, _LARGEST).astype(FLOAT8)
+    return Quantized(values, scales, block_size)
+
+
+def _positive(name: str, x: Any) -> int:
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral):
+        raise TypeError(f"{name}: got {type(x).__name__}; needs None or an integer.")
+    if x < 1:
+        raise ValueError(f"{name}: got {x}; needs at least 1.")
+    return int(x)
+
+
+def _floating(name: str, x) -> jax.Array:
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: got {type(x).__name__}; needs an array.") from error
+    if x.dtype.name not in DTYPES:
+        raise TypeError(f"{name}: got {x.dtype}; needs one of {', '.join(DTYPES)}.")
+    if x.ndim not in (3, 4):
+        raise ValueError(f"{name}: got {x.shape}; needs [B, T, N, H] or [T, N, H].")
+    return x
