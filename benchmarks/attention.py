@@ -6,6 +6,9 @@ backward (from what the candidate kept of its forward), and both in one program.
 for each pair of a query and a key that it sees, 2.5 times that for the backward and 3.5 times that
 for both.
 
+The suite "fp8" is of the forward pass alone. Its inputs are quantised before, which is timed
+apart. Errors are those of quantisation, for cuDNN also of its output, which is float8.
+
 Peers: cuDNN through jax.nn, and FlashAttention-3 where the package dew_flash_attn is importable
 (PyPI dew-flash-attn-cu13: Dao-AILab's kernels bound to JAX).
 """
@@ -29,6 +32,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.cudnn import fused_attention_stablehlo
 
 import jax_flash
 from benchmarks import timing
@@ -37,6 +41,8 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 # Relative error of a right result: bf16 output and weights give 2e-3 to 3e-3.
 TOLERANCE = 1e-2
+# float8 has 4 significant bits: query, key, value and weights, and the output of cuDNN, give 6e-2.
+FP8_TOLERANCE = 1e-1
 
 # How many products of a pass have the query's width, and how many the value's.
 PASSES = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
@@ -51,6 +57,8 @@ class Row:
       documents: None, or how many the batch entry is packed of; needs causal, a batch of 1 and no
         window. Their lengths are random.
       value_width: of values and output; as width if it is 0.
+      drawn_in: dtype that inputs are drawn in, before they are rounded to bf16. A bf16 normal
+        distribution has 128 values, which are not symmetric, and rounding them to FP8 not either.
     """
 
     batch: int
@@ -62,6 +70,7 @@ class Row:
     window: int | None = None
     documents: int | None = None
     value_width: int = 0
+    drawn_in: str = "bfloat16"
 
     @property
     def name(self) -> str:
@@ -112,14 +121,14 @@ class Row:
             (*queries, value_width),
         )
         return tuple(
-            jax.random.normal(name, shape, jnp.bfloat16)
+            jax.random.normal(name, shape, self.drawn_in).astype(jnp.bfloat16)
             for name, shape in zip(names, shapes, strict=True)
         )
 
 
-def _row(batch: int, length: int, width: int, causal: bool) -> Row:
+def _row(batch: int, length: int, width: int, causal: bool, **more: Any) -> Row:
     """A row of 2048 columns of heads."""
-    return Row(batch, length, 2048 // width, 2048 // width, width, causal)
+    return Row(batch, length, 2048 // width, 2048 // width, width, causal, **more)
 
 
 SUITES = {
@@ -145,7 +154,17 @@ SUITES = {
         *(Row(4, 4096, 16, 16, 192, causal, value_width=128) for causal in (False, True)),
         *(Row(4, 4096, 16, 16, width, True) for width in (80, 96, 160, 192)),
     ],
+    "fp8": [
+        *(
+            _row(16384 // length, length, width, causal, drawn_in="float32")
+            for length in (4096, 16384)
+            for width in (64, 128, 256)
+            for causal in (False, True)
+        ),
+        *(Row(4, 4096, 32, 8, 128, causal, drawn_in="float32") for causal in (False, True)),
+    ],
     # Small enough for a CPU.
+    "fp8-small": [Row(1, 256, 4, 2, 64, c, drawn_in="float32") for c in (False, True)],
     "small": [
         *(Row(1, 256, 4, 2, 64, causal) for causal in (False, True)),
         Row(1, 256, 4, 2, 64, True, window=40),
@@ -212,17 +231,76 @@ def _fa3(query, key, value, causal, window=None, documents=None):
     return flash_mha(query, key, value, scale, causal, window_size)
 
 
+@dataclasses.dataclass(frozen=True)
+class FP8:
+    """A candidate whose inputs are quantised before it is timed; it has a forward pass alone.
+
+    Attributes:
+      quantize: of query, key and value.
+      attend: of all that `quantize` gives, and `row.mask`.
+      result: of what `attend` gives, the output that it stands for.
+    """
+
+    quantize: Callable
+    attend: Callable
+    result: Callable = lambda out: out
+
+
+def _fp8_with(implementation: str) -> FP8:
+    def attend(query, key, value, causal):
+        return jax_flash.attention(
+            query, key, value, is_causal=causal, implementation=implementation
+        )
+
+    return FP8(jax_flash.quantize_fp8, attend)
+
+
+def _quantize_for_cudnn(query, key, value):
+    """A scale for each whole array, as cuDNN takes them: float8 arrays and its parameters."""
+    largest = [
+        jnp.abs(x).max().astype(jnp.float32).reshape(1, 1, 1, 1) for x in (query, key, value)
+    ]
+    arrays = [
+        (x.astype(jnp.float32) * (448 / top)).astype(jnp.float8_e4m3fn)
+        for x, top in zip((query, key, value), largest, strict=True)
+    ]
+    unused = jnp.ones((1, 1, 1, 1), jnp.float32)
+    parameters = dict.fromkeys(fused_attention_stablehlo.fp8_params_keys, unused)
+    parameters |= {f"descale_{x}": top / 448 for x, top in zip("qkv", largest, strict=True)}
+    # Weights are up to 1, and outputs up to the largest value.
+    parameters |= {"scale_s": 256 * unused, "descale_s": unused / 256}
+    parameters["scale_o"] = 448 / largest[2]
+    return *arrays, parameters
+
+
+def _cudnn_fp8(query, key, value, parameters, causal):
+    kinds = fused_attention_stablehlo.MaskType
+    out, _, _ = fused_attention_stablehlo.dot_product_attention(
+        query,
+        key,
+        value,
+        fp8_params=parameters,
+        scale=query.shape[-1] ** -0.5,
+        mask_type=kinds.CAUSAL if causal else kinds.NO_MASK,
+        use_fp8=True,
+    )
+    return out, parameters["scale_o"]
+
+
 # Its gradients are the same bit by bit from run to run. The peers' are not, so that it stands
 # apart from the comparison, and its forward is that of jax_flash.
 DETERMINISTIC = "jax_flash deterministic"
 
-CANDIDATES: dict[str, Callable] = {
+CANDIDATES: dict[str, Callable | FP8] = {
     "jax_flash": jax_flash_with("mosaic_gpu", deterministic=False),
     DETERMINISTIC: jax_flash_with("mosaic_gpu", deterministic=True),
     "jax_flash xla": jax_flash_with("xla"),
     "cuDNN": _jax_nn("cudnn"),
     "FA3": _fa3,
     "jax.nn xla": _jax_nn("xla"),  # holds [B, N, T, S]: short rows only
+    "jax_flash fp8": _fp8_with("mosaic_gpu"),
+    "jax_flash fp8 xla": _fp8_with("xla"),
+    "cuDNN fp8": FP8(_quantize_for_cudnn, _cudnn_fp8, lambda x: x[0].astype(jnp.float32) / x[1]),
 }
 
 # Their kernels allocate more as they run (FA3 its float32 query gradient), unseen by `temp_bytes`.
@@ -238,7 +316,18 @@ def is_ours(candidate: str) -> bool:
     return candidate.startswith("jax_flash")
 
 
-def default_candidates() -> list[str]:
+def is_fp8(candidate: str) -> bool:
+    return isinstance(CANDIDATES.get(candidate), FP8)
+
+
+def tolerance(candidate: str) -> float:
+    return FP8_TOLERANCE if is_fp8(candidate) else TOLERANCE
+
+
+def default_candidates(suite: str = "train") -> list[str]:
+    if suite.startswith("fp8"):
+        on_gpu = ["jax_flash fp8", "jax_flash", "cuDNN fp8"]
+        return on_gpu if timing.on_gpu() else ["jax_flash fp8 xla", "jax_flash xla"]
     if not timing.on_gpu():
         return ["jax_flash xla", "jax.nn xla"]
     fa3 = ["FA3"] if importlib.util.find_spec("dew_flash_attn") else []
@@ -253,7 +342,7 @@ def taking_part(candidates: list[str], passes: str) -> list[str]:
 _TRACING = threading.Lock()  # tracing is Python: threads would only take turns at it
 
 
-def build(candidate: Callable, row: Row, passes: str) -> list[jax.stages.Compiled]:
+def build(candidate: Callable | FP8, row: Row, passes: str) -> list[jax.stages.Compiled]:
     """Compiles a pass of a candidate; threads may compile at the same time.
 
     Args:
@@ -265,6 +354,8 @@ def build(candidate: Callable, row: Row, passes: str) -> list[jax.stages.Compile
       Programs, the first of `row.inputs()` and each next one of what the one before returns. The
       last is the pass. It returns the output and dquery, dkey, dvalue, or its part of them.
     """
+    if isinstance(candidate, FP8):
+        return _build_fp8(candidate, row, passes)
     attention = functools.partial(candidate, **row.mask)
     inputs = jax.eval_shape(row.inputs)
 
@@ -288,6 +379,20 @@ def build(candidate: Callable, row: Row, passes: str) -> list[jax.stages.Compile
             lowered = [kept.lower(), jax.jit(backward).lower(*kept.out_info)]
         else:
             lowered = [jax.jit({"forward": forward, "both": both}[passes]).lower(*inputs)]
+    return [program.compile() for program in lowered]
+
+
+def _build_fp8(candidate: FP8, row: Row, passes: str) -> list[jax.stages.Compiled]:
+    """What `build` gives: the program that quantises, and the forward pass."""
+    if passes != "forward":
+        raise NotImplementedError("FP8 has a forward pass alone")
+    query, key, value, dout = jax.eval_shape(row.inputs)
+    attend = functools.partial(candidate.attend, **row.mask)
+    with _TRACING:
+        quantize = jax.jit(lambda query, key, value, dout: candidate.quantize(query, key, value))
+        traced = quantize.trace(query, key, value, dout)
+        forward = jax.jit(lambda *quantized: (attend(*quantized),))
+        lowered = [traced.lower(), forward.lower(*traced.out_info)]
     return [program.compile() for program in lowered]
 
 
@@ -386,15 +491,17 @@ def measure(
     Returns:
       The row's name, the passes and, for each candidate, its error, times and TFLOP/s, or why it
       failed. For "both" also temp_bytes: memory of one call beside its arguments and results, as
-      XLA plans it, where the backend says.
+      XLA plans it, where the backend says. For FP8 also the milliseconds of quantisation.
     """
     entries: dict[str, dict] = {}
-    programs = {}
+    programs, quantising = {}, {}
     for name, future in built.items():
         try:
             compiled = future.result()
             program = bind(compiled, inputs)
             results = jax.block_until_ready(program())
+            if isinstance(candidate := CANDIDATES[name], FP8):
+                results = (candidate.result(results[0]),)
         except Exception as e:  # a peer may not do this shape: say so, go on with the others
             entries[name] = {"failed": f"{type(e).__name__}: {e}".split("\n")[0]}
             continue
@@ -402,13 +509,18 @@ def measure(
         entries[name] = {"error": error}
         if passes == "both" and (memory := compiled[-1].memory_analysis()):
             entries[name]["temp_bytes"] = memory.temp_size_in_bytes
-        if error <= TOLERANCE:
+        if error <= tolerance(name):
             programs[name] = program
+            if is_fp8(name):
+                quantising[name] = timing.Bound(compiled[0], inputs)
     for name, time in timing.interleaved(programs, (), rounds, iterations).items():
         entries[name] |= {
             "milliseconds": dataclasses.asdict(time),
             "teraflops": row.flops(passes) / time.median / 1e9,
         }
+    if quantising:
+        for name, time in timing.interleaved(quantising, (), rounds, iterations).items():
+            entries[name]["quantisation_milliseconds"] = dataclasses.asdict(time)
     return {"row": row.name, "passes": passes, "candidates": entries}
 
 
@@ -444,14 +556,19 @@ def problems(results: list[dict]) -> dict[str, list[str]]:
             where = f"{result['row']}, {result['passes']}: {name}"
             if "failed" in entry:
                 found.setdefault(name, []).append(f"{where} failed: {entry['failed']}")
-            elif not entry["error"] <= TOLERANCE:  # NaN too
+            elif not entry["error"] <= tolerance(name):  # NaN too
                 found.setdefault(name, []).append(f"{where} is off by {entry['error']:.1e}")
     return found
 
 
 def best(result: dict) -> tuple[float, float]:
-    """TFLOP/s of the faster of ours, not the deterministic one, and of the fastest peer, or NaN."""
-    speed = {n: e["teraflops"] for n, e in result["candidates"].items() if "teraflops" in e}
+    """TFLOP/s of the faster of ours, not the deterministic one, and of the fastest peer, or NaN.
+
+    Where there are candidates in FP8, they alone count.
+    """
+    entries = result["candidates"]
+    of_fp8 = {name: entry for name, entry in entries.items() if is_fp8(name)}
+    speed = {n: e["teraflops"] for n, e in (of_fp8 or entries).items() if "teraflops" in e}
     ours = (s for n, s in speed.items() if is_ours(n) and n != DETERMINISTIC)
     peers = (s for n, s in speed.items() if not is_ours(n))
     return max(ours, default=math.nan), max(peers, default=math.nan)
@@ -473,6 +590,27 @@ def summarize(results: list[dict]) -> dict[str, dict]:
                 "smallest_row": lowest,
             }
     return summary
+
+
+def over_16_bits(result: dict) -> float:
+    """TFLOP/s of ours in FP8 over those of ours in 16 bits, NaN without either."""
+    of_16_bits = {n: e for n, e in result["candidates"].items() if not is_fp8(n)}
+    return best(result)[0] / best(result | {"candidates": of_16_bits})[0]
+
+
+def fp8_table(results: list[dict]) -> str:
+    """For rows with candidates in FP8: errors, microseconds of quantisation, ours over 16 bits."""
+    names = list(dict.fromkeys(n for r in results for n in r["candidates"] if is_fp8(n)))
+    headers = [[f"{name}: error", "quantisation, us"] for name in names]
+    lines = [["shape", *itertools.chain(*headers), "fp8 / 16 bits"]]
+    for result in results:
+        cells = []
+        for entry in (result["candidates"].get(name, {}) for name in names):
+            cells.append(f"{entry['error']:.1e}" if "error" in entry else "-")
+            time = entry.get("quantisation_milliseconds")
+            cells.append(f"{1e3 * time['median']:.1f}" if time else "-")
+        lines.append([result["row"], *cells, f"{over_16_bits(result):.2f}"])
+    return markdown(lines)
 
 
 def markdown(lines: list[list[str]]) -> str:
@@ -522,7 +660,7 @@ def memory_table(results: list[dict], candidates: list[str]) -> str:
 def heading(record: dict[str, Any], calls: str) -> str:
     """What stands above a table: where and when it was measured, and what its figures are."""
     where = f"{record['device']}, jax {record['jax']}, {record['date']}"
-    return f"{where}, bf16; TFLOP/s, medians of\n{calls} calls"
+    return f"{where}, {record.get('dtype', 'bf16')}; TFLOP/s, medians of\n{calls} calls"
 
 
 def report(record: dict, candidates: list[str], calls: str) -> str:
@@ -537,6 +675,8 @@ def report(record: dict, candidates: list[str], calls: str) -> str:
             f"MiB of temporaries, forward + backward: {NOTES['temp_bytes']}",
             memory_table(results, candidates),
         ]
+    if any(map(is_fp8, candidates)):
+        parts.append(fp8_table(results))
     parts.append(
         "\n".join(
             f"{kind}: ours / best peer {s['geometric_mean']:.3f}, the geometric mean of {s['rows']}"
@@ -637,14 +777,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line: its candidates, passes and rows as lists of what there is."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--suite", choices=SUITES, default="train" if timing.on_gpu() else "small")
-    parser.add_argument("--passes", default=",".join(PASSES), help="of %(default)s")
+    parser.add_argument("--passes", help=f"of {','.join(PASSES)}, all but for FP8")
     parser.add_argument("--candidates", help=f"of {', '.join(CANDIDATES)}, separated by commas")
     add_arguments(parser)
     options = parser.parse_args(argv)
 
     names = options.candidates
-    options.candidates = names.split(",") if names else default_candidates()
-    options.passes = options.passes.split(",")
+    options.candidates = names.split(",") if names else default_candidates(options.suite)
+    every_pass = "forward" if options.suite.startswith("fp8") else ",".join(PASSES)
+    options.passes = (options.passes or every_pass).split(",")
     if unknown := {*options.candidates} - {*CANDIDATES} | {*options.passes} - {*PASSES}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     for kind in options.passes:
@@ -671,6 +812,7 @@ def main(argv: list[str] | None = None) -> int:
         programs.clear()
         results.sort(key=lambda result: options.passes.index(result["passes"]))
         record = provenance() | {
+            "dtype": "fp8 and bf16" if any(map(is_fp8, options.candidates)) else "bf16",
             "matmul_teraflops": matmul,
             "notes": NOTES,
             "summary": summarize(results),
@@ -683,7 +825,8 @@ def main(argv: list[str] | None = None) -> int:
 
     print(f"\nwritten: {path}")
     if importlib.util.find_spec("matplotlib"):
-        plot(results, options.candidates, f"{record['device']}, bf16", path.with_suffix(".png"))
+        title = f"{record['device']}, {record['dtype']}"
+        plot(results, options.candidates, title, path.with_suffix(".png"))
         print(f"plotted: {path.with_suffix('.png')}")
 
     return 1 if any(map(is_ours, problems(results))) else 0

@@ -23,7 +23,7 @@ import jax_flash
 from benchmarks import timing
 
 VOCABULARY = 256  # bytes
-IMPLEMENTATIONS = ("auto", "mosaic_gpu", "cudnn", "xla", "jax.nn")
+IMPLEMENTATIONS = ("auto", "mosaic_gpu", "cudnn", "xla", "jax.nn", "fp8")
 
 # Rounding to bf16 changes a step's gradients by about 1%, and training amplifies the change: how
 # far two right runs drift apart is measured, as bf16 attention against float32 attention, both on
@@ -104,7 +104,10 @@ def rope(x: jax.Array) -> jax.Array:
 
 
 def attention_of(implementation: str) -> Callable:
-    """Causal attention of `[B, T, N, H]` arrays; "float32" is xla's without rounding to bf16."""
+    """Causal attention of `[B, T, N, H]` arrays.
+
+    "float32" is xla's without rounding to bf16, "fp8" that of a forward pass in FP8.
+    """
     if implementation == "jax.nn":
         return functools.partial(jax.nn.dot_product_attention, is_causal=True)
     if implementation == "float32":
@@ -115,6 +118,9 @@ def attention_of(implementation: str) -> Callable:
             return out.astype(query.dtype)
 
         return in_float32
+    if implementation == "fp8":
+        key = jax.random.key(1)
+        return functools.partial(jax_flash.attention_fp8, is_causal=True, incoherent_key=key)
     name = None if implementation == "auto" else implementation
     return functools.partial(jax_flash.attention, is_causal=True, implementation=name)
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
-from benchmarks import attention, memory, options, timing, train_lm
+from benchmarks import accuracy_fp8, attention, memory, options, timing, train_lm
 
 TINY = train_lm.Model(layers=1, heads=2, key_heads=1, head_width=64)
 
@@ -21,7 +22,7 @@ def curves():
     """Losses of float32, xla and plain jax attention over a few steps."""
     return {
         name: train_lm.train(name, TINY, steps=25, batch=4, length=64)[0]
-        for name in ("float32", "xla", "jax.nn")
+        for name in ("float32", "xla", "jax.nn", "fp8")
     }
 
 
@@ -318,6 +319,98 @@ def test_summary_is_of_the_rows_that_can_be_compared():
     }
     assert summary["both"]["geometric_mean"] == pytest.approx(1.5)
     assert summary.keys() == {"forward", "both"}
+
+
+# --- FP8 ----------------------------------------------------------------------------------------
+
+
+def test_fp8_suite_is_checked_timed_and_written(tmp_path, capsys):
+    sizes = ["--suite", "fp8-small", "--rows", "causal", "--rounds", "1", "--iterations", "1"]
+    assert attention.main([*sizes, "--results", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("attention-fp8-small-*.json")
+    record = json.loads(path.read_text())
+    (result,) = record["results"]
+    assert (record["dtype"], result["passes"]) == ("fp8 and bf16", "forward")
+    ours, of_16_bits = (result["candidates"][n] for n in ("jax_flash fp8 xla", "jax_flash xla"))
+    assert of_16_bits["error"] < attention.TOLERANCE < ours["error"] < attention.FP8_TOLERANCE
+    assert ours["teraflops"] > 0 and ours["quantisation_milliseconds"]["median"] > 0
+    assert "quantisation_milliseconds" not in of_16_bits
+    ratio = ours["teraflops"] / of_16_bits["teraflops"]
+    assert f"| {ratio:.2f} " in capsys.readouterr().out
+
+
+def test_wrong_fp8_fails(tmp_path, monkeypatch, capsys):
+    ours = attention.CANDIDATES["jax_flash fp8 xla"]
+    wrong = dataclasses.replace(ours, result=lambda out: 1.2 * out)
+    monkeypatch.setitem(attention.CANDIDATES, "jax_flash fp8 xla", wrong)
+    sizes = ["--suite", "fp8-small", "--rows", "causal", "--rounds", "1", "--iterations", "1"]
+    assert attention.main([*sizes, "--results", str(tmp_path)]) == 1
+    assert "jax_flash fp8 xla is off by 2.0e-01" in capsys.readouterr().out
+
+
+def test_fp8_has_no_backward():
+    candidate = attention.CANDIDATES["jax_flash fp8 xla"]
+    with pytest.raises(NotImplementedError, match="FP8 has a forward pass alone"):
+        attention.build(candidate, small_row(True), "both")
+
+
+def test_fp8_is_compared_with_fp8():
+    result = result_of("a", "forward", jax_flash=600.0, cuDNN=500.0)
+    for name, speed in (("jax_flash fp8", 900.0), ("cuDNN fp8", 1000.0)):
+        result["candidates"][name] = {"error": 5e-2, "teraflops": speed}
+    assert attention.best(result) == (900.0, 1000.0)
+    assert attention.over_16_bits(result) == 1.5
+    result["candidates"]["jax_flash fp8"] = {"failed": "no kernel"}
+    assert np.isnan(attention.best(result)[0]) and np.isnan(attention.over_16_bits(result))
+
+
+def test_cudnn_is_given_what_its_fp8_takes(monkeypatch):
+    """It runs on a GPU alone, but can be lowered here; its arithmetic is written out."""
+    row = dataclasses.replace(small_row(True), length=128, drawn_in="float32")
+    query, key, value, _ = row.inputs()
+    candidate = attention.CANDIDATES["cuDNN fp8"]
+    *arrays, parameters = candidate.quantize(query, key, value)
+    assert {x.dtype.name for x in arrays} == {"float8_e4m3fn"}
+    scales = [parameters[f"descale_{name}"] for name in "qkv"]
+    plain = [x.astype(jnp.float32) * scale for x, scale in zip(arrays, scales, strict=True)]
+    for x, y in zip(plain, (query, key, value), strict=True):
+        assert jnp.abs(x).max() == pytest.approx(float(jnp.abs(y).max()), rel=1e-5)
+        np.testing.assert_allclose(x, y.astype(jnp.float32), rtol=2**-4, atol=1e-2)
+    out = jax.nn.dot_product_attention(*plain, is_causal=True)
+    in_fp8 = (out * parameters["scale_o"]).astype(jnp.float8_e4m3fn)
+    assert (parameters["scale_s"] * parameters["descale_s"]).item() == 1
+    expected, *_ = attention.reference(query, key, value, query, causal=True)
+    result = candidate.result((in_fp8, parameters["scale_o"]))
+    assert attention.relative_error((result,), (expected,)) < attention.FP8_TOLERANCE
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
+    attend = jax.jit(functools.partial(candidate.attend, causal=True))
+    lowered = attend.trace(*arrays, parameters).lower(lowering_platforms=("cuda",))
+    assert "__cudnn$fmhaSoftmaxF8" in lowered.as_text()
+
+
+def test_accuracy_of_fp8_is_measured_and_written(tmp_path, capsys):
+    sizes = ["--rows", "64", "--keys", "512", "--longest", "1024", "--width", "64"]
+    assert accuracy_fp8.main([*sizes, "--results", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("accuracy-fp8-*.json")
+    record = json.loads(path.read_text())
+    assert [*record["outliers"]["rmse"]] == ["bf16", *accuracy_fp8.METHODS]
+    assert [(r["keys"], r["mean"]) for r in record["lengths"]] == [(1024, 0.0), (1024, 1.0)]
+    for result in record["lengths"]:
+        errors = result["errors"]
+        floor, ours = errors["quantised, in float64"], errors["jax_flash fp8 xla"]
+        beside = errors["jax_flash fp8 xla beside it"]
+        assert 0 < beside < 5e-3
+        assert ours == pytest.approx((floor**2 + beside**2) ** 0.5, rel=0.1)
+    assert "| both " in capsys.readouterr().out
+
+
+def test_inaccurate_fp8_fails(tmp_path, monkeypatch):
+    ours = attention.CANDIDATES["jax_flash fp8 xla"]
+    wrong = dataclasses.replace(ours, result=lambda out: 1.2 * out)
+    monkeypatch.setitem(attention.CANDIDATES, "jax_flash fp8 xla", wrong)
+    sizes = ["--rows", "64", "--keys", "256", "--longest", "1024", "--width", "64"]
+    assert accuracy_fp8.main([*sizes, "--results", str(tmp_path)]) == 1
 
 
 def test_memory_table_says_where_there_is_more():

@@ -17,9 +17,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
+from benchmarks import accuracy_fp8
 from jax_flash import Quantized, autodiff, dispatch, kernel_fp8, xla
 from jax_flash.masks import dropout_keep
-from jax_flash.quantization import rotate
 from pallas_kernels import config
 from tests import oracle
 from tests.support.interpret import interpret_mode
@@ -33,7 +33,7 @@ IMPLEMENTATIONS = ["xla"]
 
 
 def draw(seed, *shape, dtype=jnp.bfloat16):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
 
 def qkv(dtype=jnp.bfloat16):
@@ -175,46 +175,15 @@ def test_keys_are_widened_chunk_by_chunk(monkeypatch):
 # --- accuracy -----------------------------------------------------------------------------------
 
 
-def with_outliers(seed, shape):
-    """N(0, 1) + N(0, 100) * Bernoulli(0.001), as section 4.3 of the FlashAttention-3 paper has."""
-    rng = np.random.default_rng(seed)
-    outliers = 10 * rng.normal(size=shape) * (rng.random(shape) < 0.001)
-    return jnp.asarray(rng.normal(size=shape) + outliers, jnp.bfloat16)
-
-
-def per_tensor(*arrays):
-    """One scale for each whole array."""
-    largest = [jnp.abs(x.astype(jnp.float32)).max().reshape(1, 1, 1) for x in arrays]
-    scales = [x / 448 for x in largest]
-    return [
-        Quantized(
-            (x.astype(jnp.float32) / scale[..., None]).astype(jnp.float8_e4m3fn), scale, 10**6
-        )
-        for x, scale in zip(arrays, scales, strict=True)
-    ]
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_blocks_and_rotation_are_2_6_times_as_accurate_as_a_scale_per_tensor(implementation):
     """A part of the queries of a long sequence, where an outlier of some key meets each of them."""
-    rows, keys = (1, 512, 2, 128), (1, 16384, 2, 128)
-    query, key, value = (with_outliers(i, shape) for i, shape in enumerate((rows, keys, keys)))
-    exact = oracle.attention(query, key, value)[0]
-    attention = functools.partial(jax_flash.attention, implementation=implementation)
-
-    def rmse(arrays):
-        return np.sqrt(np.mean((np.float64(attention(*arrays)) - exact) ** 2))
-
-    rotated = rotate(query, KEY), rotate(key, KEY)
-    errors = {
-        "per tensor": rmse(per_tensor(query, key, value)),
-        "blocks": rmse(jax_flash.quantize_fp8(query, key, value)),
-        "rotation": rmse(per_tensor(*rotated, value)),
-        "both": rmse(jax_flash.quantize_fp8(query, key, value, incoherent_key=KEY)),
-    }
-    assert errors["blocks"] < errors["per tensor"]
-    assert errors["rotation"] < errors["per tensor"] / 2.6
-    assert errors["both"] < errors["per tensor"] / 2.6
+    errors = accuracy_fp8.outlier_errors(implementation, rows=512, keys=16384, heads=2, width=128)
+    whole = errors["a scale per tensor"]
+    assert errors["bf16"] < errors["both"] / 10
+    assert errors["blocks"] < whole
+    assert errors["incoherent"] < whole / 2.6
+    assert errors["both"] < whole / 2.6
     assert 5e-3 < errors["both"] < 1.2e-2
 
 
