@@ -112,6 +112,9 @@ def quantize_fp8(
         are spread over all columns. Where H is not a power of two, its odd factor has a Hartley
         transform instead. An infinity makes NaN of its row then.
 
+    Returns:
+      Three Quantized, of the shapes of query, key and value.
+
     Raises:
       TypeError: an argument is of the wrong type or dtype.
       ValueError: an argument has the wrong shape or value.
