@@ -31,6 +31,7 @@ FLOAT8 = "float8_e4m3fn"
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")  # fastest first
 
 _SCALES = (1e-30, 1e4)
+_SOFT_CAPS = (1e-3, 1e3)  # 1 - 2 / (1 + exp(2x)) is right to 1e-7 of the cap
 _CHUNK = 4096  # keys that plain JAX reads at a time
 
 
@@ -370,6 +371,14 @@ def _unsupported(call: DecodeCall) -> str | None:
         f"a cache length of {call.capacity}, no multiple of 8": call.capacity % 8 != 0,
         # The exponent's multiplier is a float32, and tells which logit is the greatest.
         f"scale {call.scale} is not in {_SCALES}": not _SCALES[0] <= call.scale <= _SCALES[1],
+        f"logits_soft_cap {call.logits_soft_cap} is not in {_SOFT_CAPS}": (
+            call.logits_soft_cap is not None
+            and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
+        ),
+        # The bytes between them are counted in 32 bits.
+        "2^30 or more elements in the queries of a sequence": (
+            math.prod(call.query.shape[1:]) >= 2**30
+        ),
         f"num_splits {call.num_splits}: the kernel takes up to {combine.MOST_SPLITS}": (
             (call.num_splits or 1) > combine.MOST_SPLITS
         ),
@@ -392,7 +401,7 @@ def _on_kernel(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
         capacity=call.capacity,
         page_size=None if call.page_table is None else call.key_cache.shape[1],
         scale=call.scale,
-        window=None if call.window is None else min(call.window, call.capacity),
+        window=None if call.window is None else min(call.window, 2**30),  # int32 takes no more
         soft_cap=call.logits_soft_cap,
     )
     caches = {"key_cache": call.key_cache, "value_cache": call.value_cache}
@@ -528,7 +537,10 @@ def _plain(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
 
     first, end = jnp.int32(0), jnp.minimum(call.lengths.max(), S)
     if call.window is not None:
-        first = jnp.clip(call.lengths.min() - T - min(call.window, 2**30), 0, S) // chunk
+        first = (
+            jnp.clip(jnp.maximum(call.lengths, 0).min() - T - min(call.window, 2**30), 0, S)
+            // chunk
+        )
     out, lse = lax.fori_loop(first, (end + chunk - 1) // chunk, step, (out, lse))
     if call.sinks is not None:
         sinks = jnp.where(lse == -jnp.inf, -jnp.inf, call.sinks)

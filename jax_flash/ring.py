@@ -190,6 +190,7 @@ def ulysses_attention(
     heads = functools.partial(exchange, split_axis=2, concat_axis=1)
     gathered = _gathered(axis_name)
     if sinks is not None:
+        api._need(jnp.shape(sinks) == (N,), "sinks", jnp.shape(sinks), f"{(N,)}")
         sinks = lax.dynamic_slice_in_dim(
             jnp.asarray(sinks), lax.axis_index(axis_name) * (N // count), N // count
         )
@@ -465,7 +466,8 @@ class _Ring:
         return list(zip(shifts, [*np.diff(shifts).tolist(), 0], strict=True))
 
     def _reach(self) -> tuple[float, float]:
-        left, right = self.window or (math.inf, math.inf)
+        # Beyond any position, and within what numpy counts to.
+        left, right = (min(side, 2**40) for side in self.window or (math.inf, math.inf))
         return left, min(right, 0) if self.is_causal else right
 
     def _chunk(self, length: int) -> int:
