@@ -150,8 +150,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
     value_parts = _Parts.of(problem.value_width, _VALUE_PARTS)
     factor = problem.scale * LOG2E
     # Tiles read Q and dO.
-    row_bytes = (problem.width + problem.value_width) * dtype.itemsize
-    tiles = KeyTiles(problem, block_kv, block_q, row_bytes=row_bytes)
+    tiles = KeyTiles(problem, block_kv, block_q, row_bytes=problem.pair_bytes)
 
     weights_sent = NamedBarriers(first=_CONSUMERS + 2, count=1, arrivers=1)
     ds_sent = NamedBarriers(weights_sent.first + 1, count=1, arrivers=1)

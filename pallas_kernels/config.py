@@ -95,6 +95,11 @@ class Problem:
         """The width of the wider of key and value, in whole tiles."""
         return whole_tiles(max(self.width, self.value_width))
 
+    @property
+    def pair_bytes(self) -> int:
+        """Of a row of a head's key and value, or of its query and dO."""
+        return (self.width + self.value_width) * self.dtype.itemsize
+
     def query(self) -> jax.ShapeDtypeStruct:
         shape = (self.batch, self.query_length, self.heads, self.width)
         return jax.ShapeDtypeStruct(shape, self.dtype)

@@ -52,7 +52,7 @@ from pallas_kernels.primitives import (
     interpreting,
     keep_columns_from,
     keep_columns_to,
-    load_rows,
+    load_intervals,
     store_rows,
     zero_tile,
 )
@@ -147,7 +147,7 @@ class Tiles:
         # What tiles cost at run time is not known here.
         blocks = np.ones(self.per_head) if p.dynamic else self.key_blocks()[:, 0]
         cost = blocks + _TILE_OVERHEAD
-        bytes_per_kv_head = p.key_length * (p.width + p.value_width) * p.dtype.itemsize
+        bytes_per_kv_head = p.key_length * p.pair_bytes
         section = scheduler.heads_per_section(
             self.config.section_bytes,
             bytes_per_kv_head,
@@ -341,8 +341,7 @@ def _build(
                 if not dynamic:
                     return None
                 first_row, last_row = tiles.first_row(tile, warpgroup), problem.query_length - 1
-                ref = optional_refs[0]
-                return [load_rows(ref.at[batch, n], first_row, last_row) for n in range(2)]
+                return load_intervals(optional_refs[0].at[batch], first_row, last_row)
 
             def masked_near(logits, tile, key_block, bounds):
                 """Logits with -inf where a key is behind the last of its row, or there is none."""

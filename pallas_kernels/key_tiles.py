@@ -22,7 +22,7 @@ from pallas_kernels.primitives import (
     fresh_rows,
     keep_columns_from,
     keep_columns_to,
-    load_rows,
+    load_intervals,
 )
 
 QUERIES = plgpu.Layout.WGMMA.reduce(0)  # one value a column of a transposed tile
@@ -277,9 +277,7 @@ class Walk:
         query_block = j + to_block
         if problem.dynamic:
             batch, last_key = self.batch_of(place), self.tiles.per_head * self.tiles.block_kv - 1
-            first, end = (
-                load_rows(self.seeing_ref.at[batch, n], first_key, last_key) for n in range(2)
-            )
+            first, end = load_intervals(self.seeing_ref.at[batch], first_key, last_key)
             weights = keep_columns_from(weights, first - query_block * block_q, 0.0)
             return keep_columns_to(weights, end - (query_block * block_q + 1), 0.0)
         if problem.lowest is None:
