@@ -49,13 +49,7 @@ def choose(call: Call, implementation: str | None) -> Explanation:
     """
     here = device.device_of(call.query)
     if implementation is not None:
-        reason = _device_reason(implementation, here)
-        if implementation == "mosaic_gpu" and here.platform != "gpu":
-            reason = None  # a machine without a GPU may lower for one elsewhere
-        reason = reason or IMPLEMENTATIONS[implementation].unsupported(call)
-        if reason is not None:
-            raise NotImplementedError(f"implementation={implementation!r}: {reason}")
-        return Explanation(implementation, {})
+        return _named(implementation, here, IMPLEMENTATIONS[implementation].unsupported(call))
     reasons: dict[str, str] = {}
     for name, module in IMPLEMENTATIONS.items():
         reason = _device_reason(name, here) or module.unsupported(call)
@@ -71,6 +65,24 @@ def choose(call: Call, implementation: str | None) -> Explanation:
 def attention(call: Call, implementation: str | None) -> tuple[jax.Array, jax.Array | None]:
     """Runs `call` on the implementation that `choose` names."""
     return IMPLEMENTATIONS[choose(call, implementation).implementation].attention(call)
+
+
+def _named(implementation: str, here: device.Device, unsupported: str | None) -> Explanation:
+    """The implementation that the caller named.
+
+    Args:
+      unsupported: why it cannot do the call, None if it can.
+
+    Raises:
+      NotImplementedError: it cannot, or cannot run on this device.
+    """
+    reason = _device_reason(implementation, here)
+    if implementation == "mosaic_gpu" and here.platform != "gpu":
+        reason = None  # a machine without a GPU may lower for one elsewhere
+    reason = reason or unsupported
+    if reason is not None:
+        raise NotImplementedError(f"implementation={implementation!r}: {reason}")
+    return Explanation(implementation, {})
 
 
 def _device_reason(implementation: str, here: device.Device) -> str | None:

@@ -514,4 +514,14 @@ def test_explain_has_the_signature_of_attention():
 
 
 def test_public_names():
-    assert jax_flash.__all__ == ["attention", "decode_attention", "explain", "update_cache"]
+    assert jax_flash.__all__ == [
+        "all_gather_attention",
+        "attention",
+        "decode_attention",
+        "explain",
+        "from_zigzag",
+        "ring_attention",
+        "to_zigzag",
+        "ulysses_attention",
+        "update_cache",
+    ]
