@@ -90,8 +90,9 @@ def gradients(
     """
     settings, operands = _prepared(call)
     # A row that sees nothing of these keys has no weights here, whatever it has elsewhere.
-    problem, intervals = settings.problem(*operands[:3]), operands[4]
-    seeing = _zero_unseeing(jnp.ones(lse.shape, jnp.int8), problem, intervals) > 0
+    query, key, value, _, intervals, ids, _ = operands
+    problem = settings.problem(query, key, value)
+    seeing = _zero_unseeing(jnp.ones(lse.shape, jnp.int8), problem, intervals, ids) > 0
     lse, d_lse = jnp.where(seeing, lse, -jnp.inf), jnp.where(seeing, d_lse, 0.0)
     lse, d_lse = (x.transpose(0, 2, 1) for x in (lse, d_lse))
     residuals = _Static(False), *operands, out, lse

@@ -440,7 +440,7 @@ def _build(
                 return keep_columns_from(logits, first - key_block * block_kv, -jnp.inf)
 
             def ids_of(tile, batch, j):
-                """Segment ids of rows, `(64,)`, and where those of step j's keys begin, for `masked`.
+                """Ids of rows, `(64,)`, and where those of the keys of step j are, for `masked`.
 
                 None if there are none.
                 """
@@ -463,7 +463,8 @@ def _build(
                 if dynamic or problem.lowest is not None:
                     logits = masked_far(logits, tile, key_block, bounds)
                 if ids is not None:
-                    logits = keep_equal_columns(logits, *ids, -jnp.inf)
+                    row_ids, key_ids, first_key = ids
+                    logits = keep_equal_columns(logits, row_ids, key_ids, first_key, -jnp.inf)
                 return logits
 
             def load_elements(number, j):
