@@ -503,7 +503,7 @@ def measure(
             if isinstance(candidate := CANDIDATES[name], FP8):
                 results = (candidate.result(results[0]),)
         except Exception as e:  # a peer may not do this shape: say so, go on with the others
-            entries[name] = {"failed": f"{type(e).__name__}: {e}".split("\n")[0]}
+            entries[name] = {"failed": timing.reason(e)}
             continue
         error = float(relative_error(results, expected))
         entries[name] = {"error": error}

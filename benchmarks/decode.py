@@ -263,7 +263,7 @@ def measure(row: Row, candidates: list[str], rounds: int, iterations: int) -> di
             program = jax.jit(run).lower(arrays).compile()
             out = jax.block_until_ready(program(arrays))
         except Exception as e:  # a peer may not do this shape: say so, go on with the others
-            entries[name] = {"failed": f"{type(e).__name__}: {e}".split("\n")[0]}
+            entries[name] = {"failed": timing.reason(e)}
             continue
         error = float(relative_error((out,), (expected,)))
         entries[name] = {"error": error}

@@ -434,7 +434,7 @@ def measure(
                 first, caches, *_ = program.result()(params, *inputs, caches)
                 logits[name] = np.asarray(first)
             except Exception as e:  # a peer may not do this, or not fit: go on with the others
-                entries[name] = {"failed": f"{type(e).__name__}: {e}".split("\n")[0]}
+                entries[name] = {"failed": timing.reason(e)}
                 del caches  # donated, or what the failed program should have returned
                 caches = fresh()
         times: dict[str, list[float]] = {name: [] for name in logits}

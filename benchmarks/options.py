@@ -174,7 +174,7 @@ def measure(row: Row, names: list[str], implementation: str, rounds: int) -> lis
                 )
                 outputs = jax.block_until_ready(program())
             except Exception as e:  # a peer may not do this option: say so, go on with the others
-                result["failed"] = f"{type(e).__name__}: {e}".split("\n")[0]
+                result["failed"] = timing.reason(e)
                 continue
             error = float(attention.relative_error(outputs, right[: len(outputs)]))
             result["error"] = error

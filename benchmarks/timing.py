@@ -89,6 +89,11 @@ def matmul_teraflops(size: int, rounds: int = 5, iterations: int = 10) -> float:
     return 2 * size**3 / timed["matmul"].median / 1e9
 
 
+def reason(error: Exception) -> str:
+    """Why a candidate failed, in a line."""
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
 def progress(items: Iterable, what: str) -> Iterator[Any]:
     """Shows how far a loop is: with tqdm where it is installed, else a line for each item."""
     items = list(items)

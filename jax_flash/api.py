@@ -301,21 +301,7 @@ def _checked(
             TypeError,
         )
         _need(scale.shape == (), "scale", f"shape {scale.shape}", "a number or a scalar array")
-    if logits_soft_cap is not None:
-        _need(
-            _is_number(logits_soft_cap, numbers.Real),
-            "logits_soft_cap",
-            type(logits_soft_cap).__name__,
-            "None or a number",
-            TypeError,
-        )
-        _need(
-            0 < logits_soft_cap < math.inf,
-            "logits_soft_cap",
-            logits_soft_cap,
-            "a finite number above 0, or None for no cap",
-        )
-        logits_soft_cap = float(logits_soft_cap)
+    logits_soft_cap = _soft_cap(logits_soft_cap)
 
     if query_seq_lengths is not None:
         query_seq_lengths = _per_batch("query_seq_lengths", query_seq_lengths, (B,), has_batch)
@@ -431,6 +417,24 @@ def _need(holds: bool, name: str, got: object, needs: str, error: type = ValueEr
 
 def _is_number(x, kind: type) -> bool:
     return isinstance(x, kind) and not isinstance(x, bool)
+
+
+def _need_number_or_none(name: str, x) -> None:
+    number = x is None or _is_number(x, numbers.Real)
+    _need(number, name, type(x).__name__, "None or a number", TypeError)
+
+
+def _soft_cap(logits_soft_cap) -> float | None:
+    _need_number_or_none("logits_soft_cap", logits_soft_cap)
+    if logits_soft_cap is None:
+        return None
+    _need(
+        0 < logits_soft_cap < math.inf,
+        "logits_soft_cap",
+        logits_soft_cap,
+        "a finite number above 0, or None for no cap",
+    )
+    return float(logits_soft_cap)
 
 
 def _array(name: str, x) -> jax.Array:

@@ -90,6 +90,11 @@ def gradients(
       d_out, d_lse: their cotangents.
     """
     settings, operands = _prepared(call)
+    # A row that sees nothing of these keys has no weights here, whatever it has elsewhere.
+    query, key, value, _, intervals, ids, _ = operands
+    problem = settings.problem(query, key, value)
+    seeing = _zero_unseeing(jnp.ones(lse.shape, jnp.int8), problem, intervals, ids) > 0
+    lse, d_lse = jnp.where(seeing, lse, -jnp.inf), jnp.where(seeing, d_lse, 0.0)
     lse, d_lse = (x.transpose(0, 2, 1) for x in (lse, d_lse))
     residuals = _Static(False), *operands, out, lse
     return _attention_backward(settings, residuals, (d_out, d_lse))[:3]
@@ -138,6 +143,7 @@ def _prepared(call: Call):
             width,
             value_width,
             window=window,
+            segmented=bool(ids),
             has_elements=has_mask or has_bias,
             forward_loads_elements=has_mask or (has_bias and not elements.has_bias_of_keys),
         ),

@@ -18,7 +18,15 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash import device, dispatch, xla
-from jax_flash.api import _array, _int32, _is_number, _need, _window
+from jax_flash.api import (
+    _array,
+    _int32,
+    _is_number,
+    _need,
+    _need_number_or_none,
+    _soft_cap,
+    _window,
+)
 from jax_flash.autodiff import _keep_apart, _on_hopper
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
@@ -31,6 +39,7 @@ FLOAT8 = "float8_e4m3fn"
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")  # fastest first
 
 _SCALES = (1e-30, 1e4)
+_SOFT_CAPS = (1e-3, 1e3)  # 1 - 2 / (1 + exp(2x)) is right to 1e-7 of the cap
 _CHUNK = 4096  # keys that plain JAX reads at a time
 
 
@@ -175,22 +184,7 @@ def decode_attention(
         f"{N} heads",
         f"a positive multiple of the key heads, {K}",
     )
-    _need(
-        scale is None or _is_number(scale, numbers.Real),
-        "scale",
-        type(scale).__name__,
-        "None or a number",
-        TypeError,
-    )
-    if logits_soft_cap is not None:
-        _need(
-            _is_number(logits_soft_cap, numbers.Real),
-            "logits_soft_cap",
-            type(logits_soft_cap).__name__,
-            "None or a number",
-            TypeError,
-        )
-        _need(0 < logits_soft_cap < math.inf, "logits_soft_cap", logits_soft_cap, "finite, above 0")
+    _need_number_or_none("scale", scale)
     if num_splits is not None:
         _need(
             _is_number(num_splits, numbers.Integral),
@@ -208,7 +202,7 @@ def decode_attention(
         page_table=page_table,
         scale=1 / math.sqrt(H) if scale is None else float(scale),
         window=None if local_window_size is None else _window(local_window_size)[0],
-        logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+        logits_soft_cap=_soft_cap(logits_soft_cap),
         sinks=_per_head("sinks", sinks, N),
         key_scale=_per_head("key_scale", key_scale, K),
         value_scale=_per_head("value_scale", value_scale, K),
@@ -339,14 +333,12 @@ def _per_head(name: str, x, heads: int) -> jax.Array | None:
 def _choose(call: DecodeCall, implementation: str | None) -> dispatch.Explanation:
     """The implementation that runs the call, as in `dispatch.choose`."""
     here = device.device_of(call.query)
-    reason = dispatch._device_reason("mosaic_gpu", here)
-    if implementation == "mosaic_gpu" and here.platform != "gpu":
-        reason = None  # a machine without a GPU may lower for one elsewhere
-    reason = reason or _unsupported(call)
-    if implementation == "mosaic_gpu" and reason is not None:
-        raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
-    if implementation is not None or reason is None:
-        return dispatch.Explanation(implementation or "mosaic_gpu", {})
+    unsupported = {"mosaic_gpu": _unsupported(call), "xla": None}
+    if implementation is not None:
+        return dispatch._named(implementation, here, unsupported[implementation])
+    reason = dispatch._device_reason("mosaic_gpu", here) or unsupported["mosaic_gpu"]
+    if reason is None:
+        return dispatch.Explanation("mosaic_gpu", {})
     if here.is_hopper:
         dispatch._log_once(logging.WARNING, "xla", ("mosaic_gpu", reason))
     return dispatch.Explanation("xla", {"mosaic_gpu": reason})
@@ -370,6 +362,14 @@ def _unsupported(call: DecodeCall) -> str | None:
         f"a cache length of {call.capacity}, no multiple of 8": call.capacity % 8 != 0,
         # The exponent's multiplier is a float32, and tells which logit is the greatest.
         f"scale {call.scale} is not in {_SCALES}": not _SCALES[0] <= call.scale <= _SCALES[1],
+        f"logits_soft_cap {call.logits_soft_cap} is not in {_SOFT_CAPS}": (
+            call.logits_soft_cap is not None
+            and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
+        ),
+        # The bytes between them are counted in 32 bits.
+        "2^30 or more elements in the queries of a sequence": (
+            math.prod(call.query.shape[1:]) >= 2**30
+        ),
         f"num_splits {call.num_splits}: the kernel takes up to {combine.MOST_SPLITS}": (
             (call.num_splits or 1) > combine.MOST_SPLITS
         ),
@@ -392,7 +392,7 @@ def _on_kernel(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
         capacity=call.capacity,
         page_size=None if call.page_table is None else call.key_cache.shape[1],
         scale=call.scale,
-        window=None if call.window is None else min(call.window, call.capacity),
+        window=None if call.window is None else min(call.window, 2**30),  # int32 takes no more
         soft_cap=call.logits_soft_cap,
     )
     caches = {"key_cache": call.key_cache, "value_cache": call.value_cache}
@@ -528,11 +528,13 @@ def _plain(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
 
     first, end = jnp.int32(0), jnp.minimum(call.lengths.max(), S)
     if call.window is not None:
-        first = jnp.clip(call.lengths.min() - T - min(call.window, 2**30), 0, S) // chunk
+        first = (
+            jnp.clip(jnp.maximum(call.lengths, 0).min() - T - min(call.window, 2**30), 0, S)
+            // chunk
+        )
     out, lse = lax.fori_loop(first, (end + chunk - 1) // chunk, step, (out, lse))
     if call.sinks is not None:
-        sinks = jnp.where(lse == -jnp.inf, -jnp.inf, call.sinks)
-        out, lse = xla.joined((out, lse), (jnp.zeros_like(out), sinks))
+        out, lse = xla.with_sinks(out, lse, call.sinks)
     return out.astype(call.query.dtype), lse
 
 

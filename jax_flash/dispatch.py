@@ -51,13 +51,7 @@ def choose(call: Call, implementation: str | None) -> Explanation:
     """
     here = device.device_of(call.query)
     if implementation is not None:
-        reason = _device_reason(implementation, here)
-        if implementation == "mosaic_gpu" and here.platform != "gpu":
-            reason = None  # a machine without a GPU may lower for one elsewhere
-        reason = reason or _module(implementation, call).unsupported(call)
-        if reason is not None:
-            raise NotImplementedError(f"implementation={implementation!r}: {reason}")
-        return Explanation(implementation, {})
+        return _named(implementation, here, _module(implementation, call).unsupported(call))
     reasons: dict[str, str] = {}
     for name in IMPLEMENTATIONS:
         reason = _device_reason(name, here) or _module(name, call).unsupported(call)
@@ -84,6 +78,24 @@ def _module(implementation: str, call: Call) -> types.ModuleType:
     if implementation == "mosaic_gpu" and call.scales is not None:
         return kernel_fp8
     return IMPLEMENTATIONS[implementation]
+
+
+def _named(implementation: str, here: device.Device, unsupported: str | None) -> Explanation:
+    """The implementation that the caller named.
+
+    Args:
+      unsupported: why it cannot do the call, None if it can.
+
+    Raises:
+      NotImplementedError: it cannot, or cannot run on this device.
+    """
+    reason = _device_reason(implementation, here)
+    if implementation == "mosaic_gpu" and here.platform != "gpu":
+        reason = None  # a machine without a GPU may lower for one elsewhere
+    reason = reason or unsupported
+    if reason is not None:
+        raise NotImplementedError(f"implementation={implementation!r}: {reason}")
+    return Explanation(implementation, {})
 
 
 def _device_reason(implementation: str, here: device.Device) -> str | None:

@@ -10,7 +10,6 @@ import functools
 import inspect
 import itertools
 import math
-import numbers
 from typing import Any
 
 import jax
@@ -91,8 +90,7 @@ def ring_attention(
     """
     for name, flag in (("zigzag", zigzag), ("is_causal", is_causal)):
         api._need(isinstance(flag, bool), name, flag, "True or False", TypeError)
-    number = scale is None or api._is_number(scale, numbers.Real)
-    api._need(number, "scale", type(scale).__name__, "None or a number", TypeError)
+    api._need_number_or_none("scale", scale)
     _arrays(query, key, value)
     api._need(jnp.ndim(query) == 4, "query", jnp.shape(query), "[B, T, N, H]")
     count = _axis_size(axis_name)
@@ -129,7 +127,7 @@ def ring_attention(
     operands = vary_alike((call.query, call.key, call.value, ids), lax.axis_index(axis_name))
     out, lse = _attend(ring, *operands)
     if call.sinks is not None:
-        out, lse = _with_sinks(out, lse, call.sinks)
+        out, lse = xla.with_sinks(out, lse, call.sinks)
     return (out, lse) if return_residual else out
 
 
@@ -190,6 +188,7 @@ def ulysses_attention(
     heads = functools.partial(exchange, split_axis=2, concat_axis=1)
     gathered = _gathered(axis_name)
     if sinks is not None:
+        api._need(jnp.shape(sinks) == (N,), "sinks", jnp.shape(sinks), f"{(N,)}")
         sinks = lax.dynamic_slice_in_dim(
             jnp.asarray(sinks), lax.axis_index(axis_name) * (N // count), N // count
         )
@@ -469,7 +468,8 @@ class _Ring:
         return list(zip(shifts, [*np.diff(shifts).tolist(), 0], strict=True))
 
     def _reach(self) -> tuple[float, float]:
-        left, right = self.window or (math.inf, math.inf)
+        # Beyond any position, and within what numpy counts to.
+        left, right = (min(side, 2**40) for side in self.window or (math.inf, math.inf))
         return left, min(right, 0) if self.is_causal else right
 
     def _chunk(self, length: int) -> int:
@@ -578,15 +578,6 @@ def _part_gradients(call: Call, implementation: str | None, out, lse, d_out, d_l
     d_part = weight[..., None] * d_out.astype(jnp.float32)
     d_part_lse = (d_part * (part_out.astype(jnp.float32) - out.astype(jnp.float32))).sum(-1)
     return vjp((d_part.astype(part_out.dtype), d_part_lse + weight * d_lse))
-
-
-def _with_sinks(out, lse, sinks):
-    """Output and LSE with one more logit for each head; a row that sees nothing stays so."""
-    empty = lse == -jnp.inf
-    own = jnp.where(empty, 0.0, lse)
-    total = jnp.logaddexp(own, sinks.astype(jnp.float32))
-    weighted = out.astype(jnp.float32) * jnp.exp(own - total)[..., None]
-    return weighted.astype(out.dtype), jnp.where(empty, -jnp.inf, total)
 
 
 def _call(*args, **options) -> Call:

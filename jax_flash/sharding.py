@@ -55,7 +55,8 @@ def over_devices(function: Callable, operands: Any, results: Any, leading: int =
       A function of the same arguments. Under `jax.shard_map` it is the same function.
 
     Raises:
-      NotImplementedError: under a `jax.shard_map` over some mesh axes, where others are left.
+      NotImplementedError: under a `jax.shard_map` over some mesh axes, where others are left; with
+        operands sharded over axes of type Explicit in a mesh that has axes of type Auto, too.
     """
     prefix = "".join(map(str, range(leading)))
 
@@ -89,9 +90,12 @@ def _is_on_one_device() -> bool:
         return bool(mesh.manual_axes)
     raise NotImplementedError(
         f"implementation='mosaic_gpu': inside a jax.shard_map over {', '.join(mesh.manual_axes)}"
-        f" alone, XLA cannot split kernels over {', '.join(others)}. Name all mesh axes in it, or"
+        f" alone, {_CANNOT_SPLIT} {', '.join(others)}. Name all mesh axes in it, or"
         " use implementation='xla'."
     )
+
+
+_CANNOT_SPLIT = "XLA cannot split kernels over"
 
 
 def placed(args: tuple, operands: Any) -> tuple:
@@ -213,7 +217,7 @@ class _Split:
         return (first + jnp.arange(count)) // group
 
     def _own_heads(self, x, letters: str):
-        if "k" not in letters or not self.sharing:
+        if "k" not in letters or not self.sharing or self._count("k") == self.sizes.kv_heads:
             return x
         return jnp.take(x, self._heads_read(), axis=letters.index("k"), mode="clip")
 
@@ -385,6 +389,11 @@ def _explicit(function, sizes: _Sizes, letters, result_letters) -> Callable:
             for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
             if kind == AxisType.Explicit
         }
+        if others := [x for x in mesh.axis_names if x not in explicit and mesh.shape[x] > 1]:
+            raise NotImplementedError(
+                f"implementation='mosaic_gpu': beside the Explicit mesh axes, {_CANNOT_SPLIT} the"
+                f" Auto ones, {', '.join(others)}. Use axes of one type, or implementation='xla'."
+            )
         return jax.shard_map(
             split.local(function, letters, result_letters, out),
             mesh=mesh,

@@ -155,10 +155,7 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
         nothing = rows_of_zeros[..., None] + jnp.zeros(h, accum), rows_of_zeros - jnp.inf
         nothing = vary_alike(nothing, (call.arrays, start))
         out, lse = lax.fori_loop(0, -(-num_cols // cols), step, nothing)
-        if call.sinks is not None:
-            of_sinks = jnp.where(lse == -jnp.inf, -jnp.inf, call.sinks.astype(accum))
-            out, lse = joined((out, lse), (jnp.zeros_like(out), of_sinks))
-        return out, lse
+        return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks)
 
     def read(x, start, size):
         """x[:, start : start + size], for the products."""
@@ -268,3 +265,12 @@ def joined(*parts) -> tuple[jax.Array, jax.Array]:
         weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(part_lse - lse))
         out += weight[..., None] * part_out
     return out, lse
+
+
+def with_sinks(out, lse, sinks) -> tuple[jax.Array, jax.Array]:
+    """Output and LSE with one more logit for each head; a row that sees nothing stays so."""
+    empty = lse == -jnp.inf
+    own = jnp.where(empty, 0.0, lse)
+    total = jnp.logaddexp(own, sinks.astype(jnp.float32))
+    weighted = out.astype(jnp.float32) * jnp.exp(own - total)[..., None]
+    return weighted.astype(out.dtype), jnp.where(empty, -jnp.inf, total)

@@ -143,11 +143,10 @@ def attention_gradients(
     deterministic = deterministic or isinstance(config, BackwardKeyConfig)
     query_config = query_config or BACKWARD_QUERY[problem.widest]
     block_q = max(config.block_q, query_config.block_q) if deterministic else config.block_q
-    padded_rows = -(-problem.query_length // block_q) * block_q
-    rows_of_statistics = padded_rows  # with more, dQ has tiles at its end that nothing uses
-    if with_bias_gradient:
-        block_q = bias_gradient.BLOCK_Q
-        rows_of_statistics = max(padded_rows, -(-problem.query_length // block_q) * block_q)
+    in_whole = lambda block: -(-problem.query_length // block) * block
+    padded_rows = rows_of_statistics = in_whole(block_q)
+    if with_bias_gradient:  # with more, dQ has tiles at its end that nothing uses
+        rows_of_statistics = max(padded_rows, in_whole(bias_gradient.BLOCK_Q))
     start, minus_delta, *zeros = row_statistics.row_statistics(
         out,
         lse,
@@ -206,8 +205,7 @@ def _build_main(
         )
 
     # Tiles read Q and dO, and add to dQ in float32.
-    row_bytes = (problem.width + problem.value_width) * dtype.itemsize
-    row_bytes += 4 * problem.widest if with_query_gradient else 0
+    row_bytes = problem.pair_bytes + (4 * problem.widest if with_query_gradient else 0)
     tiles = KeyTiles(problem, _BLOCK_KV, block_q, row_bytes=row_bytes)
     query_blocks = tiles.query_blocks
     # There are registers for weights and dQ at a time only where all else is simple.

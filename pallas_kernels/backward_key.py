@@ -156,8 +156,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
     factor = problem.logit_unit * LOG2E
     has_cap = problem.soft_cap is not None
     # Tiles read Q and dO.
-    row_bytes = (problem.width + problem.value_width) * dtype.itemsize
-    tiles = KeyTiles(problem, block_kv, block_q, row_bytes=row_bytes)
+    tiles = KeyTiles(problem, block_kv, block_q, row_bytes=problem.pair_bytes)
 
     weights_sent = NamedBarriers(first=_CONSUMERS + 2, count=1, arrivers=1)
     ds_sent = NamedBarriers(weights_sent.first + 1, count=1, arrivers=1)

@@ -56,6 +56,7 @@ from pallas_kernels.primitives import (
     keep_columns_from,
     keep_columns_to,
     keep_equal,
+    load_intervals,
     load_rows,
     zero_tile,
 )
@@ -215,9 +216,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
     section = scheduler.heads_per_section(
         FORWARD_SECTION_BYTES,
-        bytes_per_kv_head=problem.key_length
-        * (problem.width + problem.value_width)
-        * dtype.itemsize,
+        bytes_per_kv_head=problem.key_length * problem.pair_bytes,
         tiles_per_kv_head=tiles * problem.group,
         slots=SM_COUNT,
         kv_heads=problem.batch * problem.kv_heads,
@@ -320,8 +319,8 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
                 def bounds():
                     batch, _ = batch_and_head()
-                    first, last_row = first_row(), problem.query_length - 1
-                    return [load_rows(mask_refs[0].at[batch, n], first, last_row) for n in range(2)]
+                    last_row = problem.query_length - 1
+                    return load_intervals(mask_refs[0].at[batch], first_row(), last_row)
 
                 weights = hide(weights, problem, first_row, key_block * block_kv, bounds, fill)
                 return weights if equal_ids is None else keep_equal(weights, equal_ids, fill)

@@ -49,7 +49,7 @@ from pallas_kernels.primitives import (
     NamedBarriers,
     div_rem,
     interpreting,
-    load_rows,
+    load_intervals,
     store_column_sums,
     store_rows,
     store_tile,
@@ -262,9 +262,7 @@ def _build(pieces: _Pieces, interpret: bool):
 
                 def bounds():
                     last_row = problem.query_length - 1
-                    return [
-                        load_rows(intervals_ref.at[batch, n], first_row, last_row) for n in range(2)
-                    ]
+                    return load_intervals(intervals_ref.at[batch], first_row, last_row)
 
                 def hidden(weights, fill):
                     weights = hide(weights, problem, lambda: first_row, first_key, bounds, fill)

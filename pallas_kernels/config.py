@@ -109,6 +109,11 @@ class Problem:
         """The width of the wider of key and value, in whole tiles."""
         return whole_tiles(max(self.width, self.value_width))
 
+    @property
+    def pair_bytes(self) -> int:
+        """Of a row of a head's key and value, or of its query and dO."""
+        return (self.width + self.value_width) * self.dtype.itemsize
+
     def query(self) -> jax.ShapeDtypeStruct:
         shape = (self.batch, self.query_length, self.heads, self.width)
         return jax.ShapeDtypeStruct(shape, self.dtype)
@@ -309,9 +314,9 @@ FORWARD = {
 
 # Width 64, windows so narrow that most of what 192 rows by 128 keys visit is not seen. TFLOP/s*
 # with these, and with the above: 148 and 123 at 128 keys, 257 and 186 at 256, 351 and 330 at 512,
-# 424 and 436 at 1024.
+# 424 and 436 at 1024. And segment ids, whose comparison would spill 16 bytes of the third consumer.
 NARROW_WINDOW = 768
-FORWARD_NARROW_WINDOW = ForwardConfig(
+FORWARD_NARROW = ForwardConfig(
     consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)
 )
 
@@ -379,6 +384,7 @@ def default(
     value_width: int = 0,
     *,
     window: int | None = None,
+    segmented: bool = False,
     has_elements: bool = False,
     forward_loads_elements: bool = False,
 ) -> Config:
@@ -388,6 +394,7 @@ def default(
       width: of query and key.
       value_width: as width if it is 0.
       window: how many keys a query sees at most, where both bounds are static.
+      segmented: there are segment ids.
       has_elements: there is a bias or a dense mask.
       forward_loads_elements: and it is not just a bias of one value a key.
     """
@@ -398,8 +405,8 @@ def default(
     elif not has_elements:  # a bias of keys would not fit into shared memory beside these
         if whole_tiles(width) == 192 and 0 < value_width <= 128:
             forward = FORWARD_LATENT
-        elif widest == 64 and window is not None and window <= NARROW_WINDOW:
-            forward = FORWARD_NARROW_WINDOW
+        elif widest == 64 and (segmented or (window is not None and window <= NARROW_WINDOW)):
+            forward = FORWARD_NARROW
     in_boxes = width % 64 > 0 or value_width % 64 > 0 or width < value_width
     backward = BACKWARD_BOXES if widest == 128 and in_boxes else BACKWARD[widest]
     backward_query = (BACKWARD_QUERY_ELEMENTS if has_elements else BACKWARD_QUERY)[widest]

@@ -228,7 +228,7 @@ def _to_float16(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest = jnp.maximum(wide, -wide).max(axis=1)
     exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
     power = lax.bitcast_convert_type(exponent, jnp.float32)
-    unit = jnp.clip(power, 2.0**-100, 2.0**100) * 2.0**-14
+    unit = jnp.clip(power, 2.0**-100, 2.0**127) * 2.0**-14
     return (wide * spread(1.0 / unit, wide.shape)).astype(jnp.float16), unit
 
 

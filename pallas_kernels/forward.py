@@ -18,7 +18,7 @@ the blocks that its far edge cuts come last, in a loop of their own.
 Where intervals are known only at run time, the table of key blocks is made from them before the
 kernel, for each batch entry, and steps with a mask read the bounds of their rows. So it is with
 segment ids: steps with a mask compare those of their rows and of their keys. How many tiles a
-thread block has does not depend on either; which ones, only on ids: those of each head are dealt by
+thread block has does not depend on either, but which ones does: those of each head are dealt by
 what they cost.
 
 Barriers. Full: an mbarrier a slot of Q, K and V, completed by TMA. Free: a named barrier a slot,
@@ -49,13 +49,13 @@ from pallas_kernels.primitives import (
     BlockVote,
     NamedBarriers,
     div_rem,
-    equal_columns,
     fence_async_shared,
     fresh_zero,
     interpreting,
     keep_columns_from,
     keep_columns_to,
-    keep_equal,
+    keep_equal_columns,
+    load_intervals,
     load_rows,
     store_rows,
     zero_tile,
@@ -178,17 +178,16 @@ class Tiles:
     def schedule(self, thread_blocks: int) -> np.ndarray:
         """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`.
 
-        If the problem is segmented, with ranks by cost in the place of tiles.
+        If costs are known at run time only, with ranks by cost in the place of tiles.
         """
         p = self.problem
-        # What tiles cost at run time is not known here.
-        blocks = np.ones(self.per_head) if p.by_batch else self.key_blocks()[:, 0]
-        cost = blocks + _TILE_OVERHEAD
-        if p.segmented:
+        if p.by_batch:
             cost = scheduler.costs_by_rank(self.per_head)
-        bytes_per_kv_head = p.key_length * (p.width + p.value_width) * p.dtype.itemsize
+        else:
+            cost = self.key_blocks()[:, 0] + _TILE_OVERHEAD
+        bytes_per_kv_head = p.key_length * p.pair_bytes
         section = scheduler.heads_per_section(
-            self.config.section_bytes * (scheduler.LONGER_SECTIONS if p.segmented else 1),
+            self.config.section_bytes,
             bytes_per_kv_head,
             tiles_per_kv_head=self.per_head * p.group,
             slots=self.config.thread_blocks,
@@ -407,8 +406,7 @@ def _build(
                 if not dynamic:
                     return None
                 first_row, last_row = tiles.first_row(tile, warpgroup), problem.query_length - 1
-                ref = optional_refs[0]
-                return [load_rows(ref.at[batch, n], first_row, last_row) for n in range(2)]
+                return load_intervals(optional_refs[0].at[batch], first_row, last_row)
 
             def bounds_of(tile, batch):
                 """What gives `load_bounds`: loads them only then where registers are short."""
@@ -441,10 +439,10 @@ def _build(
                     first = jnp.where(row < problem.query_length, first, 0)
                 return keep_columns_from(logits, first - key_block * block_kv, -jnp.inf)
 
-            def compare_ids(tile, batch, j):
-                """Where keys of step j and rows have equal segment ids; None if there are none.
+            def ids_of(tile, batch, j):
+                """Ids of rows, `(64,)`, and where those of the keys of step j are, for `masked`.
 
-                It takes many registers and leaves few: before the products, not after them.
+                None if there are none.
                 """
                 if not problem.segmented:
                     return None
@@ -452,9 +450,9 @@ def _build(
                 first_key = (end_of(tile, batch) - 1 - j) * block_kv
                 first_row, last_row = tiles.first_row(tile, warpgroup), problem.query_length - 1
                 ids = load_rows(query_ids_ref.at[batch], first_row, last_row)
-                return equal_columns(ids, key_ids_ref.at[batch], first_key, block_kv)
+                return ids, key_ids_ref.at[batch], first_key
 
-            def masked(logits, tile, key_block, bounds, equal_ids, *, near=True):
+            def masked(logits, tile, key_block, bounds, ids, *, near=True):
                 """Logits with -inf where a row may not see the key, or there is none.
 
                 Where not `near`, every key is before the end of each row's interval.
@@ -464,8 +462,9 @@ def _build(
                     logits = masked_near(logits, tile, key_block, bounds)
                 if dynamic or problem.lowest is not None:
                     logits = masked_far(logits, tile, key_block, bounds)
-                if equal_ids is not None:
-                    logits = keep_equal(logits, equal_ids, -jnp.inf)
+                if ids is not None:
+                    row_ids, key_ids, first_key = ids
+                    logits = keep_equal_columns(logits, row_ids, key_ids, first_key, -jnp.inf)
                 return logits
 
             def load_elements(number, j):
@@ -479,11 +478,11 @@ def _build(
                     batch, head, first_row, first_key, block_kv, early=elements_early
                 )
 
-            def first_softmax(products, tile, key_block, bounds, equal_ids, loaded):
+            def first_softmax(products, tile, key_block, bounds, ids, loaded):
                 logits, factor = capped(products, loaded, problem)
                 bounds = bounds()
                 if any_mask:
-                    logits = masked(logits, tile, key_block, bounds, equal_ids)
+                    logits = masked(logits, tile, key_block, bounds, ids)
                 logits = masked_by_element(logits, loaded, -jnp.inf)
                 weights, state = online_softmax.start(logits, factor, headroom)
                 if bounds is not None:
@@ -514,7 +513,7 @@ def _build(
                 def start_tile(index, steps, tile, batch):
                     """The first key block of a tile, with no other product open."""
                     end_block, bounds = end_of(tile, batch), bounds_of(tile, batch)
-                    equal_ids = compare_ids(tile, batch, 0)
+                    ids = ids_of(tile, batch, 0)
                     loaded = load_elements(lambda: number_of(index), 0)
 
                     @pl.when(index < end)
@@ -525,9 +524,7 @@ def _build(
                     issue_logits(query_buffer(index), slot(steps))
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     pl.when(index < end)(lambda: k_free.arrive(slot(steps)))
-                    weights, state = first_softmax(
-                        logits, tile, end_block - 1, bounds, equal_ids, loaded
-                    )
+                    weights, state = first_softmax(logits, tile, end_block - 1, bounds, ids, loaded)
                     # LLVM would carry float32 into the loop and cast there.
                     return lax.optimization_barrier(weights.astype(dtype)), state
 
@@ -542,7 +539,7 @@ def _build(
                         end_block = end_of(tile, batch)
                     if needs_mask:
                         bounds = bounds_of(tile, batch)
-                        equal_ids = compare_ids(tile, batch, j)
+                        ids = ids_of(tile, batch, j)
                     k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
                     plgpu.barrier_wait(k_full.at[k_slot])
                     take_turn()
@@ -555,9 +552,7 @@ def _build(
                     correction = None
                     logits, factor = capped(products, loaded, problem)
                     if needs_mask and any_mask:
-                        logits = masked(
-                            logits, tile, end_block - 1 - j, bounds(), equal_ids, near=exact
-                        )
+                        logits = masked(logits, tile, end_block - 1 - j, bounds(), ids, near=exact)
                     logits = masked_by_element(logits, loaded, -jnp.inf)
                     if exact or exact_throughout:
                         weights, correction, state = online_softmax.advance(
@@ -608,7 +603,7 @@ def _build(
                     inverse, too_low = end_rows(state, too_low, tile, batch, head)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     bounds = bounds_of(next_tile, next_batch)
-                    equal_ids = compare_ids(next_tile, next_batch, 0)
+                    ids = ids_of(next_tile, next_batch, 0)
 
                     # After the last tile the logits are of no tile, and go nowhere.
                     @pl.when(index + 1 < end)
@@ -625,7 +620,7 @@ def _build(
                     pl.when(index + 1 < end)(lambda: k_free.arrive(k_slot))
                     end_block = end_of(next_tile, next_batch)
                     weights, next_state = first_softmax(
-                        logits, next_tile, end_block - 1, bounds, equal_ids, loaded
+                        logits, next_tile, end_block - 1, bounds, ids, loaded
                     )
                     weights, next_state = lax.optimization_barrier((weights, next_state))
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
@@ -780,7 +775,7 @@ def _build(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )
-    if problem.segmented:
+    if by_batch:
 
         def run(key_blocks, *operands):
             cost = key_blocks[:, :, 0]
@@ -788,5 +783,4 @@ def _build(
             return kernel(order, key_blocks, *operands)
 
         return run
-    tables = (schedule,) if key_blocks is None else (schedule, key_blocks)
-    return lambda *operands: kernel(*map(jnp.asarray, tables), *operands)
+    return lambda *operands: kernel(*map(jnp.asarray, (schedule, key_blocks)), *operands)

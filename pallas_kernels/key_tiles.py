@@ -25,6 +25,7 @@ from pallas_kernels.primitives import (
     keep_columns_from,
     keep_columns_to,
     keep_equal,
+    load_intervals,
     load_rows,
 )
 
@@ -32,6 +33,9 @@ QUERIES = plgpu.Layout.WGMMA.reduce(0)  # one value a column of a transposed til
 _KEYS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a transposed tile
 _CONSUMER_KEYS = 64  # of one consumer: the M of a wgmma
 _TILE_OVERHEAD = 1.0  # what a tile costs beside its steps, in steps
+# Sections are longer by this where costs are known at run time only, as what thread blocks get is
+# even over many tiles alone; yet not all heads, whose dQ would leave L2.
+_LONGER_SECTIONS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,16 +149,16 @@ class KeyTiles:
     def schedule(self, thread_blocks: int, reverse: bool = False) -> np.ndarray:
         """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`.
 
-        If the problem is segmented, with ranks by cost in the place of tiles.
+        If costs are known at run time only, with ranks by cost in the place of tiles.
         """
         p = self.problem
         first, end = self.seeing_blocks()
         cost = p.group * (end - first) + _TILE_OVERHEAD
-        if p.segmented:
+        if p.by_batch:
             cost = scheduler.costs_by_rank(self.per_head)
         kv_heads = p.batch * p.kv_heads
         section = scheduler.heads_per_section(
-            BACKWARD_SECTION_BYTES * (scheduler.LONGER_SECTIONS if p.segmented else 1),
+            BACKWARD_SECTION_BYTES * (_LONGER_SECTIONS if p.by_batch else 1),
             p.group * p.query_length * self.row_bytes,
             tiles_per_kv_head=self.per_head,
             slots=SM_COUNT,
@@ -212,10 +216,9 @@ class KeyTiles:
             if not p.by_batch:
                 return kernel(jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands)
             seeing = self.seeing(intervals)
-            blocks, order = self.seeing_blocks_of(seeing, ids), jnp.asarray(schedule)
-            if p.segmented:
-                cost = blocks[:-1, :, 1] - blocks[:-1, :, 0]
-                order = scheduler.longest_first(schedule, cost, p.kv_heads)
+            blocks = self.seeing_blocks_of(seeing, ids)
+            cost = blocks[:-1, :, 1] - blocks[:-1, :, 0]
+            order = scheduler.longest_first(schedule, cost, p.kv_heads)
             tables: tuple[jax.Array, ...] = (order, blocks)
             if intervals is not None:
                 tables = (*tables, jnp.asarray(seeing))
@@ -359,7 +362,7 @@ class Walk:
     def _masked_by_intervals(self, weights, place, first_key, query_block, fill):
         block_q, seeing_ref = self.tiles.block_q, self.more_refs[0]
         batch, last_key = self.batch_of(place), self.tiles.per_head * self.tiles.block_kv - 1
-        first, end = (load_rows(seeing_ref.at[batch, n], first_key, last_key) for n in range(2))
+        first, end = load_intervals(seeing_ref.at[batch], first_key, last_key)
         weights = keep_columns_from(weights, first - query_block * block_q, fill)
         return keep_columns_to(weights, end - (query_block * block_q + 1), fill)
 

@@ -281,6 +281,47 @@ def _keep_columns(tile, bound, fill, predicate, compare):
     return keep(tile, bound)
 
 
+def keep_equal_columns(tile: jax.Array, rows: jax.Array, ref, first, fill: float) -> jax.Array:
+    """`(64, n)` float32 tile where a row's value is equal to a column's, else `fill`.
+
+    Args:
+      tile: n a multiple of 8.
+      rows: `(64,)` int32.
+      ref: a one-dimensional int32 view of global memory, of the columns' values from `first` on;
+        that place is aligned to 8 bytes.
+    """
+    if interpreting():
+        columns = ref[pl.ds(first, tile.shape[1])]
+        return jnp.where(rows[:, None] == columns[None, :], tile, fill)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS, plgpu.RefType(), splat), return_type=shape)
+    def keep(_, tile, rows, ref, first):
+        i32 = ir.IntegerType.get_signless(32)
+        two = llvm.StructType.get_literal([i32] * 2)
+        own_column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
+        offset = arith.muli(arith.addi(first.registers[()], own_column), _i32(4))
+        address = _global_address(ref, offset)
+        own = [_scalar(r) for r in rows.registers.flat]
+        filler = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), fill))
+        out = tile.registers.copy()
+        columns: dict[int, Any] = {}
+        for index, group, half, pair in _fragments(tile.registers):
+            if group not in columns:
+                text = f"ld.global.nc.v2.b32 {{$0, $1}}, [$2+{32 * group}];"
+                columns[group] = _asm(text, "=r,=r,l", [address], two)
+            for e in range(2):
+                value = llvm.extractvalue(i32, columns[group], [e])
+                is_equal = arith.cmpi(arith.CmpIPredicate.eq, own[half], value)
+                pair = _insert(pair, arith.select(is_equal, _extract(pair, e), filler), e)
+            out[index] = pair
+        return _like(tile, out)
+
+    return keep(tile, rows, ref, jnp.int32(first))
+
+
 def equal_columns(rows: jax.Array, ref, first, columns: int) -> jax.Array:
     """Where a row's value is equal to a column's, for `keep_equal` alone.
 
@@ -384,14 +425,12 @@ def store_tile(ref, tile: jax.Array) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
     def store(_, ref, tile):
-        i64 = ir.IntegerType.get_signless(64)
         row_stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
-        row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 4 * row_stride))
         column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(8))
         first = _global_address(ref, column)
         own_row = _own_row()
         addresses = [
-            arith.addi(first, arith.muli(arith.extui(i64, row), row_bytes))
+            arith.addi(first, _bytes_to(row, 4 * row_stride))
             for row in (own_row, arith.addi(own_row, _i32(8)))
         ]
         for _, group, half, pair in _fragments(tile.registers):
@@ -412,14 +451,12 @@ def store_column_sums(ref, tile: jax.Array) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
     def store(_, ref, tile):
-        i64 = ir.IntegerType.get_signless(64)
         row_stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
-        row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 4 * row_stride))
         thread = _thread()
         lane = arith.andi(thread, _i32(31))
         column = arith.muli(arith.andi(thread, _i32(3)), _i32(8))
-        warp = arith.extui(i64, arith.shrui(thread, _i32(5)))
-        address = arith.addi(_global_address(ref, column), arith.muli(warp, row_bytes))
+        warp = arith.shrui(thread, _i32(5))
+        address = arith.addi(_global_address(ref, column), _bytes_to(warp, 4 * row_stride))
         pairs = {(group, half): pair for _, group, half, pair in _fragments(tile.registers)}
         for group in range(len(pairs) // 2):
             sums = []
@@ -535,11 +572,8 @@ def keep_operand_rows(ref, first, end) -> None:
         # 8 rows of 128 bytes are a tile. The swizzle moves nothing from one row to another.
         _, column_tiles, _, _ = ir.MemRefType(ref.type).shape
         row = _thread()
-        i32 = ir.IntegerType.get_signless(32)
-        address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(ref))
-        tile = arith.muli(arith.shrui(row, _i32(3)), _i32(1024 * column_tiles))
-        in_tile = arith.muli(arith.andi(row, _i32(7)), _i32(128))
-        address = arith.addi(address, arith.addi(tile, in_tile))
+        tile, row_in_tile = arith.shrui(row, _i32(3)), arith.andi(row, _i32(7))
+        address = _shared_address(ref, (tile, 1024 * column_tiles), (row_in_tile, 128))
         places = [1024 * tile + 16 * chunk for tile in range(column_tiles) for chunk in range(8)]
         stores = " ".join(
             f"@p st.shared.v4.b32 [$0+{place}], {{zero, zero, zero, zero}};" for place in places
@@ -589,7 +623,6 @@ def widen_operand(target, source) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), plgpu.RefType()))
     def widen(_, target, source):
-        i32 = ir.IntegerType.get_signless(32)
         thread = _thread()
         own_row = arith.divui(thread, _i32(chunks))
         chunk = arith.remui(thread, _i32(chunks))
@@ -599,17 +632,14 @@ def widen_operand(target, source) -> None:
             row = arith.addi(own_row, _i32(n * rows_at_once))
             row_in_tile = arith.andi(row, _i32(7))
             swizzled = arith.xori(arith.andi(chunk, _i32(7)), row_in_tile)
-            address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(target))
-            for index, unit in (
+            place = (
                 (arith.shrui(row, _i32(3)), 16 * columns),
                 (row_in_tile, 128),
                 (arith.shrui(chunk, _i32(3)), 1024),
                 (swizzled, 16),
-            ):
-                address = arith.addi(address, arith.muli(index, _i32(unit)))
-            targets.append(address)
-        whence = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(source))
-        whence = arith.addi(whence, arith.muli(thread, _i32(8)))
+            )
+            targets.append(_shared_address(target, *place))
+        whence = _shared_address(source, (thread, 8))
         # Their loads are issued before the first is used; more of them would spill at width 256.
         batch = 8 if columns <= 128 else 4
         passes = range(rows // rows_at_once)
@@ -656,6 +686,12 @@ def load_rows(ref, first, last) -> jax.Array:
     return load(ref, jnp.int32(first), jnp.int32(last), zeros)
 
 
+def load_intervals(ref, first, last) -> tuple[jax.Array, jax.Array]:
+    """Where the intervals of 64 rows begin and end, as `load_rows`, from a `(2, rows)` view."""
+    begin, end = (load_rows(ref.at[n], first, last) for n in range(2))
+    return begin, end
+
+
 def load_elements(ref, first_row, first_column, columns: int, *, transposed: bool = False):
     """A `(64, columns)` tile of a view of global memory, of which axes of 1 are broadcast.
 
@@ -685,7 +721,6 @@ def load_elements(ref, first_row, first_column, columns: int, *, transposed: boo
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, _TILE), return_type=shape)
     def load(_, ref, first_row, first_column, like):
-        i64 = ir.IntegerType.get_signless(64)
         view = ir.MemRefType(ref.type)
         sizes, strides = list(view.shape), view.get_strides_and_offset()[0]
         if transposed:
@@ -699,18 +734,14 @@ def load_elements(ref, first_row, first_column, columns: int, *, transposed: boo
         if _needs_limit(column_count, columns):
             limit = arith.subi(_i32(column_count), column)
 
-        def bytes_to(index, stride):
-            unit = arith.constant(i64, ir.IntegerAttr.get(i64, stride * bits // 8))
-            return arith.muli(arith.extui(i64, index), unit)
-
-        base = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref))
+        base = _base_address(ref)
         if column_count > 1:
-            base = arith.addi(base, bytes_to(column, column_stride))
+            base = arith.addi(base, _bytes_to(column, column_stride * bits // 8))
         addresses = [base]
         if row_count > 1:
             row = arith.addi(first_row.registers[()], _own_row())
             rows = [_clamped(row, half, _i32(row_count - 1)) for half in range(2)]
-            addresses = [arith.addi(base, bytes_to(row, row_stride)) for row in rows]
+            addresses = [arith.addi(base, _bytes_to(row, row_stride * bits // 8)) for row in rows]
 
         def read(address, number: int, count: int):
             """Words of `count` neighbouring elements, the first of them in column `number`."""
@@ -788,20 +819,16 @@ def load_bits(ref, first_row, first_column, columns: int) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, _TILE), return_type=shape)
     def load(_, ref, first_row, first_column, like):
-        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        i32 = ir.IntegerType.get_signless(32)
         row_count, word_count = ir.MemRefType(ref.type).shape
-        base = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref))
+        base = _base_address(ref)
         if word_count > 1:
-            offset = arith.shrui(first_column.registers[()], _i32(3))
-            base = arith.addi(base, arith.extui(i64, offset))
+            base = _global_address(ref, arith.shrui(first_column.registers[()], _i32(3)))
         addresses = [base]
         if row_count > 1:
             row = arith.addi(first_row.registers[()], _own_row())
-            row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 4 * word_count))
-            addresses = [
-                arith.addi(base, arith.muli(arith.extui(i64, row), row_bytes))
-                for row in (_clamped(row, half, _i32(row_count - 1)) for half in range(2))
-            ]
+            rows = [_clamped(row, half, _i32(row_count - 1)) for half in range(2)]
+            addresses = [arith.addi(base, _bytes_to(row, 4 * word_count)) for row in rows]
 
         own_shift = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
 
@@ -874,7 +901,7 @@ def row_products(a_ref, b_ref, first, last) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(*refs, *splats, _ROWS), return_type=shape)
     def products(_, a_ref, b_ref, first, last, like):
-        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        i32 = ir.IntegerType.get_signless(32)
         first, last = first.registers[()], last.registers[()]
         row_type = ir.MemRefType(a_ref.type)
         strides, _ = row_type.get_strides_and_offset()
@@ -888,15 +915,11 @@ def row_products(a_ref, b_ref, first, last) -> jax.Array:
         if pieces < lanes:
             has_piece = arith.cmpi(arith.CmpIPredicate.slt, piece, _i32(pieces))
             piece = arith.minsi(piece, _i32(pieces - 1))
-        column = arith.extui(i64, arith.muli(piece, _i32(16)))
-        bases = [
-            arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)), column)
-            for ref in (a_ref, b_ref)
-        ]
-        row_bytes = arith.constant(i64, ir.IntegerAttr.get(i64, 2 * strides[0]))
+        column = arith.muli(piece, _i32(16))
+        bases = [_global_address(ref, column) for ref in (a_ref, b_ref)]
 
         def load(row):
-            offset = arith.muli(arith.extui(i64, row), row_bytes)
+            offset = _bytes_to(row, 2 * strides[0])
             return [
                 _asm(
                     "ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];",
@@ -1058,9 +1081,7 @@ def store_operand(ref, tile: jax.Array) -> None:
             arith.muli(arith.shrui(thread, _i32(5)), _i32(2)), arith.andi(matrix, _i32(1))
         )
         chunk = arith.xori(arith.shrui(matrix, _i32(1)), row)  # of 16 bytes, swizzled
-        address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(ref))
-        for index, unit in ((row_tile, row_tile_bytes), (row, 128), (chunk, 16)):
-            address = arith.addi(address, arith.muli(index, _i32(unit)))
+        address = _shared_address(ref, (row_tile, row_tile_bytes), (row, 128), (chunk, 16))
         for first in range(0, groups, 2):
             values = [words[g, half] for g in (first, first + 1) for half in range(2)]
             column_tile, chunk_of_8 = divmod(first, 8)
@@ -1187,16 +1208,32 @@ def _clamped(row, half: int, last):
     return arith.minsi(arith.addi(row, _i32(8 * half)), last)
 
 
+def _shared_address(ref, *terms):
+    """Address in shared memory, index * unit bytes behind the ref's for each (index, unit)."""
+    address = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
+    for index, unit in terms:
+        address = arith.addi(address, arith.muli(index, _i32(unit)))
+    return address
+
+
 def _own_address(ref):
     """Address in shared memory of the first 16 bytes that are this thread's."""
-    base = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
-    return arith.addi(base, arith.muli(_thread(), _i32(16)))
+    return _shared_address(ref, (_thread(), 16))
+
+
+def _base_address(ref):
+    """Address in global memory."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu_utils.memref_ptr(ref))
 
 
 def _global_address(ref, offset):
+    return arith.addi(_base_address(ref), arith.extui(ir.IntegerType.get_signless(64), offset))
+
+
+def _bytes_to(index, unit: int):
+    """index * unit, which need not fit into 32 bits."""
     i64 = ir.IntegerType.get_signless(64)
-    base = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref))
-    return arith.addi(base, arith.extui(i64, offset))
+    return arith.muli(arith.extui(i64, index), arith.constant(i64, ir.IntegerAttr.get(i64, unit)))
 
 
 def _extract(pair, e: int):

@@ -11,9 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 _GREEDY_LIMIT = 1 << 15  # above it a plain deal is as even, and the simulation takes seconds
-# Sections are longer by this where costs are known at run time only, as what thread blocks get is
-# even over many tiles alone. Of a head, L2 then needs no more than the documents in work.
-LONGER_SECTIONS = 3
 
 
 def heads_per_section(
@@ -102,7 +99,7 @@ def costs_by_rank(tiles: int) -> np.ndarray:
 
     How far hardly matters, as `deal` then gives thread blocks about as many tiles of each rank.
     """
-    return np.linspace(2.0, 1.0, tiles)
+    return np.linspace(1.0, 0.1, tiles) ** 2
 
 
 def longest_first(schedule: np.ndarray, cost: jax.Array, heads: int) -> jax.Array:

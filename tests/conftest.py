@@ -19,6 +19,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # has as many threads as there are cores, and a kernel with more warpgroups would hang.
 os.environ.setdefault("NPROC", "16")
 
+# A kernel in interpret mode dispatches operations of its own. They wait forever where the test has
+# dispatched as many as JAX lets wait for the kernel's results, which is 32.
+os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
+
 # A machine of eight devices, to shard over.
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):

@@ -112,6 +112,14 @@ def test_lengths_beyond_the_cache():
 
 
 @pytest.mark.usefixtures("small_chunks")
+def test_a_length_below_zero_is_as_zero_and_of_no_concern_to_others():
+    arrays = inputs(2, 1, 64, 2, 1, 8)
+    attention = functools.partial(jax_flash.decode_attention, local_window_size=9)
+    out = attention(*arrays, jnp.array([-(2**31), 50]))
+    np.testing.assert_array_equal(out, attention(*arrays, jnp.array([0, 50])))
+
+
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_pages_are_the_contiguous_cache(page_size):
     query, key_cache, value_cache = inputs(5, 3, 192, 4, 2, 16)

@@ -79,6 +79,7 @@ def check(arrays, lengths, *, page_size=None, num_splits=None, scales=None, **op
         (32, 128, 4, 1, 128, "float16", [101], dict(num_splits=2)),  # two whole ones
         # Positions beyond the cache.
         (2, 128, 2, 1, 64, "bfloat16", [129, 150], dict(num_splits=2, local_window_size=40)),
+        (2, 128, 2, 1, 64, "bfloat16", [150, 280], dict(num_splits=2, local_window_size=200)),
     ],
 )
 def test_kernel(T, S, N, K, H, dtype, lengths, options):
@@ -129,7 +130,7 @@ def test_float8_caches(H, dtype, options):
 def check_float8_queries_of_any_size(H):
     """Which float16 could not hold: they take part in products of float16."""
     query, key, value = inputs(2, 2, 256, 4, 4, H, "bfloat16")
-    sizes = np.array([2.0**-60, 2.0**60, 1.0, 2.0**-20], np.float32)
+    sizes = np.array([2.0**-60, 2.0**103, 1.0, 2.0**-20], np.float32)
     query = (query * sizes[:, None]).astype(query.dtype)
     key = (key / sizes[:, None]).astype(key.dtype)
     scales = np.stack([SCALES[0, 0] / sizes, np.full(4, SCALES[1, 0])]).astype(np.float32)
@@ -238,6 +239,7 @@ def test_splits_fill_the_gpu_and_no_more(batch, capacity, width):
         (dict(S=60), "cache length of 60"),
         (dict(scale=0.0), "scale 0.0"),
         (dict(num_splits=129), "num_splits 129"),
+        (dict(logits_soft_cap=1e4), r"logits_soft_cap 10000.0 is not in"),
         (dict(T=0), "empty"),
     ],
 )
@@ -250,7 +252,7 @@ def test_refusals(change, reason):
     jax_flash.decode_attention(*arrays, jnp.array([3, 4]), **options)  # plain JAX takes all of it
 
 
-_OPTIONS = ("scale", "num_splits")
+_OPTIONS = ("scale", "num_splits", "logits_soft_cap")
 
 
 def test_choice_by_device(monkeypatch, caplog):

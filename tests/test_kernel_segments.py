@@ -230,10 +230,10 @@ def test_packed_documents_are_worked_on_alone():
     [(16384, 16, 16, 128, 16), (32768, 32, 8, 128, 8), (16384, 32, 32, 64, 32)],
 )
 def test_thread_blocks_have_as_much_to_do(T, N, K, H, documents):
-    """Every tile is dealt once, and no thread block has 10% more steps than the mean."""
+    """Every tile is dealt once, and no thread block has 15% more steps than the mean."""
     ids = (jnp.arange(T, dtype=jnp.int32)[None] // (T // documents),) * 2
     p = config.Problem(1, T, T, N, K, H, np.dtype(jnp.bfloat16), 1.0, highest=0, segmented=True)
-    forward = Tiles(p, config.FORWARD[H])
+    forward = Tiles(p, config.default(H, segmented=True).forward)
     backward = KeyTiles(p, 128, config.BACKWARD[H].block_q, row_bytes=8 * H)
     blocks = backward.seeing_blocks_of(backward.seeing(None), ids)[:-1]
     for tiles, heads, cost in (
@@ -246,7 +246,7 @@ def test_thread_blocks_have_as_much_to_do(T, N, K, H, documents):
             np.sort(np.concatenate(lists)), np.arange(heads * tiles.per_head)
         )
         steps = [np.asarray(cost)[0, row % tiles.per_head].sum() for row in lists]
-        assert max(steps) < 1.1 * np.mean(steps)
+        assert max(steps) < 1.15 * np.mean(steps)
 
 
 def test_tiles_are_ranked_by_cost_for_each_batch_entry():

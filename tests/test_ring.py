@@ -222,6 +222,11 @@ def test_hops_of_use(zigzag, causal, window, shifts):
     assert here.shifts(8, 8) == shifts
 
 
+def test_hops_of_a_window_beyond_all_positions():
+    here = ring._Ring("x", 4, False, False, (2**70, 2**63 - 1), 1.0, None, False, None)
+    assert here.shifts(8, 8) == [0, 1, 2, 3]
+
+
 def test_zigzag_order():
     x = jnp.arange(16)[None]
     there = jax_flash.to_zigzag(x, 4)
@@ -290,5 +295,8 @@ def test_refusals_of_ring():
 def test_refusals_of_ulysses():
     with pytest.raises(ValueError, match="key: got 3 heads; needs a multiple or a divisor"):
         sharded(jax_flash.ulysses_attention, mesh_of((4,)))(*operands(heads=(12, 3)))
+    run = sharded(jax_flash.ulysses_attention, mesh_of((4,)))
+    with pytest.raises(ValueError, match=r"sinks: got \(16,\); needs \(8,\)"):
+        run(*operands(heads=(8, 8)), jnp.zeros(16))
     with pytest.raises(TypeError, match="options: got dropout_rate"):
         sharded(jax_flash.ulysses_attention, mesh_of((4,)), dropout_rate=0.5)(*operands())

@@ -278,6 +278,15 @@ def test_a_sharded_sequence_of_explicit_type_is_refused():
         jax_flash.attention(*sharded, implementation="mosaic_gpu")
 
 
+def test_axes_of_both_types_are_refused():
+    types = AxisType.Auto, AxisType.Explicit
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=types, devices=jax.devices("cpu")[:8])
+    sharded = put(mesh, *((x, P(None, None, "y")) for x in operands((8, 4), jnp.bfloat16)[:3]))
+    run = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="the Auto ones, x"):
+        run(*sharded)
+
+
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 def test_without_jit(axis_type):
     mesh = mesh_of((2, 4), axis_type)

@@ -191,11 +191,7 @@ def compile_kernels(
         dumps.mkdir(parents=True, exist_ok=True)
         before = set(dumps.glob("*.ptx"))
         with _quiet_stderr():
-            sharding = _compile_only_sharding()
-            args = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
-            )
-            lowered = jax.jit(fn).lower(*args)
+            lowered = _lowered(fn, args)
             kernels = set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', lowered.as_text()))
             ptxas_first = os.path.dirname(find_tool("ptxas")) + os.pathsep + os.environ["PATH"]
             with _environment(MOSAIC_GPU_DUMP_TO=str(dumps), PATH=ptxas_first):
@@ -222,11 +218,7 @@ def compiled_program(fn: Callable, args: Any, **jit_options) -> str:
       **jit_options: of `jax.jit`.
     """
     with _quiet_stderr():
-        sharding = _compile_only_sharding()
-        args = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
-        )
-        text = jax.jit(fn, **jit_options).lower(*args).compile().as_text()
+        text = _lowered(fn, args, **jit_options).compile().as_text()
     return text[text.index("\nENTRY") :]
 
 
@@ -342,10 +334,12 @@ def compile_only_devices(count: int) -> list:
     return list(topology.devices)
 
 
-def _compile_only_sharding() -> jax.sharding.NamedSharding:
-    """Replicated over one H100 that exists as a description only."""
+def _lowered(fn: Callable, args: Any, **jit_options) -> jax.stages.Lowered:
+    """`fn(*args)` lowered for one H100 that exists as a description only."""
     mesh = jax.sharding.Mesh(np.array(compile_only_devices(1)), ("x",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    return jax.jit(fn, **jit_options).lower(*args)
 
 
 @contextlib.contextmanager
