@@ -378,13 +378,12 @@ def test_one_id_everywhere_is_as_good_as_none():
     chex.assert_trees_all_close(with_ids, without, rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize(
-    ("kind", "H", "deterministic", "options"),
+    ("kind", "H", "deterministic", "options", "poison"),
     [
-        ("one side alone", 64, False, {}),
-        ("of other lengths", 128, True, dict(is_causal=True)),
-        ("at random", 256, False, dict(local_window_size=(1, 0))),
+        ("one side alone", 64, False, {}, jnp.nan),
+        ("of other lengths", 128, True, dict(is_causal=True), jnp.inf),
+        ("at random", 256, False, dict(local_window_size=(1, 0)), jnp.nan),
     ],
 )
 def test_what_sees_nothing_and_is_not_seen_does_not_count(kind, H, deterministic, options, poison):

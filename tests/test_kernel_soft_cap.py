@@ -30,21 +30,17 @@ def test_tanh():
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "cap", "options"),
     [
-        (200, 264, 2, 1, 64, jnp.bfloat16, 1.0, {"is_causal": True}),
-        (1, 239, 2, 2, 64, jnp.float16, 50.0, {}),
-        (113, 203, 2, 1, 128, jnp.bfloat16, 5.0, {"is_causal": True, "query_offset": 90}),
-        (150, 140, 1, 1, 128, jnp.float16, 2.0, {"local_window_size": (40, 9)}),
-        (70, 200, 1, 1, 256, jnp.bfloat16, 2.0, {"is_causal": True, "query_offset": -10}),
-        (150, 67, 2, 1, 256, jnp.float16, 0.5, {}),
+        (200, 264, 2, 1, 64, jnp.bfloat16, 1.0, dict(is_causal=True)),
+        (1, 239, 2, 2, 64, jnp.float16, 50.0, dict(deterministic=True)),
+        (113, 203, 2, 1, 128, jnp.bfloat16, 5.0, dict(is_causal=True, query_offset=90)),
+        (90, 80, 1, 1, 128, jnp.float16, 2.0, dict(local_window_size=(40, 9), deterministic=True)),
+        (70, 200, 1, 1, 256, jnp.bfloat16, 2.0, dict(is_causal=True, query_offset=-10)),
     ],
 )
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_soft_cap(T, S, N, K, H, dtype, cap, options, deterministic):
-    if deterministic and H == 256:
-        pytest.skip("the same kernels")
+def test_soft_cap(T, S, N, K, H, dtype, cap, options):
     arrays = inputs(1, T, S, N, K, H, dtype)
     with interpret_mode():
-        check(arrays, logits_soft_cap=cap, **options, deterministic=deterministic)
+        check(arrays, logits_soft_cap=cap, **options)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +48,6 @@ def test_soft_cap(T, S, N, K, H, dtype, cap, options, deterministic):
     [
         (40, 72, dict(is_causal=True)),
         (192, 128, dict(local_window_size=(60, 20))),
-        (160, 160, {}),
     ],
 )
 def test_other_widths(H, h, options):
@@ -112,12 +107,10 @@ def test_lengths_by_batch_entry(H):
     ("H", "dtype", "mask_axes", "bias_axes", "options"),
     [
         (64, jnp.bfloat16, "bnts", None, dict(local_window_size=(60, 20))),
-        (64, jnp.float16, "bts", "nts", {}),
         (64, jnp.bfloat16, None, "bs", dict(is_causal=True, deterministic=True)),
         (128, jnp.bfloat16, None, "bs", with_lengths(key_value_seq_lengths=[100, 0])),
         (128, jnp.float16, "bs", "nt", dict(is_causal=True, deterministic=True)),
         (256, jnp.bfloat16, "nts", None, dict(is_causal=True)),
-        (256, jnp.bfloat16, None, "bs", {}),
     ],
 )
 def test_with_mask_and_bias(H, dtype, mask_axes, bias_axes, options):
