@@ -456,7 +456,8 @@ def relative_error(results, expected) -> jax.Array:
     """The largest of |result - expected| / |expected| (Frobenius)."""
 
     def error(x, y):
-        return jnp.linalg.norm((x.astype(jnp.float32) - y).ravel()) / jnp.linalg.norm(y.ravel())
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        return jnp.linalg.norm((x - y).ravel()) / jnp.linalg.norm(y.ravel())
 
     return jnp.max(jnp.array([error(x, y) for x, y in zip(results, expected, strict=True)]))
 

@@ -79,17 +79,6 @@ def sharded(x: jax.Array, name: str, devices: int) -> jax.Array:
     return jax.device_put(x, NamedSharding(mesh_of(devices), _SEQUENCE))
 
 
-@jax.jit
-def relative_error(results: tuple, expected: tuple) -> jax.Array:
-    """The greatest of output and gradients, in norm."""
-    norm = lambda x: jnp.linalg.norm(x.astype(jnp.float32).ravel())
-    errors = [
-        norm(x.astype(jnp.float32) - y.astype(jnp.float32)) / norm(y)
-        for x, y in zip(results, expected, strict=True)
-    ]
-    return jnp.stack(errors).max()
-
-
 def error_of_one(row: Row, implementation: str | None) -> float:
     """That of one GPU on a short sequence, beside plain attention in float32."""
     short = dataclasses.replace(row, length=_CHECKED_LENGTH)
@@ -97,9 +86,8 @@ def error_of_one(row: Row, implementation: str | None) -> float:
     results = lowered("", short, 1, implementation).compile()(*inputs)
     plain = functools.partial(jax_flash.attention, is_causal=True, implementation="xla")
     inputs = tuple(x.astype(jnp.float32) for x in inputs)
-    return float(
-        relative_error(results, jax.jit(functools.partial(with_gradients, plain))(*inputs))
-    )
+    expected = jax.jit(functools.partial(with_gradients, plain))(*inputs)
+    return float(attention.relative_error(results, expected))
 
 
 def milliseconds(run: Callable, inputs: tuple, iterations: int) -> float:
@@ -134,7 +122,7 @@ def measure(
         else:
             expected = tuple(sharded(x, name, devices) for x in whole.result()(*inputs))
             inputs = tuple(sharded(x, name, devices) for x in inputs)
-            result["error"] = float(relative_error(run.result()(*inputs), expected))
+            result["error"] = float(attention.relative_error(run.result()(*inputs), expected))
             del expected
         result["milliseconds"] = milliseconds(run.result(), inputs, options.iterations)
         result["bytes_a_device"] = bytes_of(run.result())
@@ -186,16 +174,9 @@ def longest(result: dict[str, Any], options: argparse.Namespace, memory: int) ->
 
 
 def sharded_inputs(row: Row, devices: int) -> tuple[jax.Array, ...]:
-    """Random inputs of a row's shapes, each part made on its device."""
-    shapes = [(x.shape, x.dtype) for x in jax.eval_shape(row.inputs)]
-    make = jax.jit(
-        lambda: tuple(
-            jax.random.normal(jax.random.key(i), shape, dtype)
-            for i, (shape, dtype) in enumerate(shapes)
-        ),
-        out_shardings=NamedSharding(mesh_of(devices), _SEQUENCE),
-    )
-    return jax.block_until_ready(make())
+    """The inputs of a row, each part made on its device."""
+    sharding = NamedSharding(mesh_of(devices), _SEQUENCE)
+    return jax.block_until_ready(jax.jit(row.inputs, out_shardings=sharding)())
 
 
 def row_of(options: argparse.Namespace, length: int) -> Row:

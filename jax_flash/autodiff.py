@@ -227,13 +227,10 @@ def _zero_unseeing(
     ids: tuple[jax.Array, ...],
 ) -> jax.Array:
     """x `[B, T, ...]` with zeros where a query sees no key: 0 * NaN would be NaN."""
-    if ids:
-        query_ids, key_ids = ids
-        of_queries = intervals or (run_time_intervals.of_bounds_of_queries(problem),)
-        return _zero_unless(segments.has_partner(query_ids, key_ids, of_queries[0]), x)
-    for seen in intervals:
-        x = _zero_unless(seen[:, 0] < seen[:, 1], x)
-    return _zero_outside(x, problem.seeing_queries)
+    others: tuple[Any, ...] = intervals
+    if ids and not others:
+        others = (run_time_intervals.of_bounds_of_queries(problem),)
+    return _zero_alone(x, others, ids, problem.seeing_queries)
 
 
 def _zero_unseen(
@@ -243,14 +240,28 @@ def _zero_unseen(
     ids: tuple[jax.Array, ...],
 ) -> jax.Array:
     """x `[B, S, ...]` with zeros where no query sees the key."""
-    seeing = [run_time_intervals.of_keys(seen, problem.key_length) for seen in intervals]
+    others: tuple[Any, ...] = tuple(
+        run_time_intervals.of_keys(seen, problem.key_length) for seen in intervals
+    )
+    if ids and not others:
+        others = (run_time_intervals.of_bounds_of_keys(problem),)
+    return _zero_alone(x, others, ids[::-1], problem.seen_keys)
+
+
+def _zero_alone(x: jax.Array, others: tuple, ids: tuple[jax.Array, ...], kept: slice) -> jax.Array:
+    """x `[B, R, ...]` with zeros in the rows that have none of the others.
+
+    Args:
+      others: one `[B or 1, 2, R]`, the interval of the others that each row has, but for ids; or
+        none, where there are no ids and `kept` says it.
+      ids: segment ids of rows and of the others, or none.
+      kept: the rows that are not zero by what is static.
+    """
     if ids:
-        query_ids, key_ids = ids
-        of_keys = seeing or (run_time_intervals.of_bounds_of_keys(problem),)
-        return _zero_unless(segments.has_partner(key_ids, query_ids, of_keys[0]), x)
-    for seen_by in seeing:
-        x = _zero_unless(seen_by[:, 0] < seen_by[:, 1], x)
-    return _zero_outside(x, problem.seen_keys)
+        return _zero_unless(segments.has_partner(*ids, *others), x)
+    for interval in others:
+        x = _zero_unless(interval[:, 0] < interval[:, 1], x)
+    return _zero_outside(x, kept)
 
 
 def _zero_unless(counts: jax.Array, x: jax.Array) -> jax.Array:

@@ -152,10 +152,11 @@ class KeyTiles:
         If costs are known at run time only, with ranks by cost in the place of tiles.
         """
         p = self.problem
-        first, end = self.seeing_blocks()
-        cost = p.group * (end - first) + _TILE_OVERHEAD
         if p.by_batch:
             cost = scheduler.costs_by_rank(self.per_head)
+        else:
+            first, end = self.seeing_blocks()
+            cost = p.group * (end - first) + _TILE_OVERHEAD
         kv_heads = p.batch * p.kv_heads
         section = scheduler.heads_per_section(
             BACKWARD_SECTION_BYTES * (_LONGER_SECTIONS if p.by_batch else 1),

@@ -299,21 +299,15 @@ def keep_equal_columns(tile: jax.Array, rows: jax.Array, ref, first, fill: float
 
     @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS, plgpu.RefType(), splat), return_type=shape)
     def keep(_, tile, rows, ref, first):
-        i32 = ir.IntegerType.get_signless(32)
-        two = llvm.StructType.get_literal([i32] * 2)
-        own_column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
-        offset = arith.muli(arith.addi(first.registers[()], own_column), _i32(4))
-        address = _global_address(ref, offset)
+        read_pair = _pair_reader(ref, first)
         own = [_scalar(r) for r in rows.registers.flat]
         filler = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), fill))
         out = tile.registers.copy()
-        columns: dict[int, Any] = {}
+        columns: dict[int, list] = {}
         for index, group, half, pair in _fragments(tile.registers):
             if group not in columns:
-                text = f"ld.global.nc.v2.b32 {{$0, $1}}, [$2+{32 * group}];"
-                columns[group] = _asm(text, "=r,=r,l", [address], two)
-            for e in range(2):
-                value = llvm.extractvalue(i32, columns[group], [e])
+                columns[group] = read_pair(group)
+            for e, value in enumerate(columns[group]):
                 is_equal = arith.cmpi(arith.CmpIPredicate.eq, own[half], value)
                 pair = _insert(pair, arith.select(is_equal, _extract(pair, e), filler), e)
             out[index] = pair
@@ -343,17 +337,11 @@ def equal_columns(rows: jax.Array, ref, first, columns: int) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(_ROWS, plgpu.RefType(), splat), return_type=shape)
     def equal(_, rows, ref, first):
         i32 = ir.IntegerType.get_signless(32)
-        two = llvm.StructType.get_literal([i32] * 2)
-        own_column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
-        offset = arith.muli(arith.addi(first.registers[()], own_column), _i32(4))
-        address = _global_address(ref, offset)
+        read_pair = _pair_reader(ref, first)
         own = [_scalar(r) for r in rows.registers.flat]
         bits = [_i32(0)] * 2
         for group in range(columns // 8):
-            text = f"ld.global.nc.v2.b32 {{$0, $1}}, [$2+{32 * group}];"
-            pair = _asm(text, "=r,=r,l", [address], two)
-            for e in range(2):
-                value = llvm.extractvalue(i32, pair, [e])
+            for e, value in enumerate(read_pair(group)):
                 for half in range(2):
                     is_equal = arith.cmpi(arith.CmpIPredicate.eq, own[half], value)
                     bit = arith.select(is_equal, _bit(2 * group + e), _i32(0))
@@ -1234,6 +1222,21 @@ def _bytes_to(index, unit: int):
     """index * unit, which need not fit into 32 bits."""
     i64 = ir.IntegerType.get_signless(64)
     return arith.muli(arith.extui(i64, index), arith.constant(i64, ir.IntegerAttr.get(i64, unit)))
+
+
+def _pair_reader(ref, first):
+    """What reads, of 8 columns from `first` + 8 * group on, the int32 of this thread's two."""
+    i32 = ir.IntegerType.get_signless(32)
+    own_column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
+    offset = arith.muli(arith.addi(first.registers[()], own_column), _i32(4))
+    address = _global_address(ref, offset)
+
+    def read(group: int) -> list:
+        text = f"ld.global.nc.v2.b32 {{$0, $1}}, [$2+{32 * group}];"
+        pair = _asm(text, "=r,=r,l", [address], llvm.StructType.get_literal([i32] * 2))
+        return [llvm.extractvalue(i32, pair, [e]) for e in range(2)]
+
+    return read
 
 
 def _extract(pair, e: int):

@@ -95,9 +95,9 @@ def deal(pieces: np.ndarray, costs: np.ndarray, blocks: int, reverse: bool = Fal
 
 
 def costs_by_rank(tiles: int) -> np.ndarray:
-    """What is assumed of tiles of unknown costs, ranked from the most costly on: that these fall.
+    """What is assumed of tiles of unknown costs, ranked from the most costly on.
 
-    How far hardly matters, as `deal` then gives thread blocks about as many tiles of each rank.
+    They fall with the square of the rank, as those of causal documents of unlike lengths do.
     """
     return np.linspace(1.0, 0.1, tiles) ** 2
 

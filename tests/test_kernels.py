@@ -402,6 +402,36 @@ def test_keys_beyond_the_end_where_every_logit_is_very_negative(H, deterministic
         check(arrays, is_causal=False, deterministic=deterministic)
 
 
+def check_that_rows_alone_do_not_count(attention, arrays, no_query, no_key, poison):
+    """What sees nothing, and what nothing sees, has zeros in its results whatever stands there.
+
+    Args:
+      attention: of query, key and value; gives output and LSE.
+      arrays: what `inputs` gives.
+      no_query, no_key: `[B, T]` and `[B, S]` bool.
+      poison: what stands there.
+    """
+
+    def results(query, key, value, dout, dlse):
+        results, vjp = jax.vjp(attention, query, key, value)
+        return *results, *vjp((dout, dlse))
+
+    def poisoned(x, where):
+        return jnp.where(where.reshape(where.shape + (1,) * (x.ndim - 2)), poison, x)
+
+    where = no_query, no_key, no_key, no_query, no_query
+    with interpret_mode():
+        clean = results(*arrays)
+        got = results(*map(poisoned, arrays, where))
+    out, lse, d_query, d_key, d_value = clean
+    chex.assert_trees_all_equal(np.isneginf(lse[:, :, 0]), np.asarray(no_query))
+    for x, nothing in ((out, no_query), (d_query, no_query), (d_key, no_key), (d_value, no_key)):
+        assert not np.asarray(x)[nothing].any()
+        assert np.asarray(x)[~nothing].any()
+    chex.assert_tree_all_finite((out, d_query, d_key, d_value))
+    chex.assert_trees_all_equal(got, clean)
+
+
 def check_that_keys_do_not_count(S, H, poisoned, unseen, **options):
     """Forward and backward of 70 queries, with NaN in keys or values that none of them sees."""
     query, key, value, dout, _ = inputs(1, 70, S, 1, 1, H, jnp.bfloat16)
