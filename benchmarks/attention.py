@@ -526,16 +526,27 @@ def measure(
 
 
 def compile_all(
-    pool: concurrent.futures.Executor, row: Row, passes: list[str], candidates: list[str]
-) -> dict[str, dict[str, concurrent.futures.Future]]:
-    """Has `pool` compile one row: what `build` gives, for each of the passes and candidates."""
-    return {
-        kind: {
-            name: pool.submit(build, CANDIDATES[name], row, kind)
-            for name in taking_part(candidates, kind)
-        }
-        for kind in passes
-    }
+    rows: list[Row], passes: list[str], candidates: list[str]
+) -> list[dict[str, dict[str, concurrent.futures.Future]]]:
+    """What `build` gives, for each of the rows, passes and candidates.
+
+    All have ended when this returns: compiling launches kernels, which a time would count.
+    """
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        built = [
+            {
+                kind: {
+                    name: pool.submit(build, CANDIDATES[name], row, kind)
+                    for name in taking_part(candidates, kind)
+                }
+                for kind in passes
+            }
+            for row in rows
+        ]
+        for programs in timing.progress(built, "compile"):
+            for of_pass in programs.values():
+                concurrent.futures.wait(of_pass.values())
+    return built
 
 
 def benchmark(row: Row, built: dict[str, dict], rounds: int, iterations: int) -> list[dict]:
@@ -774,9 +785,9 @@ def write(directory: pathlib.Path, title: str, record: dict[str, Any]) -> pathli
     return path
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: list[str] | None, description: str) -> argparse.Namespace:
     """The command line: its candidates, passes and rows as lists of what there is."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--suite", choices=SUITES, default="train" if timing.on_gpu() else "small")
     parser.add_argument("--passes", help=f"of {','.join(PASSES)}, all but for FP8")
     parser.add_argument("--candidates", help=f"of {', '.join(CANDIDATES)}, separated by commas")
@@ -799,15 +810,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
+    options = parse(argv, __doc__.split("\n")[0])
     matmul = timing.matmul_teraflops(8192 if timing.on_gpu() else 512)
     results: list[dict] = []
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        built = [compile_all(pool, row, options.passes, options.candidates) for row in options.rows]
-        # All of them before the first is timed: compiling launches kernels, which would be counted.
-        for programs in timing.progress(built, "compile"):
-            for of_pass in programs.values():
-                concurrent.futures.wait(of_pass.values())
+    built = compile_all(options.rows, options.passes, options.candidates)
     for row, programs in timing.progress(zip(options.rows, built, strict=True), "attention"):
         results += benchmark(row, programs, options.rounds, options.iterations)
         programs.clear()

@@ -59,6 +59,22 @@ def milliseconds(fn: Callable, args: tuple, iterations: int) -> list[float]:
     return times
 
 
+def kernels(program: Bound, iterations: int) -> list[tuple[str, float]]:
+    """Every kernel of one call in the order they ran, with its median in microseconds (CUPTI).
+
+    Raises:
+      RuntimeError: `program` launched no kernel, or not the same ones in every call.
+    """
+    _, calls = profiler.measure(program.fn, aggregate=False, iterations=iterations)(*program.args)
+    if calls is None:
+        raise RuntimeError("no kernel was launched")
+    calls = calls if isinstance(calls[0], list) else [calls]  # one iteration is not in a list
+    return [
+        (times[0][0], 1e3 * statistics.median(milliseconds for _, milliseconds in times))
+        for times in zip(*calls, strict=True)
+    ]
+
+
 def interleaved(
     candidates: Mapping[str, Callable], args: tuple, rounds: int, iterations: int
 ) -> dict[str, Time]:

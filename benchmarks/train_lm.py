@@ -28,8 +28,9 @@ IMPLEMENTATIONS = ("auto", "mosaic_gpu", "cudnn", "xla", "jax.nn", "fp8")
 # Rounding to bf16 changes a step's gradients by about 1%, and training amplifies the change: how
 # far two right runs drift apart is measured, as bf16 attention against float32 attention, both on
 # xla. An implementation may be twice as far from float32 as that, and by DRIFT more: the difference
-# of two runs is itself random.
+# of two runs is itself random. FP8 keeps 4 significant bits where bf16 keeps 8.
 DRIFT = 0.01
+FP8_DRIFT = 0.04
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,10 +240,11 @@ def disagreement(curves: dict[str, np.ndarray]) -> str | None:
     noise = np.max(np.abs(curves["xla"] - exact))
     for name, losses in curves.items():
         distance = np.max(np.abs(losses - exact))
-        if not distance <= 2 * noise + DRIFT:  # NaN too
+        drift = FP8_DRIFT if name == "fp8" else DRIFT
+        if not distance <= 2 * noise + drift:  # NaN too
             return (
                 f"{name} is {distance:.4f} nats from float32 attention, "
-                f"of 2 * {noise:.4f} + {DRIFT} allowed"
+                f"of 2 * {noise:.4f} + {drift} allowed"
             )
     return None
 

@@ -1,8 +1,11 @@
 """Chooses the devices that tests run on, before jax is imported."""
 
+import gc
+import itertools
 import os
 import pathlib
 import shutil
+from collections.abc import Iterator
 
 import pytest
 
@@ -24,9 +27,27 @@ os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
 
 # A machine of eight devices, to shard over.
-_DEVICES = "--xla_force_host_platform_device_count"
-if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8"
+_XLA_FLAGS = {"--xla_force_host_platform_device_count": 8}
+if not HAS_NVIDIA_GPU:
+    # Programs here are large and run once: a third of the time would go into making them faster.
+    _XLA_FLAGS["--xla_backend_optimization_level"] = 0
+for flag, setting in _XLA_FLAGS.items():
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={setting}"
+
+
+_tests_run = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _forget_programs() -> Iterator[None]:
+    """Drops the programs JAX keeps: a process may have 65530 maps, a kernel here takes 500."""
+    yield
+    if next(_tests_run) % 16 == 0:
+        import jax  # after JAX_PLATFORMS is set
+
+        jax.clear_caches()
+        gc.collect()
 
 
 def _no_hopper_gpu() -> str | None:

