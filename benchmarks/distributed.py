@@ -126,10 +126,21 @@ def measure(
             del expected
         result["milliseconds"] = milliseconds(run.result(), inputs, options.iterations)
         result["bytes_a_device"] = bytes_of(run.result())
+        if options.kernels:
+            launched = timing.kernels(timing.Bound(run.result(), inputs), iterations=1)
+            result["kernels"] = by_name(launched)
     except (jax.errors.JaxRuntimeError, ValueError) as failure:
         return result | {"failed": str(failure).splitlines()[0]}
     flops = row.flops("both") / devices
     return result | {"teraflops_a_device": flops / result["milliseconds"] / 1e9}
+
+
+def by_name(kernels: list[tuple[str, float]]) -> dict[str, list[float]]:
+    """Milliseconds of each launch on any device by kernel, that with the largest sum first."""
+    times: dict[str, list[float]] = {}
+    for name, microseconds in kernels:
+        times.setdefault(name, []).append(microseconds / 1e3)
+    return dict(sorted(times.items(), key=lambda item: -sum(item[1])))
 
 
 def bytes_of(compiled: jax.stages.Compiled) -> int:
@@ -211,11 +222,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--implementation", help="as in jax_flash.attention")
     parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--kernels", action="store_true", help="also the times of kernels (CUPTI)")
     parser.add_argument("--longest", action="store_true", help="also the longest that fits")
     parser.add_argument("--seconds", type=float, default=30, help="that its run may take")
     parser.add_argument("--memory", type=float, help="GB of a device, if not all that JAX has")
     parser.add_argument("--results", type=pathlib.Path, default=attention.RESULTS)
     options = parser.parse_args(argv)
+    if options.kernels and not timing.on_gpu():
+        parser.error("--kernels needs NVIDIA GPUs")
     options.methods = options.methods.split(",")
     if unknown := {*options.methods} - {*METHODS}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
@@ -253,6 +267,11 @@ def main(argv: list[str] | None = None) -> int:
     title = f"distributed {options.devices}"
     path = attention.write(options.results, title, record)
     print(f"\n{table(results)}", flush=True)
+    for result in results:
+        for name, times in result.get("kernels", {}).items():
+            who = f"{result['method']} on {result['devices']}: {name}"
+            each = f"{len(times)} launches of {min(times):.3f} to {max(times):.3f} ms"
+            print(f"{who}, {each}, {sum(times):.1f} in all")
     wrong = [result for result in results if result.get("error", 0) > TOLERANCE]
     for result in wrong:
         print(f"{result['method']} on {result['devices']} is off by {result['error']:.1e}")

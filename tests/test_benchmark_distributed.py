@@ -43,6 +43,17 @@ def test_wrong_results_are_noticed(tmp_path, monkeypatch, capsys):
     assert "ring on 2 is off by" in capsys.readouterr().out
 
 
+def test_kernels(tmp_path, monkeypatch, capsys):
+    """Profiled, the launches of all devices are one list."""
+    launches = [("hop", 2000.0), ("send", 500.0), ("hop", 3000.0)]
+    monkeypatch.setattr(distributed.timing, "on_gpu", lambda: True)
+    monkeypatch.setattr(distributed.timing, "kernels", lambda program, iterations: launches)
+    _, record = run(tmp_path, "--methods", "ring", "--kernels")
+    assert record["results"][1]["kernels"] == {"hop": [2.0, 3.0], "send": [0.5]}
+    printed = capsys.readouterr().out
+    assert "ring on 2: hop, 2 launches of 2.000 to 3.000 ms, 5.0 in all" in printed
+
+
 def test_longest(tmp_path, capsys):
     """What fits is planned to, the longest of its kind, and as much of it runs as may."""
     memory = 0.02
@@ -57,7 +68,11 @@ def test_longest(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--methods", "star"], "unknown: star"), (["--devices", "100"], "--devices: got 100")],
+    [
+        (["--methods", "star"], "unknown: star"),
+        (["--devices", "100"], "--devices: got 100"),
+        (["--kernels"], "--kernels needs NVIDIA GPUs"),
+    ],
 )
 def test_bad_options_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit):
