@@ -31,6 +31,7 @@ import jax
 import numpy as np
 from jax._src import callback
 from jax._src.pallas import primitives as pallas_primitives
+from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
@@ -351,6 +352,17 @@ def _to_int(original):
     return to_int
 
 
+def _on_the_last_device(original):
+    """JAX lets 32 programs of a device wait, where a kernel's own would wait behind its users."""
+
+    @functools.wraps(original)
+    def run(*args, **kwargs):
+        with jax.default_device(jax.local_devices(backend="cpu")[-1]):
+            return original(*args, **kwargs)
+
+    return run
+
+
 @functools.cache
 def _install() -> None:
     """Patches the interpreter, once and for this process."""
@@ -360,6 +372,8 @@ def _install() -> None:
 
     patch(callback, "api", _api)
     patch(memory, "_to_int", _to_int)
+    patch(thread_map, "_thread_map_callback", _on_the_last_device)
+    patch(thread_map, "_run_jaxpr", _on_the_last_device)  # on threads of the callback's
     patch(jaxpr_interpret.JaxprInterpreter, "interpret", _interpret)
     patch(jaxpr_interpret.JaxprInterpreter, "_interpret_run_scoped_p", _run_scoped)
     patch(gpu_callbacks, "wgmma", _wgmma)
