@@ -17,6 +17,7 @@ from tests.support.interpret import interpret_mode
 from tests.test_kernels import (
     check,
     check_that_rows_alone_do_not_count,
+    check_vmap_over_options,
     few_thread_blocks,
     inputs,
 )
@@ -404,24 +405,13 @@ def test_what_sees_nothing_and_is_not_seen_does_not_count(kind, H, deterministic
 
 
 def test_vmap_over_ids():
-    query, key, value, _, _ = inputs(1, 40, 48, 1, 1, 64, jnp.bfloat16)
     query_ids = jnp.stack([jnp.arange(40) // 10, jnp.arange(40) % 2, jnp.full(40, 7)])[:, None]
     key_ids = jnp.stack([jnp.arange(48) // 10, jnp.arange(48) % 3, jnp.full(48, 8)])[:, None]
-
-    def gradients(query, query_ids, key_ids):
-        def loss(query, key, value):
-            ids = dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
-            out, _ = attention(query, key, value, **ids)
-            return (out.astype(jnp.float32) ** 2).sum()
-
-        return jax.value_and_grad(loss, (0, 1, 2))(query, key, value)
-
-    with interpret_mode():
-        together = jax.vmap(gradients, in_axes=(None, 0, 0))(query, query_ids, key_ids)
-        one_by_one = [gradients(query, *x) for x in zip(query_ids, key_ids, strict=True)]
-    losses, gradients_of_all = jax.tree.map(lambda *x: jnp.stack(x), *one_by_one)
-    chex.assert_trees_all_close(together[0], losses, rtol=1e-5)
-    chex.assert_trees_all_close(together[1], gradients_of_all, rtol=2**-7, atol=1e-3)
+    losses = check_vmap_over_options(
+        lambda *x, **ids: attention(*x, **ids)[0],
+        query_segment_ids=query_ids,
+        key_value_segment_ids=key_ids,
+    )
     assert losses[2] == 0 and abs(losses[0] - losses[1]) > 1
 
 

@@ -432,6 +432,32 @@ def check_that_rows_alone_do_not_count(attention, arrays, no_query, no_key, pois
     chex.assert_trees_all_equal(got, clean)
 
 
+def check_vmap_over_options(attention, **options):
+    """Losses and gradients of all at once are those of one after the other; returns the losses.
+
+    Args:
+      attention: the output of query `[1, 40, 1, 64]`, key and value `[1, 48, 1, 64]`, and options.
+      options: what each takes, along the first axis.
+    """
+    arrays = inputs(1, 40, 48, 1, 1, 64, jnp.bfloat16)[:3]
+
+    def gradients(options):
+        def loss(*arrays):
+            return (attention(*arrays, **options).astype(jnp.float32) ** 2).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(*arrays)
+
+    each = [dict(zip(options, own, strict=True)) for own in zip(*options.values(), strict=True)]
+    with interpret_mode():
+        together = jax.vmap(gradients)(options)
+        one_by_one = [gradients(own) for own in each]
+    # XLA on a CPU adds up in one order or another.
+    losses, gradients_of_all = jax.tree.map(lambda *x: jnp.stack(x), *one_by_one)
+    chex.assert_trees_all_close(together[0], losses, rtol=1e-5)
+    chex.assert_trees_all_close(together[1], gradients_of_all, rtol=2**-7, atol=1e-3)
+    return losses
+
+
 def check_that_keys_do_not_count(S, H, poisoned, unseen, **options):
     """Forward and backward of 70 queries, with NaN in keys or values that none of them sees."""
     query, key, value, dout, _ = inputs(1, 70, S, 1, 1, H, jnp.bfloat16)
