@@ -1,5 +1,6 @@
 """Chooses the devices that tests run on, before jax is imported."""
 
+import collections
 import gc
 import itertools
 import os
@@ -41,9 +42,13 @@ _tests_run = itertools.count(1)
 
 @pytest.fixture(autouse=True)
 def _forget_programs() -> Iterator[None]:
-    """Drops the programs JAX keeps: a process may have 65530 maps, a kernel here takes 500."""
+    """Drops the programs that JAX keeps before their maps of memory are too many.
+
+    A kernel in interpret mode takes 500, and Linux lets a process have 65530.
+    """
     yield
-    if next(_tests_run) % 16 == 0:
+    maps = pathlib.Path("/proc/self/maps")
+    if next(_tests_run) % 8 == 0 and maps.exists() and maps.read_text().count("\n") > 20000:
         import jax  # after JAX_PLATFORMS is set
 
         jax.clear_caches()
@@ -62,7 +67,23 @@ def _no_hopper_gpu() -> str | None:
     return None
 
 
+def _mark_slow(items: list[pytest.Item]) -> None:
+    """Of a test with `fast_cases(n)`, all cases but n of them, spread over the list."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("fast_cases"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for alike in cases.values():
+        (fast,) = alike[0].get_closest_marker("fast_cases").args
+        kept = {index * len(alike) // fast for index in range(fast)}
+        for index, item in enumerate(alike):
+            if index not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before what -m leaves out is left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _mark_slow(items)
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests and (reason := _no_hopper_gpu()):
         for item in gpu_tests:

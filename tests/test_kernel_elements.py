@@ -51,6 +51,7 @@ def test_bits_of_a_mask(axes, axis):
         assert not bits[..., length:].any()
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "axes", "options"),
     [
@@ -70,6 +71,7 @@ def test_mask(T, S, N, K, H, dtype, axes, options):
         check(inputs(2, T, S, N, K, H, dtype), mask=mask, **options)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 128])
 def test_mask_with_deterministic_gradients_and_sinks(H):
     arrays = inputs(1, 150, 200, 2, 1, H, jnp.bfloat16)
@@ -93,6 +95,7 @@ def with_lengths(**options):
     return {k: jnp.array(v) if isinstance(v, list) else v for k, v in options.items()}
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "options"),
     [
@@ -107,6 +110,7 @@ def test_mask_with_lengths(H, options):
         check(inputs(2, 100, 180, 2, 1, H, jnp.bfloat16), mask=mask, **options)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 256])
 def test_many_tiles_of_a_thread_block(H):
     arrays = inputs(1, 300, 277, 2, 1, H, jnp.bfloat16)
@@ -115,6 +119,7 @@ def test_many_tiles_of_a_thread_block(H):
         check(arrays, mask=mask, is_causal=True, config=few_thread_blocks(H, 1))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize("H", [64, 256])
 def test_what_a_mask_hides_does_not_count(H, poison):
@@ -152,6 +157,7 @@ def test_what_a_mask_hides_does_not_count(H, poison):
         assert not np.asarray(x)[:, 40:60].any()
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("axes", [(None, 0, None), (0, None, 0), (0, None, None)])
 def test_vmap(axes):
     """Over queries, masks or biases, of which each gets the gradient of its own call."""
@@ -179,6 +185,7 @@ def test_vmap(axes):
     assert abs(alone[1][2]).max() > 1e-3
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "axes", "bias_dtype", "options"),
     [
@@ -198,6 +205,7 @@ def test_bias(T, S, N, K, H, dtype, axes, bias_dtype, options):
         check(inputs(2, T, S, N, K, H, dtype), bias=bias, **options)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 256])
 def test_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H):
     """Also in rows that see nothing, which share tiles with others; -inf hides a key."""
@@ -224,6 +232,7 @@ def test_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H):
     assert not np.asarray(gradients[3])[np.asarray(hidden)].any()
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "h", "mask_axes", "bias_axes", "options"),
     [
@@ -241,6 +250,7 @@ def test_other_widths(H, h, mask_axes, bias_axes, options):
         check(inputs(2, T, S, N, K, H, jnp.bfloat16, h=h), mask=mask, bias=bias, **options)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 256])
 def test_bias_of_keys_over_many_tiles(H):
     """Whose -inf hides all keys of the first steps, and one key of the last stands far above."""

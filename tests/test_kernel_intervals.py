@@ -185,6 +185,7 @@ def test_key_blocks_of_query_rows(T, S, seen, rows):
         assert own.any() == (first < end)
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "options"),
     [
@@ -231,6 +232,7 @@ def test_in_interpret_mode(T, S, N, K, H, dtype, options):
         check(inputs(2, T, S, N, K, H, dtype), **as_arrays(options))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "options"),
     [
@@ -246,6 +248,7 @@ def test_deterministic_gradients(H, options):
         check(arrays, **as_arrays(options), deterministic=True)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "thread_blocks", "options"),
     [
@@ -277,6 +280,7 @@ def test_maxima_that_jump_beside_rows_that_see_nothing():
         check(arrays, **options, config=few_thread_blocks(64, 1))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize(("H", "deterministic"), [(64, False), (128, True), (256, False)])
 def test_what_sees_nothing_and_is_not_seen_does_not_count(H, deterministic, poison):

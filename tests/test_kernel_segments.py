@@ -270,6 +270,7 @@ def options_of(ids, **options):
     return dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids) | options
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(
     ("kind", "N", "K", "H", "dtype", "options"),
     [
@@ -302,6 +303,7 @@ def test_in_interpret_mode(kind, N, K, H, dtype, options):
         check(arrays, **options_of(ids, **options))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("kind", "H", "options"),
     [
@@ -317,6 +319,7 @@ def test_deterministic_gradients(kind, H, options):
         check(arrays, **options_of(ids, **options), deterministic=True)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("kind", "H", "deterministic", "options"),
     [
@@ -336,6 +339,7 @@ def test_soft_cap(kind, H, deterministic, options):
         check(arrays, **options, logits_soft_cap=1.0)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("kind", "H", "thread_blocks"), [("tiles", 64, 1), ("documents", 128, 2), ("short", 256, 1)]
 )
@@ -384,6 +388,7 @@ def test_one_id_everywhere_is_as_good_as_none():
     chex.assert_trees_all_close(with_ids, without, rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("kind", "H", "deterministic", "options", "poison"),
     [

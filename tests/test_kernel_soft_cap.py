@@ -27,6 +27,7 @@ def test_tanh():
     assert (abs(actual) <= 1 + 2.0**-22).all()
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "cap", "options"),
     [
@@ -43,6 +44,7 @@ def test_soft_cap(T, S, N, K, H, dtype, cap, options):
         check(arrays, logits_soft_cap=cap, **options)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "h", "options"),
     [
@@ -55,6 +57,7 @@ def test_other_widths(H, h, options):
         check(inputs(2, 70, 133, 2, 1, H, jnp.bfloat16, h=h), logits_soft_cap=2.0, **options)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "factor", "cap"),
     [
@@ -82,6 +85,7 @@ def test_sinks_where_maxima_jump():
         )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 256])
 def test_lengths_by_batch_entry(H):
     """Among them rows and keys that nothing sees, whose NaN do no harm."""
@@ -103,6 +107,7 @@ def test_lengths_by_batch_entry(H):
         chex.assert_trees_all_close(poisoned_vjp(dout), vjp(dout), rtol=2**-7, atol=1e-2)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "dtype", "mask_axes", "bias_axes", "options"),
     [
@@ -122,6 +127,7 @@ def test_with_mask_and_bias(H, dtype, mask_axes, bias_axes, options):
         check(inputs(B, T, S, N, K, H, dtype), mask=mask, bias=bias, logits_soft_cap=2.0, **options)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("axes", ["bs", "bts"])
 def test_infinite_bias(axes):
     """Gives the cap, with the sign of the bias, and hides nothing; NaN where no query sees it."""

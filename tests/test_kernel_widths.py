@@ -31,6 +31,7 @@ WIDTHS = [
 ]
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(("H", "h"), WIDTHS)
 def test_widths_in_interpret_mode(H, h):
     """Masks, heads, dtype and lengths change from case to case."""
@@ -42,6 +43,7 @@ def test_widths_in_interpret_mode(H, h):
         check(arrays, is_causal=case % 4 > 0, query_offset=0 if case % 4 < 2 else S - T)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "h", "options"),
     [
@@ -56,6 +58,7 @@ def test_deterministic_gradients(H, h, options):
         check(arrays, **options, deterministic=True)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "h", "options"),
     [
@@ -71,6 +74,7 @@ def test_a_thread_block_walks_many_tiles(H, h, options):
         check(arrays, **options, config=few_thread_blocks(H, 1, h))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("H", "h"), [(72, 72), (192, 128)])
 def test_maxima_that_jump(H, h):
     arrays = with_a_jump(inputs(1, 100, 300, 2, 2, H, jnp.bfloat16, h=h), 0, 100)
@@ -93,6 +97,7 @@ def check_that_other_heads_do_not_leak(T, S, H, h):
     chex.assert_trees_all_close(got, clean, atol=1e-2)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("H", "h"), [(40, 72), (160, 80)])
 def test_other_heads_do_not_leak(H, h):
     with interpret_mode():

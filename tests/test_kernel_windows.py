@@ -26,6 +26,7 @@ from tests.test_kernels import (
 FAR = 10**9  # a side of a window that hides nothing
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "options"),
     [
@@ -48,6 +49,7 @@ def test_windows_in_interpret_mode(T, S, N, K, H, dtype, options):
         check(inputs(1, T, S, N, K, H, dtype), **options)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "thread_blocks", "options"),
     [
@@ -62,6 +64,7 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, options):
         check(arrays, **options, config=few_thread_blocks(H, thread_blocks))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 256])
 def test_deterministic_gradients(H):
     arrays = inputs(1, 150, 200, 2, 1, H, jnp.bfloat16)
@@ -111,6 +114,7 @@ def test_rows_beyond_the_last_query_ask_for_no_second_round(monkeypatch):
     assert any_second_round(key.at[:, 100:200].multiply(60))
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize(("H", "deterministic"), [(64, False), (128, True), (256, False)])
 def test_rows_that_see_nothing_at_either_end_do_not_count(H, deterministic, poison):
@@ -139,6 +143,7 @@ def test_rows_that_see_nothing_at_either_end_do_not_count(H, deterministic, pois
     chex.assert_trees_all_equal(poisoned, clean)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("H", "poisoned"), [(64, "key"), (64, "value"), (256, "value")])
 def test_keys_that_no_query_sees_do_not_count(H, poisoned):
     options = dict(local_window_size=(20, 15), query_offset=110)

@@ -106,6 +106,7 @@ def check(
         assert not empty.any()
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "is_causal", "query_offset"),
     [
@@ -125,6 +126,7 @@ def test_kernels_in_interpret_mode(T, S, N, K, H, dtype, is_causal, query_offset
         check(inputs(1, T, S, N, K, H, dtype), is_causal=is_causal, query_offset=query_offset)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "is_causal", "query_offset"),
     [
@@ -141,6 +143,7 @@ def test_deterministic_gradients(T, S, N, K, H, dtype, is_causal, query_offset):
         check(arrays, is_causal=is_causal, query_offset=query_offset, deterministic=True)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "dtype", "is_causal", "query_offset", "sinks"),
     [
@@ -182,6 +185,7 @@ def test_vmap_over_sinks():
     assert abs(gradients).min() > 1e-3
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "backward_query",
     [
@@ -227,6 +231,7 @@ def with_a_jump(arrays, head: int, first_keys: int):
     return query, key.at[:, :first_keys, head].multiply(60), *rest
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "dtype", "is_causal"),
     [(64, jnp.bfloat16, False), (128, jnp.float16, True), (256, jnp.bfloat16, False)],
@@ -265,6 +270,7 @@ def few_thread_blocks(width: int, count: int, value_width: int = 0) -> config.Co
     return dataclasses.replace(settings, forward=forward, backward=backward)
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("H", "thread_blocks", "is_causal", "query_offset", "deterministic"),
     [
@@ -393,6 +399,7 @@ def test_query_blocks_that_two_consumers_cannot_share():
         check(arrays, is_causal=False, config=settings)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("H", "deterministic"), [(64, False), (64, True), (256, False)])
 def test_keys_beyond_the_end_where_every_logit_is_very_negative(H, deterministic):
     """A zero in the place of a missing key would have a weight beyond float32."""
@@ -475,12 +482,14 @@ def check_that_keys_do_not_count(S, H, poisoned, unseen, **options):
     assert not got[2][:, unseen].any() and not got[3][:, unseen].any()
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("H", "poisoned"), [(64, "key"), (64, "value"), (256, "value")])
 def test_keys_that_no_query_sees_do_not_count(H, poisoned):
     unseen = np.r_[75:200]
     check_that_keys_do_not_count(200, H, poisoned, unseen, is_causal=True, query_offset=5)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 def test_cotangents_of_rows_that_see_nothing_do_not_count(poison, deterministic):

@@ -112,6 +112,7 @@ MASKS = {
 }
 
 
+@pytest.mark.fast_cases(14)
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 @pytest.mark.parametrize("mask", MASKS)

@@ -108,6 +108,7 @@ DOCUMENTS = dict(
 )
 
 
+@pytest.mark.fast_cases(10)
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 @pytest.mark.parametrize(
     ("layout", "options"),
