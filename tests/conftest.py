@@ -67,6 +67,13 @@ def _no_hopper_gpu() -> str | None:
     return None
 
 
+def _no_compiler() -> str | None:
+    """Why kernels cannot be compiled here, None if they can."""
+    from tests.support import compile  # imports jax
+
+    return compile.missing()
+
+
 def _mark_slow(items: list[pytest.Item]) -> None:
     """Of a test with `fast_cases(n)`, all cases but n of them, spread over the list."""
     cases = collections.defaultdict(list)
@@ -84,7 +91,8 @@ def _mark_slow(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out is left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _mark_slow(items)
-    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_tests and (reason := _no_hopper_gpu()):
-        for item in gpu_tests:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    for marker, why_not in (("gpu", _no_hopper_gpu), ("compiler", _no_compiler)):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and (reason := why_not()):
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))

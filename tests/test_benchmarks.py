@@ -59,7 +59,7 @@ def test_batches_hold_the_text_once_before_repeating():
 
 
 def test_plain_adam_is_that_of_optax():
-    pytest.importorskip("optax")  # optimizer() takes optax's where it is installed
+    pytest.importorskip("optax", reason="needs the extra benchmarks")
     params = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([[0.5]])}
     start, update = train_lm.plain_adam(lambda step: 0.1 / (step + 1))
     other_start, other_update = train_lm.optimizer(lambda step: 0.1 / (step + 1))

@@ -9,10 +9,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tests.support import compile as support
 from tests.support.kernel_cases import decode_cases, kernel_cases
 
-needs_compiler = pytest.mark.skipif(support.missing() is not None, reason=str(support.missing()))
 
-
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     ("fn", "args"),
     [pytest.param(fn, args, id=name) for name, fn, args in kernel_cases() + decode_cases()],
@@ -72,7 +70,7 @@ def matmul(width: int, accumulators: int, wait_n: int):
     return fn, (a, jax.ShapeDtypeStruct((64, width), jnp.bfloat16))
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_report_of_a_sound_kernel():
     (report,) = support.compile_kernels(*matmul(width=64, accumulators=1, wait_n=0))
     assert report.faults() == []
@@ -82,7 +80,7 @@ def test_report_of_a_sound_kernel():
     assert "kernel matmul" in str(report)
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.skipif(support.find_tool("nvdisasm") is None, reason="nvdisasm is not installed")
 def test_machine_code_is_counted():
     (report,) = support.compile_kernels(*matmul(width=128, accumulators=1, wait_n=0))
@@ -92,7 +90,7 @@ def test_machine_code_is_counted():
     assert 64 < report.sass.live_registers <= report.resources.registers
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_spills_are_a_fault():
     # 2 * 256 * 64 float32 are 256 registers in each of 128 threads, which have 255.
     (report,) = support.compile_kernels(*matmul(width=256, accumulators=2, wait_n=0))
@@ -100,19 +98,19 @@ def test_spills_are_a_fault():
     assert any("spills" in fault for fault in report.faults())
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_serialised_wgmma_is_a_fault():
     (report,) = support.compile_kernels(*matmul(width=64, accumulators=1, wait_n=1))
     assert any("C7514" in fault for fault in report.faults())
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_function_without_kernels_is_refused():
     with pytest.raises(ValueError, match="no Mosaic GPU kernel"):
         support.compile_kernels(lambda x: x + 1, (jax.ShapeDtypeStruct((8,), jnp.float32),))
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_kernel_compiled_before_is_not_reported_again():
     kernel = matmul(width=192, accumulators=1, wait_n=0)
     assert len(support.compile_kernels(*kernel)) == 1

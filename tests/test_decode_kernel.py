@@ -19,8 +19,6 @@ from tests.support import compile as support
 from tests.support.interpret import interpret_mode
 from tests.test_decode import exact, float8, inputs, paged
 
-needs_compiler = pytest.mark.skipif(support.missing() is not None, reason=str(support.missing()))
-
 attention = functools.partial(jax_flash.decode_attention, implementation="mosaic_gpu")
 
 # Relative to attention of |values|: rounding of the weights, and of the result.
@@ -276,7 +274,7 @@ def launches(program: str) -> int:
     return len(re.findall(r" = \S.* (custom-call|fusion|copy|convert|broadcast)\(", program))
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_a_token_takes_a_launch_and_splits_one_more(num_splits):
     """Also where the LSE is of no use, though it stands behind a barrier."""
@@ -285,7 +283,7 @@ def test_a_token_takes_a_launch_and_splits_one_more(num_splits):
     assert launches(support.compiled_program(run, arrays)) == num_splits
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_update_cache_takes_a_launch_a_cache():
     """On a GPU too it is in place."""
     _, *caches = inputs(2, 1, 72, 6, 2, 64, "bfloat16")

@@ -21,8 +21,6 @@ from tests.support import compile as support
 from tests.support.interpret import interpret_mode
 from tests.support.sharded import collectives, mesh_of, plain_kernels, put
 
-needs_compiler = pytest.mark.skipif(support.missing() is not None, reason=str(support.missing()))
-
 B, T, S = 8, 16, 24
 AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
 
@@ -467,7 +465,7 @@ GPU_LAYOUTS = {
 }
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 @pytest.mark.parametrize("layout", GPU_LAYOUTS.values(), ids=GPU_LAYOUTS)
 def test_compiled_for_gpus_nothing_is_gathered(layout, axis_type):
@@ -491,7 +489,7 @@ def test_compiled_for_gpus_nothing_is_gathered(layout, axis_type):
     assert set(found) == ({"all-reduce"} if key_spec != query_spec else set())
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_decode_compiled_for_gpus_gathers_nothing(is_paged, axis_type):

@@ -97,13 +97,12 @@ def test_too_many_named_barriers_are_refused_as_by_the_kernel():
         lower(64, too_many)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(("consumers", "fitting", "spilling"), [(2, 192, 256), (3, 128, 192)])
 def test_registers_end_where_the_compiler_spills(consumers, fitting, spilling):
     most, too_many = (settings(64, consumers, keys, 2, 1) for keys in (fitting, spilling))
     assert tune.fits(64, most)
     assert not tune.fits(64, too_many)
-    if compiler.missing():
-        pytest.skip(str(compiler.missing()))
     row = attention.Row(1, 512, 2, 1, 64, True)
     faults = [
         compiler.compile_kernels(*causal_attention(forward, row), sass=False)[0].faults()
