@@ -76,7 +76,7 @@ def random_ids(rng: np.random.Generator, batch: int, length: int) -> jax.Array:
     return jnp.array((places[None, :, None] >= ends[:, None]).sum(-1))
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("number", range(24))
 def test_combinations_in_interpret_mode(number):
     arrays, options = draw(number, 70, 2)

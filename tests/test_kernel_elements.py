@@ -51,7 +51,7 @@ def test_bits_of_a_mask(axes, axis):
         assert not bits[..., length:].any()
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "axes", "options"),
     [
@@ -185,7 +185,7 @@ def test_vmap(axes):
     assert abs(alone[1][2]).max() > 1e-3
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "axes", "bias_dtype", "options"),
     [

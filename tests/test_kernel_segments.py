@@ -270,7 +270,7 @@ def options_of(ids, **options):
     return dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids) | options
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("kind", "N", "K", "H", "dtype", "options"),
     [

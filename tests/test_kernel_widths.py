@@ -31,7 +31,7 @@ WIDTHS = [
 ]
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(("H", "h"), WIDTHS)
 def test_widths_in_interpret_mode(H, h):
     """Masks, heads, dtype and lengths change from case to case."""

@@ -26,7 +26,7 @@ from tests.test_kernels import (
 FAR = 10**9  # a side of a window that hides nothing
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "options"),
     [

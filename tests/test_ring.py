@@ -112,7 +112,7 @@ MASKS = {
 }
 
 
-@pytest.mark.fast_cases(14)
+@pytest.mark.fast_cases(10)
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 @pytest.mark.parametrize("mask", MASKS)
@@ -154,6 +154,7 @@ def test_ring_on_the_kernels_in_interpret_mode():
         )
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("shape", [(8,), (2, 4), (4, 2)])
 def test_ring_with_documents_and_sinks(shape, zigzag):
