@@ -12,15 +12,18 @@ from benchmarks.attention import Row
 
 
 def measure(
-    row: Row, passes: str, built: dict[str, concurrent.futures.Future], iterations: int
+    row: Row,
+    passes: str,
+    built: dict[str, concurrent.futures.Future],
+    inputs: tuple,
+    iterations: int,
 ) -> Iterator[dict]:
-    """Times one pass of one row; `built` are the candidates as `attention.compile_all` gives them.
+    """Times one pass of one row; arguments are those of `attention.measure`.
 
     Yields:
       The row, pass and candidate, with its kernels' names and microseconds in the order they ran,
       or with why it failed.
     """
-    inputs = row.inputs()
     for name, programs in built.items():
         result: dict = {"row": row.name, "passes": passes, "candidate": name}
         try:
@@ -47,8 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     results: list[dict] = []
     built = attention.compile_all(options.rows, options.passes, options.candidates)
     for row, programs in timing.progress(zip(options.rows, built, strict=True), "kernels"):
+        inputs = row.inputs()
         for passes, of_pass in programs.items():
-            results += measure(row, passes, of_pass, options.iterations)
+            results += measure(row, passes, of_pass, inputs, options.iterations)
         programs.clear()
     record = attention.provenance() | {"results": results}
     path = attention.write(options.results, f"kernels {options.suite}", record)
