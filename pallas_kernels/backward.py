@@ -1,10 +1,10 @@
 """Backward attention for Hopper GPUs: five products a tile pair in one warp-specialised kernel.
 
 FlashAttention-2's loop (Dao 2023, Algorithm 2) in FlashAttention-3's arrangement, in one thread
-block per SM that walks a list of tiles. A tile is `block_kv` keys of one key head, 64 for each of
-two consumers, which loop over the query blocks, of every query head of the group, that see any of
-them. Logits and their gradients are computed transposed, so that the weights P and dS are in the
-registers that the products for dV and dK read them from:
+block per SM that walks a list of tiles, or one per tile where tiles are long. A tile is `block_kv`
+keys of one key head, 64 for each of two consumers, which loop over the query blocks, of every query
+head of the group, that see any of them. Logits and their gradients are computed transposed, so that
+the weights P and dS are in the registers that the products for dV and dK read them from:
 
     producer   K V | Q0 dO0 | Q1 dO1 | ...                      TMA into circular buffers
     consumer   S' = K Q' - LSE / scale;  dQ = dS K of the step before

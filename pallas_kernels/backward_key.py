@@ -3,9 +3,9 @@
 At width 256 the accumulators of dK and dV for 64 keys fill half of both consumers' registers, so
 each has half of the columns; at other widths each has a part of them, such that the products of
 both take as long. Neither computes S' and dP' for itself: they have roles, and send each other a
-tile a step. As in `backward.py`, a thread block per SM walks a list of tiles, here of 64 keys of
-one key head, and loops over the query blocks, of every query head of the group, that see any of
-them; tiles are transposed.
+tile a step. As in `backward.py`, a thread block walks a list of tiles, here of 64 keys of one key
+head, and loops over the query blocks, of every query head of the group, that see any of them; tiles
+are transposed.
 
     producer   K Q0 V dO0 | Q1 dO1 | ...                         TMA into circular buffers
     weights    S' = K Q' - LSE / scale;  dK += dS' Q of the step before, left columns

@@ -142,6 +142,10 @@ def _check_stages(stages: tuple[int, int]) -> None:
     _need(two, "stages", stages, "two numbers, at least 1 each")
 
 
+def _check_thread_blocks(most: int | None) -> None:
+    _need(most is None or most >= 1, "thread_blocks", most, "None, or at least 1")
+
+
 def _check_registers(registers: tuple[int, int], consumers: int) -> None:
     """The warpgroups of a block share what it was launched with: asking for more waits forever."""
     _need(len(registers) == 2, "registers", registers, "two numbers, of consumers and producer")
@@ -205,19 +209,20 @@ class BackwardConfig:
       block_q: query rows a step.
       stages: slots of the circular buffers of Q and of dO.
       registers: registers a thread of a consumer and of the producer.
-      thread_blocks: how many to launch at most; as many as there are SMs.
+      thread_blocks: how many to launch at most; None for as many as there are SMs, or one a tile
+        where tiles are long (`scheduler.thread_blocks`).
     """
 
     block_q: int
     stages: int
     registers: tuple[int, int] = (240, 24)
-    thread_blocks: int = SM_COUNT
+    thread_blocks: int | None = None
 
     def __post_init__(self):
         _check_multiple_of_64("block_q", self.block_q)
         # Named barriers, and shared memory, are used up with 2.
         _need(self.stages in (1, 2), "stages", self.stages, "1 or 2")
-        _need(self.thread_blocks >= 1, "thread_blocks", self.thread_blocks, "at least 1")
+        _check_thread_blocks(self.thread_blocks)
         _check_registers(self.registers, BACKWARD_CONSUMERS)
 
 
@@ -227,14 +232,15 @@ class BackwardKeyConfig:
 
     Attributes:
       registers: registers a thread of a consumer and of the producer.
-      thread_blocks: how many to launch at most; as many as there are SMs.
+      thread_blocks: how many to launch at most; None for as many as there are SMs, or one a tile
+        where tiles are long (`scheduler.thread_blocks`).
     """
 
     registers: tuple[int, int] = (240, 24)
-    thread_blocks: int = SM_COUNT
+    thread_blocks: int | None = None
 
     def __post_init__(self):
-        _need(self.thread_blocks >= 1, "thread_blocks", self.thread_blocks, "at least 1")
+        _check_thread_blocks(self.thread_blocks)
         _check_registers(self.registers, BACKWARD_CONSUMERS)
 
     @property

@@ -146,6 +146,17 @@ class KeyTiles:
         table = jnp.concatenate([first, end, unmasked.reshape(*first.shape[:2], -1)], axis=-1)
         return jnp.pad(table, ((0, 1), (0, 0), (0, 0)), mode="edge")
 
+    def steps(self) -> np.ndarray:
+        """`[per_head]`: query blocks that a tile takes, of all heads of the group."""
+        first, end = self.seeing_blocks()
+        return self.problem.group * (end - first)
+
+    def thread_blocks(self, most: int | None) -> int:
+        """How many to launch: at most so many, or if None as `scheduler.thread_blocks` decides."""
+        if most is None:
+            return scheduler.thread_blocks(self.count, self.steps(), SM_COUNT)
+        return min(self.count, most)
+
     def schedule(self, thread_blocks: int, reverse: bool = False) -> np.ndarray:
         """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`.
 
@@ -155,8 +166,7 @@ class KeyTiles:
         if p.by_batch:
             cost = scheduler.costs_by_rank(self.per_head)
         else:
-            first, end = self.seeing_blocks()
-            cost = p.group * (end - first) + _TILE_OVERHEAD
+            cost = self.steps() + _TILE_OVERHEAD
         kv_heads = p.batch * p.kv_heads
         section = scheduler.heads_per_section(
             BACKWARD_SECTION_BYTES * (_LONGER_SECTIONS if p.by_batch else 1),
@@ -179,7 +189,7 @@ class KeyTiles:
         self,
         body: Callable,
         key_rows: int,
-        thread_blocks: int,
+        most_thread_blocks: int | None,
         scratch: dict[str, Any],
         from_end: bool = False,
     ) -> Callable:
@@ -187,7 +197,7 @@ class KeyTiles:
 
         Args:
           body: takes the refs that `Walk.of_refs` takes, those of the operands, and of dK and dV.
-          thread_blocks: how many to launch at most.
+          most_thread_blocks: as `thread_blocks` takes it.
           from_end: thread blocks walk their lists from the end.
 
         Returns:
@@ -195,7 +205,7 @@ class KeyTiles:
           ids of queries and keys, or None, and of the operands.
         """
         p = self.problem
-        thread_blocks = min(thread_blocks, self.count)
+        thread_blocks = self.thread_blocks(most_thread_blocks)
         schedule = self.schedule(thread_blocks, reverse=from_end)
         seeing_blocks = self.seeing_blocks()
         d_key, d_value = (

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 _GREEDY_LIMIT = 1 << 15  # above it a plain deal is as even, and the simulation takes seconds
+# In steps. A thread block's launch, first loads and last stores take 1.3 steps, 2% of such a tile.
+_LONG_TILE = 64
 
 
 def heads_per_section(
@@ -59,8 +61,28 @@ def tile_order(cost: np.ndarray, heads: int, section: int) -> tuple[np.ndarray, 
     return tile.ravel(), (first_head + head).ravel()
 
 
+def thread_blocks(pieces: int, steps: np.ndarray, most: int) -> int:
+    """How many thread blocks to launch: few that walk lists, or one for each piece of work.
+
+    With lists no tile waits for a launch. With one each the hardware starts the next piece where an
+    SM is free, whatever made it so: costs that were not foreseen, or other kernels on some SMs.
+
+    Args:
+      pieces: tiles of all heads, of every batch entry.
+      steps: `[tiles]`, steps of each tile of one head. Where they are known at run time only, the
+        most that they can be: tiles count as long then though documents may be short.
+      most: thread blocks that find room at a time.
+
+    Returns:
+      pieces if tiles are long in the mean, at most `most` otherwise.
+    """
+    return pieces if steps.mean() > _LONG_TILE else min(pieces, most)
+
+
 def deal(pieces: np.ndarray, costs: np.ndarray, blocks: int, reverse: bool = False) -> np.ndarray:
     """Deals work to thread blocks that never stop, each next piece to the block that is free first.
+
+    Where there are as many thread blocks as pieces, each has one, in the order of starting.
 
     Args:
       pieces: `[n]` number of each piece of work, in the order of starting.

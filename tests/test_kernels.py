@@ -12,6 +12,7 @@ import pytest
 import jax_flash
 from jax_flash import autodiff
 from pallas_kernels import config, primitives, scheduler
+from pallas_kernels.key_tiles import KeyTiles
 from tests import oracle
 from tests.support.interpret import interpret_mode
 from tests.support.rounding import assert_as_accurate_as_plain, plain_attention
@@ -291,6 +292,41 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offs
     settings = few_thread_blocks(H, thread_blocks)
     with interpret_mode():
         check(arrays, **options, config=settings)
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("H", "options"),
+    [
+        (64, dict(is_causal=True)),
+        (128, dict(is_causal=True, local_window_size=(100, 0))),
+        (256, dict(is_causal=True)),
+        (128, dict(key_value_seq_lengths=[200])),
+    ],
+)
+def test_gradients_do_not_depend_on_thread_blocks(H, options):
+    """One for each tile or lists: to the bit, but for dQ that is summed over thread blocks."""
+    options = {name: jnp.array(x) if isinstance(x, list) else x for name, x in options.items()}
+    *arrays, dout, _ = inputs(1, 150, 277, 2, 1, H, jnp.bfloat16)
+
+    def gradients(thread_blocks, deterministic):
+        attention = functools.partial(
+            jax_flash.attention,
+            **options,
+            implementation="mosaic_gpu",
+            deterministic=deterministic,
+            config=few_thread_blocks(H, thread_blocks),
+        )
+        return jax.vjp(attention, *arrays)[1](dout)
+
+    with interpret_mode():
+        for deterministic in (False, True):
+            of_lists, one_each = (gradients(count, deterministic) for count in (1, 1000))
+            first = 0 if deterministic else 1
+            chex.assert_trees_all_equal(of_lists[first:], one_each[first:])
+            chex.assert_trees_all_close(
+                *(x[0].astype(jnp.float32) for x in (of_lists, one_each)), atol=1e-2, rtol=2e-2
+            )
 
 
 def test_settings_other_than_the_default():
@@ -602,6 +638,86 @@ def test_every_piece_of_work_is_dealt_once(blocks, tile_count):
     dealt = np.concatenate([row[1 : 1 + row[0]] for row in table])
     np.testing.assert_array_equal(np.sort(dealt), np.arange(tile_count))
     assert not table[np.arange(blocks), 1 + table[:, 0]].any()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("tile_count", [1, 5, 40_000])
+def test_a_thread_block_for_each_piece_takes_them_in_order(tile_count, reverse):
+    costs = np.random.default_rng(0).uniform(1, 9, tile_count)
+    pieces = np.random.default_rng(1).permutation(tile_count)
+    table = scheduler.deal(pieces, costs, tile_count, reverse)
+    expected = np.stack([np.ones_like(pieces), pieces, np.zeros_like(pieces)], axis=1)
+    np.testing.assert_array_equal(table, expected)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "steps", "expected"),
+    [
+        (1000, [1, 127], 132),
+        (1000, [1, 128], 1000),
+        (100, [1, 1], 100),
+        (100, [500, 500], 100),
+    ],
+)
+def test_long_tiles_have_a_thread_block_each(pieces, steps, expected):
+    assert scheduler.thread_blocks(pieces, np.array(steps), 132) == expected
+
+
+@pytest.mark.parametrize(
+    ("length", "bounds", "dynamic", "segmented", "expected"),
+    [
+        (4096, {}, False, False, 132),  # 64 steps
+        (4160, {}, False, False, 33 * 20),
+        (4160, {}, True, False, 33 * 20),
+        (4160, {"highest": 0}, False, False, 132),
+        (4160, {"highest": 0}, False, True, 132),
+        (8192, {"highest": 0}, False, False, 64 * 20),  # 65 steps in the mean
+        (8192, {"highest": 0}, False, True, 64 * 20),
+        (16384, {"highest": 0, "lowest": -1000}, False, False, 132),
+    ],
+)
+def test_thread_blocks_of_the_backward(length, bounds, dynamic, segmented, expected):
+    """By the most steps that tiles can have, which is how all are dealt, longest first."""
+    p = config.Problem(
+        *(1, length, length, 20, 20, 128, np.dtype(jnp.bfloat16), 1.0),
+        **bounds,
+        dynamic=dynamic,
+        segmented=segmented,
+    )
+    tiles = KeyTiles(p, 128, 64, row_bytes=1)
+    assert tiles.thread_blocks(None) == expected
+    assert tiles.thread_blocks(7) == 7
+    assert tiles.thread_blocks(10**6) == tiles.count
+    one_each = tiles.schedule(tiles.count)
+    np.testing.assert_array_equal(np.sort(one_each[:, 1]), np.arange(tiles.count))
+    assert (one_each[:, 0] == 1).all()
+    if not p.by_batch:
+        section = np.flatnonzero(one_each[:, 1] // tiles.per_head == 0)
+        steps = tiles.steps()[one_each[section, 1]]
+        assert (np.diff(steps) <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("H", "kernel", "block_kv"),
+    [(128, "attention_backward", 128), (256, "attention_backward_key", 64)],
+)
+def test_an_explicit_number_of_thread_blocks_is_kept(H, kernel, block_kv):
+    """The default has one for each of the long tiles; its schedule is an operand."""
+    shape = jax.ShapeDtypeStruct((1, 16384, 4, H), jnp.bfloat16)
+    backward = dataclasses.replace(config.default(H).backward, thread_blocks=30)
+    explicit = dataclasses.replace(config.default(H), backward=backward)
+    tiles = 4 * 16384 // block_kv
+
+    def program(settings):
+        loss = lambda *x: jax_flash.attention(
+            *x, implementation="mosaic_gpu", config=settings
+        ).sum()
+        return str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(shape, shape, shape))
+
+    assert kernel in program(None)
+    assert f"i32[{tiles},3]" in program(None)
+    assert f"i32[{tiles},3]" not in program(explicit)
+    assert "i32[30," in program(explicit)
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,50 @@ def test_deterministic_keys_beyond_the_end(H):
 
 @all_masks
 @pytest.mark.parametrize("H", [64, 128, 256])
+def test_gradients_do_not_depend_on_thread_blocks(H, mask):
+    """One for each tile, five a SM and more, or lists; but for dQ summed over thread blocks."""
+    query, key, value, dout, _ = inputs(6, 1157, 1157, 24, 12, H, jnp.bfloat16)
+
+    def gradients(thread_blocks, deterministic):
+        settings = few_thread_blocks(H, thread_blocks)
+        function = functools.partial(
+            attention, **mask, deterministic=deterministic, config=settings
+        )
+        return jax.jit(lambda *x: jax.vjp(function, *x[:3])[1](x[3]))(query, key, value, dout)
+
+    for deterministic in (False, True):
+        dq, *of_lists = gradients(132, deterministic)
+        dq_again, *one_each = gradients(10**6, deterministic)
+        chex.assert_trees_all_equal(of_lists, one_each)
+        if deterministic:
+            chex.assert_trees_all_equal(dq, dq_again)
+        np.testing.assert_allclose(
+            dq_again.astype("float32"), dq.astype("float32"), atol=2e-3, rtol=2e-2
+        )
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_long_tiles_have_a_thread_block_each(H, is_causal):
+    """By default: 133 steps in the mean and more, in more tiles than there are SMs."""
+    T = 128 * 132 if H == 64 else 64 * 132
+    query, key, value, dout, _ = inputs(1, T, T, 8, 4, H, jnp.bfloat16)
+    function = functools.partial(attention, is_causal=is_causal)
+
+    def gradients(settings):
+        with_settings = functools.partial(function, config=settings)
+        return jax.jit(lambda *x: jax.vjp(with_settings, *x[:3])[1](x[3]))(query, key, value, dout)
+
+    dq, *by_default = gradients(None)
+    dq_of_lists, *of_lists = gradients(few_thread_blocks(H, 132))
+    chex.assert_trees_all_equal(by_default, of_lists)
+    np.testing.assert_allclose(
+        dq.astype("float32"), dq_of_lists.astype("float32"), atol=2e-3, rtol=2e-2
+    )
+
+
+@all_masks
+@pytest.mark.parametrize("H", [64, 128, 256])
 def test_deterministic_repeats_are_bit_equal(H, mask):
     query, key, value, dout, _ = inputs(4, 1157, 1157, 8, 4, H, jnp.bfloat16)
     settings = few_thread_blocks(H, 32)
