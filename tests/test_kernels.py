@@ -294,7 +294,7 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offs
         check(arrays, **options, config=settings)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "options"),
     [
