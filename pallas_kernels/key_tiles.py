@@ -15,6 +15,8 @@ from jax import lax
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments
 from pallas_kernels.config import BACKWARD_CONSUMERS, BACKWARD_SECTION_BYTES, SM_COUNT, Problem
+from pallas_kernels.dropout import DropoutRefs, Words
+from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.primitives import (
     HAND_ORDERED,
@@ -192,7 +194,7 @@ class KeyTiles:
 
         Returns:
           A function of the intervals of keys `[B, 2, T]` that queries see, or None, of the segment
-          ids of queries and keys, or None, and of the operands.
+          ids of queries and keys, or None, of the words of dropout, or None, and of the operands.
         """
         p = self.problem
         thread_blocks = min(thread_blocks, self.count)
@@ -213,7 +215,8 @@ class KeyTiles:
             compiler_params=HAND_ORDERED,
         )
 
-        def run(intervals, ids, *operands):
+        def run(intervals, ids, words: Words | None, *operands):
+            operands = (*dropout_operands(words, queries=self.block_q), *operands)
             if not p.by_batch:
                 return kernel(jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands)
             seeing = self.seeing(intervals)
@@ -244,6 +247,7 @@ class Walk:
       more_refs: in global memory, where the problem is dynamic the queries that see each key, and
         where it is segmented the ids of queries, as many as there are in all blocks, and of keys.
       elements: mask and bias, with rows of keys, of a problem that has them.
+      dropout: words of a problem that has it.
     """
 
     tiles: KeyTiles
@@ -252,15 +256,18 @@ class Walk:
     block: Any
     more_refs: tuple[Any, ...] = ()
     elements: ElementRefs | None = None
+    dropout: DropoutRefs | None = None
 
     @classmethod
     def of_refs(cls, tiles: KeyTiles, block, refs) -> "tuple[Walk, list]":
         """The walk by the first refs of a kernel of `gradient_kernel`, and its other refs."""
         schedule_ref, seeing_blocks_ref, *refs = refs
         count = int(tiles.problem.dynamic) + 2 * int(tiles.problem.segmented)
-        elements, operands = ElementRefs.split(tiles.problem, refs[count:], transposed=True)
         more_refs = tuple(refs[:count])
-        return cls(tiles, schedule_ref, seeing_blocks_ref, block, more_refs, elements), operands
+        dropout, refs = DropoutRefs.split(tiles.problem, refs[count:])
+        elements, operands = ElementRefs.split(tiles.problem, refs, transposed=True)
+        walk = cls(tiles, schedule_ref, seeing_blocks_ref, block, more_refs, elements, dropout)
+        return walk, operands
 
     def count(self):
         """How many tiles, at least 1; the list goes on with at least one more, of no meaning."""
@@ -398,6 +405,14 @@ class Walk:
         first_key = tile * self.tiles.block_kv + own_first_key
         block_q = self.tiles.block_q
         return self.elements.load(batch, head, first_key, query_block * block_q, block_q)
+
+    def key_words(self, index, own_first_key: int) -> jax.Array | None:
+        """Words of dropout of a consumer's keys of a tile, `(64,)` int32; None without dropout."""
+        if self.dropout is None or not self.tiles.problem.dropout:
+            return None
+        place = self.locate(index)
+        first_key = place[0] * self.tiles.block_kv + own_first_key
+        return self.dropout.of_key_rows(self.batch_of(place), first_key)
 
     def first_unmasked_block(self, index, own_first_key: int):
         """The query blocks of a head from there on need no mask, up to `end_unmasked_block`."""

@@ -39,6 +39,7 @@ _PIECE_BYTES = 16 * WARPGROUP_THREADS  # 16 columns by one row half of a (64, n)
 
 _TILE = plgpu.Layout.WGMMA
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
+_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
 def interpreting() -> bool:
@@ -376,6 +377,105 @@ def keep_equal(tile: jax.Array, equal: jax.Array, fill: float) -> jax.Array:
     return keep(tile, equal)
 
 
+# --- dropout -------------------------------------------------------------------------------------
+
+_HALF_SIGNS = 0x7FFF7FFF  # the others of a word than the highest bit of each half
+
+
+def paired_values(rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """Upper xor lower half of the 64-bit products of uint32, less the highest bit of each half."""
+    low = jnp.uint32(0xFFFF)
+    (row_high, row_low), (column_high, column_low) = (
+        (x >> 16, x & low) for x in (rows, columns)
+    )
+    right, left = row_low * column_high, row_high * column_low
+    middle = ((row_low * column_low) >> 16) + (right & low) + (left & low)
+    upper = row_high * column_high + (right >> 16) + (left >> 16) + (middle >> 16)
+    return (upper ^ (rows * columns)) & jnp.uint32(_HALF_SIGNS)
+
+
+def negate_where_below(
+    tile: jax.Array, rows: jax.Array, columns: jax.Array, steps: int, *, by_rows: bool
+) -> jax.Array:
+    """`(64, n)` float32 tile that is not negative, negated where a value of 15 bits is high.
+
+    Where `paired_values` of rows and columns reaches 2^15 - steps: its lower half is for one
+    element, its upper half for that 8 columns, or `by_rows` rows, farther.
+
+    Args:
+      tile: n a multiple of 16, or `by_rows` of 8.
+      rows, columns: int32 of the shape of tile, one value a row and one a column; two that are 8
+        columns, or `by_rows` rows, apart are equal.
+      steps: how many of 2^15 values are for negation.
+    """
+    if interpreting():
+        values = paired_values(rows.astype(jnp.uint32), columns.astype(jnp.uint32))
+        place = lax.broadcasted_iota(jnp.int32, tile.shape, 0 if by_rows else 1)
+        own = jnp.where(place & 8, values >> 16, values & 0xFFFF)
+        return jnp.where(own + steps >= 1 << 15, -tile, tile)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _TILE, _TILE), return_type=shape)
+    def negate(_, tile, rows, columns):
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+
+        def word_of(row, column):
+            """Bit 31 and bit 15 are set where elements are to be negated."""
+            product = arith.muli(arith.extui(i64, row), arith.extui(i64, column))
+            shift = arith.constant(i64, ir.IntegerAttr.get(i64, 32))
+            upper = arith.trunci(i32, arith.shrui(product, shift))
+            value = arith.xori(upper, arith.trunci(i32, product))
+            return arith.addi(arith.andi(value, _i32(_HALF_SIGNS)), _i32(steps * 0x10001))
+
+        rows_of, columns_of = (
+            {(group, half): pair for _, group, half, pair in _fragments(x.registers)}
+            for x in (rows, columns)
+        )
+        out = tile.registers.copy()
+        words: dict[tuple[int, int, int], Any] = {}
+        for index, group, half, pair in _fragments(tile.registers):
+            for e in range(2):
+                # Of the two elements of a word, the one whose bit is 15 in the same place.
+                place = (group, 0, e) if by_rows else (group - group % 2, half, e)
+                if place not in words:
+                    row, column = rows_of[place[:2]], columns_of[place[:2]]
+                    words[place] = word_of(_extract(row, e), _extract(column, e))
+                word, is_lower = words[place], (half if by_rows else group % 2) == 0
+                if is_lower:
+                    word = arith.shli(word, _i32(16))
+                sign = arith.andi(word, _i32(-(1 << 31)))
+                value = llvm.bitcast(i32, _extract(pair, e))
+                negated = llvm.bitcast(ir.F32Type.get(), arith.xori(value, sign))
+                pair = _insert(pair, negated, e)
+            out[index] = pair
+        return _like(tile, out)
+
+    return negate(tile, rows, columns)
+
+
+def positive_operand(tile: jax.Array, dtype) -> jax.Array:
+    """A float32 tile as an operand, bfloat16 or float16, with 0 in the place of what is negative."""
+    if interpreting():
+        return jnp.maximum(tile, 0.0).astype(dtype)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, dtype, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=shape)
+    def cast(_, tile):
+        i32 = ir.IntegerType.get_signless(32)
+        element = mgpu_utils.dtype_to_ir_type(dtype)
+        pair_type = ir.VectorType.get((2,), element)
+        text = f"cvt.rn.relu.{element}x2.f32 $0, $2, $1;"
+        out = np.empty_like(tile.registers)
+        for index, pair in np.ndenumerate(tile.registers):
+            word = llvm.inline_asm(i32, [_extract(pair, e) for e in range(2)], text, "=r,f,f")
+            out[index] = llvm.bitcast(pair_type, word)
+        return mgpu.FragmentedArray(_registers=out, _layout=tile.layout, _is_signed=None)
+
+    return cast(tile)
+
+
 # --- memory --------------------------------------------------------------------------------------
 
 
@@ -672,6 +772,38 @@ def load_rows(ref, first, last) -> jax.Array:
         return _rows_like(like, values)
 
     return load(ref, jnp.int32(first), jnp.int32(last), zeros)
+
+
+def load_columns(ref, first, columns: int, *, by_16: bool) -> jax.Array:
+    """`(columns,)` int32, one value a column of a tile, of a view of global memory from `first` on.
+
+    Args:
+      ref: one-dimensional int32, of which that place is aligned to 8 bytes.
+      columns: a multiple of 8; by_16 of 16, of which the first 8 are read and stand there twice.
+    """
+    if interpreting():
+        values = ref[pl.ds(first, columns)]
+        place = jnp.arange(columns)
+        return values[place - (place & 8)] if by_16 else values
+
+    zeros = plgpu.layout_cast(jnp.zeros((columns,), jnp.int32), _COLUMNS)
+    shape = plgpu.ShapeDtypeStruct((columns,), jnp.int32, layout=_COLUMNS)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, _COLUMNS), return_type=shape
+    )
+    def load(_, ref, first, like):
+        read_pair = _pair_reader(ref, first)
+        out = like.registers.copy()
+        for group, (index, pair) in enumerate(np.ndenumerate(like.registers)):
+            if group % 2 == 0 or not by_16:
+                values = read_pair(group)
+            for e, value in enumerate(values):
+                pair = _insert(pair, value, e)
+            out[index] = pair
+        return _like(like, out)
+
+    return load(ref, jnp.int32(first), zeros)
 
 
 def load_intervals(ref, first, last) -> tuple[jax.Array, jax.Array]:
@@ -1266,6 +1398,6 @@ def _rows_like(rows, values):
 
 def _fragments(registers: np.ndarray):
     """Yields (index, column group, row half, register pair) of a (64, n) tile's registers."""
-    group_axis, half_axis = (axis for axis, size in enumerate(registers.shape) if size > 1)
+    *group_axes, half_axis = (axis for axis, size in enumerate(registers.shape) if size > 1)
     for index, pair in np.ndenumerate(registers):
-        yield index, index[group_axis], index[half_axis], pair
+        yield index, index[group_axes[0]] if group_axes else 0, index[half_axis], pair
