@@ -65,7 +65,7 @@ from pallas_kernels.config import (
     BackwardQueryConfig,
     Problem,
 )
-from pallas_kernels.dropout import Words, as_operand, d_logits, negated
+from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
@@ -324,7 +324,7 @@ def _build_main(
                     if not has_dropout:
                         return weights
                     query_words = plgpu.load(words_smem.at[slot], layout=QUERIES)
-                    return negated(weights, key_words, query_words, problem, transposed=True)
+                    return negated_transposed(weights, key_words, query_words, problem)
 
                 def load_capped_weights(loaded, mask, j, equal_ids, slot, key_words, *, wait_n):
                     """Weights, the operand of dV, and times the derivative of the cap, for dS'."""

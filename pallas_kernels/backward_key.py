@@ -49,7 +49,7 @@ from jax import lax
 from pallas_kernels import soft_cap
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BackwardKeyConfig, Problem, whole_tiles
-from pallas_kernels.dropout import Words, as_operand, d_logits, negated
+from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
@@ -239,7 +239,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
             """The weights, negative where they are dropped."""
             if not has_dropout:
                 return weights
-            return negated(weights, key_words, load_query_words(slot), problem, transposed=True)
+            return negated_transposed(weights, key_words, load_query_words(slot), problem)
 
         def capped_weights(logits, slot, key_words):
             """Weights of capped logits: operand of dV, and times the derivative of the cap."""

@@ -34,9 +34,9 @@ from jax import lax
 from pallas_kernels.config import DROPOUT_STEPS, Problem
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.primitives import (
-    load_columns,
     load_rows,
-    negate_where_below,
+    negate_dropped,
+    negate_dropped_transposed,
     paired_values,
     positive_operand,
 )
@@ -156,30 +156,25 @@ class DropoutRefs:
         """
         if not self.refs:
             return weights
-        columns = load_columns(self.refs[1].at[batch], first_key, weights.shape[1], by_16=True)
-        return negated(weights, rows, columns, self.problem)
+        ref = self.refs[1].at[batch]
+        return negate_dropped(weights, rows, ref, first_key, self.problem.dropout)
 
 
-def negated(
-    weights: jax.Array, rows, columns, problem: Problem, *, transposed: bool = False
-) -> jax.Array:
-    """The weights of a tile, negative where they are dropped; as they are without dropout.
+def negated_transposed(weights: jax.Array, key_words, query_words, problem: Problem) -> jax.Array:
+    """The same of transposed tiles, whose rows are keys, of a problem with dropout.
 
     Args:
-      weights: `(64, n)` float32, not negative; the first key of the tile is a multiple of 16.
-      rows, columns: words of rows `(64,)` and of columns `(n,)`, or of the shape of weights.
-      transposed: rows are keys.
+      weights: `(64, n)` float32, not negative; the first key is a multiple of 16.
+      key_words, query_words: of rows `(64,)` and of columns `(n,)`, or of the shape of weights.
     """
-    if not problem.dropout:
-        return weights
-    if columns.ndim == 1:
-        rows = spread(rows, weights.shape)
-        columns = lax.broadcast_in_dim(columns, weights.shape, [1])
-    return negate_where_below(weights, rows, columns, problem.dropout, by_rows=transposed)
+    if query_words.ndim == 1:
+        key_words = spread(key_words, weights.shape)
+        query_words = lax.broadcast_in_dim(query_words, weights.shape, [1])
+    return negate_dropped_transposed(weights, key_words, query_words, problem.dropout)
 
 
 def as_operand(weights: jax.Array, problem: Problem) -> jax.Array:
-    """Weights as products read them: in the dtype of the inputs, 0 where `negated` negated them."""
+    """Weights as products read them: in the dtype of the inputs, 0 where they are negative."""
     if problem.dropout:
         return positive_operand(weights, problem.dtype)
     return weights.astype(problem.dtype)
@@ -189,7 +184,7 @@ def d_logits(weights, d_weights, minus_delta, problem: Problem) -> jax.Array:
     """dS / `Problem.d_logit_unit` of a tile, in float32.
 
     Args:
-      weights: as `negated` leaves them.
+      weights: negative where they are dropped.
       d_weights: of the products.
       minus_delta: times `Problem.delta_unit`, in the shape of weights.
     """

@@ -485,9 +485,7 @@ def _build(
                 """Words of dropout of the rows; None if there is no dropout."""
                 return dropout.of_rows(batch, head, tiles.first_row(tile, warpgroup))
 
-            def first_softmax(products, place, key_block, bounds, ids, loaded):
-                """Of the tile in that place, as `Tiles.locate` gives it."""
-                tile, batch, head = place
+            def first_softmax(products, tile, key_block, bounds, ids, loaded):
                 logits, factor = capped(products, loaded, problem)
                 bounds = bounds()
                 if any_mask:
@@ -496,8 +494,14 @@ def _build(
                 weights, state = online_softmax.start(logits, factor, headroom)
                 if bounds is not None:
                     state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
+                return weights, state
+
+            def first_operand(weights, place, key_block):
+                """The weights of `first_softmax` as the first product of a tile reads them."""
+                tile, batch, head = place
                 words = words_of(tile, batch, head)
-                return dropout.negated(weights, words, batch, key_block * block_kv), state
+                weights = dropout.negated(weights, words, batch, key_block * block_kv)
+                return as_operand(weights, problem)
 
             def compute(o_acc, s_acc, begin, first_step):
                 end = begin + tile_count()
@@ -535,11 +539,10 @@ def _build(
                     issue_logits(query_buffer(index), slot(steps))
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     pl.when(index < end)(lambda: k_free.arrive(slot(steps)))
-                    weights, state = first_softmax(
-                        logits, place, end_block - 1, bounds, ids, loaded
-                    )
+                    weights, state = first_softmax(logits, tile, end_block - 1, bounds, ids, loaded)
                     # LLVM would carry float32 into the loop and cast there.
-                    return lax.optimization_barrier(as_operand(weights, problem)), state
+                    operand = first_operand(weights, place, end_block - 1)
+                    return lax.optimization_barrier(operand), state
 
                 def key_step(
                     j, carry, *, steps, index, place, words, end_block, exact, far=False
@@ -640,12 +643,13 @@ def _build(
                     pl.when(index + 1 < end)(lambda: k_free.arrive(k_slot))
                     end_block = end_of(next_tile, next_batch)
                     weights, next_state = first_softmax(
-                        logits, next_place, end_block - 1, bounds, ids, loaded
+                        logits, next_tile, end_block - 1, bounds, ids, loaded
                     )
                     weights, next_state = lax.optimization_barrier((weights, next_state))
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(v_slot)
-                    weights = as_operand(weights, problem)
+                    # Only now are there registers for what dropout takes.
+                    weights = first_operand(weights, next_place, end_block - 1)
                     store_output(output, inverse, tile, batch, head)
                     return weights, next_state, too_low
 

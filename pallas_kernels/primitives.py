@@ -8,6 +8,7 @@ fragments for wgmma.mma_async.m64nNk16"): the 128 threads of a warpgroup hold a 
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -39,7 +40,6 @@ _PIECE_BYTES = 16 * WARPGROUP_THREADS  # 16 columns by one row half of a (64, n)
 
 _TILE = plgpu.Layout.WGMMA
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
-_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
 def interpreting() -> bool:
@@ -394,64 +394,112 @@ def paired_values(rows: jax.Array, columns: jax.Array) -> jax.Array:
     return (upper ^ (rows * columns)) & jnp.uint32(_HALF_SIGNS)
 
 
-def negate_where_below(
-    tile: jax.Array, rows: jax.Array, columns: jax.Array, steps: int, *, by_rows: bool
-) -> jax.Array:
+def negate_dropped(tile: jax.Array, rows: jax.Array, ref, first, steps: int) -> jax.Array:
     """`(64, n)` float32 tile that is not negative, negated where a value of 15 bits is high.
 
-    Where `paired_values` of rows and columns reaches 2^15 - steps: its lower half is for one
-    element, its upper half for that 8 columns, or `by_rows` rows, farther.
+    Where the `paired_values` of row and column reach 2^15 - steps: the lower half of one is for
+    an element in the first 8 of 16 columns, its upper half for that 8 columns farther.
 
     Args:
-      tile: n a multiple of 16, or `by_rows` of 8.
-      rows, columns: int32 of the shape of tile, one value a row and one a column; two that are 8
-        columns, or `by_rows` rows, apart are equal.
+      tile: n a multiple of 16.
+      rows: `(64,)` int32.
+      ref: a one-dimensional int32 view of global memory, of the columns' words from `first` on,
+        equal in the first and last 8 of 16; that place is aligned to 8 bytes.
       steps: how many of 2^15 values are for negation.
     """
     if interpreting():
-        values = paired_values(rows.astype(jnp.uint32), columns.astype(jnp.uint32))
-        place = lax.broadcasted_iota(jnp.int32, tile.shape, 0 if by_rows else 1)
-        own = jnp.where(place & 8, values >> 16, values & 0xFFFF)
-        return jnp.where(own + steps >= 1 << 15, -tile, tile)
+        columns = ref[pl.ds(first, tile.shape[1])]
+        return _negate_in_numbers(tile, rows[:, None], columns[None, :], steps, axis=1)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS, plgpu.RefType(), splat), return_type=shape)
+    def negate(_, tile, rows, ref, first):
+        read_pair = functools.cache(_pair_reader(ref, first))
+        own = [_scalar(r) for r in rows.registers.flat]
+
+        @functools.cache
+        def value_of(group, half, e):
+            return _paired_value(own[half], read_pair(group)[e])
+
+        def sign_of(group, half, e):
+            return _sign_of(value_of(group - group % 2, half, e), group % 2, steps)
+
+        return _with_signs(tile, sign_of)
+
+    return negate(tile, rows, ref, jnp.int32(first))
+
+
+def negate_dropped_transposed(
+    tile: jax.Array, rows: jax.Array, columns: jax.Array, steps: int
+) -> jax.Array:
+    """The same of a `(64, n)` tile whose pairs of elements are 8 rows apart.
+
+    Args:
+      tile: n a multiple of 8.
+      rows, columns: int32 words in the shape of tile, one value a row and one a column; equal in
+        the first and last 8 of 16 rows.
+      steps: as for `negate_dropped`.
+    """
+    if interpreting():
+        return _negate_in_numbers(tile, rows, columns, steps, axis=0)
 
     shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(_TILE, _TILE, _TILE), return_type=shape)
-    def negate(_, tile, rows, columns):
-        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-
-        def word_of(row, column):
-            """Bit 31 and bit 15 are set where elements are to be negated."""
-            product = arith.muli(arith.extui(i64, row), arith.extui(i64, column))
-            shift = arith.constant(i64, ir.IntegerAttr.get(i64, 32))
-            upper = arith.trunci(i32, arith.shrui(product, shift))
-            value = arith.xori(upper, arith.trunci(i32, product))
-            return arith.addi(arith.andi(value, _i32(_HALF_SIGNS)), _i32(steps * 0x10001))
-
-        rows_of, columns_of = (
+    def negate(_, tile, *words):
+        rows, columns = (
             {(group, half): pair for _, group, half, pair in _fragments(x.registers)}
-            for x in (rows, columns)
+            for x in words
         )
-        out = tile.registers.copy()
-        words: dict[tuple[int, int, int], Any] = {}
-        for index, group, half, pair in _fragments(tile.registers):
-            for e in range(2):
-                # Of the two elements of a word, the one whose bit is 15 in the same place.
-                place = (group, 0, e) if by_rows else (group - group % 2, half, e)
-                if place not in words:
-                    row, column = rows_of[place[:2]], columns_of[place[:2]]
-                    words[place] = word_of(_extract(row, e), _extract(column, e))
-                word, is_lower = words[place], (half if by_rows else group % 2) == 0
-                if is_lower:
-                    word = arith.shli(word, _i32(16))
-                sign = arith.andi(word, _i32(-(1 << 31)))
-                value = llvm.bitcast(i32, _extract(pair, e))
-                negated = llvm.bitcast(ir.F32Type.get(), arith.xori(value, sign))
-                pair = _insert(pair, negated, e)
-            out[index] = pair
-        return _like(tile, out)
+
+        @functools.cache
+        def value_of(group, e):
+            return _paired_value(*(_extract(x[group, 0], e) for x in (rows, columns)))
+
+        return _with_signs(tile, lambda group, half, e: _sign_of(value_of(group, e), half, steps))
 
     return negate(tile, rows, columns)
+
+
+def _negate_in_numbers(tile, rows, columns, steps: int, axis: int):
+    values = paired_values(rows.astype(jnp.uint32), columns.astype(jnp.uint32))
+    is_upper = lax.broadcasted_iota(jnp.int32, tile.shape, axis) & 8
+    own = jnp.where(is_upper, values >> 16, values & 0xFFFF)
+    return jnp.where(own + steps >= 1 << 15, -tile, tile)
+
+
+def _paired_value(row, column):
+    """`paired_values` of two words."""
+    i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+    # As LLVM has it, the upper words of factors, all 0, would be added up too.
+    product = llvm.inline_asm(i64, [row, column], "mul.wide.u32 $0, $1, $2;", "=l,r,r")
+    upper = arith.shrui(product, arith.constant(i64, ir.IntegerAttr.get(i64, 32)))
+    value = arith.xori(arith.trunci(i32, upper), arith.trunci(i32, product))
+    return arith.andi(value, _i32(_HALF_SIGNS))
+
+
+def _sign_of(value, half: int, steps: int):
+    """Bit 31 alone, set where half of a value reaches 2^15 - steps."""
+    if half == 0:  # in one instruction, of which the compiler would make two
+        i32 = ir.IntegerType.get_signless(32)
+        sum_ = llvm.inline_asm(i32, [value], f"mad.lo.u32 $0, $1, 65536, {steps << 16};", "=r,r")
+    else:
+        sum_ = arith.addi(value, _i32(steps << 16))
+    return arith.andi(sum_, _i32(-(1 << 31)))
+
+
+def _with_signs(tile, sign_of):
+    """A float32 tile with signs flipped by sign_of(column group, row half, place in the pair)."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    out = tile.registers.copy()
+    for index, group, half, pair in _fragments(tile.registers):
+        for e in range(2):
+            bits = arith.xori(llvm.bitcast(i32, _extract(pair, e)), sign_of(group, half, e))
+            pair = _insert(pair, llvm.bitcast(f32, bits), e)
+        out[index] = pair
+    return _like(tile, out)
 
 
 def positive_operand(tile: jax.Array, dtype) -> jax.Array:
@@ -772,38 +820,6 @@ def load_rows(ref, first, last) -> jax.Array:
         return _rows_like(like, values)
 
     return load(ref, jnp.int32(first), jnp.int32(last), zeros)
-
-
-def load_columns(ref, first, columns: int, *, by_16: bool) -> jax.Array:
-    """`(columns,)` int32, one value a column of a tile, of a view of global memory from `first` on.
-
-    Args:
-      ref: one-dimensional int32, of which that place is aligned to 8 bytes.
-      columns: a multiple of 8; by_16 of 16, of which the first 8 are read and stand there twice.
-    """
-    if interpreting():
-        values = ref[pl.ds(first, columns)]
-        place = jnp.arange(columns)
-        return values[place - (place & 8)] if by_16 else values
-
-    zeros = plgpu.layout_cast(jnp.zeros((columns,), jnp.int32), _COLUMNS)
-    shape = plgpu.ShapeDtypeStruct((columns,), jnp.int32, layout=_COLUMNS)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, _COLUMNS), return_type=shape
-    )
-    def load(_, ref, first, like):
-        read_pair = _pair_reader(ref, first)
-        out = like.registers.copy()
-        for group, (index, pair) in enumerate(np.ndenumerate(like.registers)):
-            if group % 2 == 0 or not by_16:
-                values = read_pair(group)
-            for e, value in enumerate(values):
-                pair = _insert(pair, value, e)
-            out[index] = pair
-        return _like(like, out)
-
-    return load(ref, jnp.int32(first), zeros)
 
 
 def load_intervals(ref, first, last) -> tuple[jax.Array, jax.Array]:

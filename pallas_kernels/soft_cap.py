@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.config import Problem
-from pallas_kernels.dropout import as_operand, negated
+from pallas_kernels.dropout import as_operand, negated_transposed
 from pallas_kernels.elements import Loaded, biased
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import rsqrt
@@ -97,7 +97,7 @@ def capped_weights(
     def compute(logits, minus_lse, *words):
         weights = jnp.exp2(logits * factor + minus_lse * factor)
         if words:
-            weights = negated(weights, *words, problem, transposed=True)
+            weights = negated_transposed(weights, *words, problem)
         return as_operand(weights, problem), weights * cap_slope(logits)
 
     return by_columns(compute, logits, minus_lse, *(words or ()))
