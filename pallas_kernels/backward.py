@@ -219,7 +219,7 @@ def _build_main(
     query_blocks = tiles.query_blocks
     # There are registers for weights and dQ at a time only where all else is simple.
     simple = not (tiles.any_mask or group > 1) and key_columns.tiles == value_columns.tiles == 1
-    early_weights = simple or (width <= 64 and not (problem.segmented and group > 1))
+    early_weights = (simple and not has_dropout) or (width <= 64 and not (problem.segmented and group > 1))
     early_weights = early_weights and not problem.has_elements
     # Where there are no registers for dP' at a time.
     weights_first = problem.has_elements or (has_cap and problem.by_batch and width <= 64)
@@ -250,7 +250,8 @@ def _build_main(
         ds_smem=plgpu.SMEM(
             (2, block_q // _DQ_TILE, _BLOCK_KV, _DQ_TILE), dtype, transforms=OPERAND
         ),
-        start_smem=plgpu.SMEM((stages, block_q), jnp.float32),
+        # Then words of dropout, for whose array of their own there would be no room.
+        start_smem=plgpu.SMEM((stages * (1 + has_dropout), block_q), jnp.float32),
         delta_smem=plgpu.SMEM((stages, block_q), jnp.float32),
         k_full=plgpu.Barrier(num_arrivals=key_columns.tiles, num_barriers=_K_SLOTS),
         v_full=plgpu.Barrier(num_arrivals=value_columns.tiles),
@@ -259,8 +260,6 @@ def _build_main(
         ),
         o_full=plgpu.Barrier(num_arrivals=value_columns.tiles + 1, num_barriers=stages),
     )
-    if has_dropout:
-        scratch["words_smem"] = plgpu.SMEM((stages, block_q), jnp.int32)
     if with_query_gradient:
         scratch["dq_smem"] = plgpu.SMEM((_CONSUMERS, *fragment_shape(_DQ_TILE)), jnp.float32)
     if interpret:
@@ -269,7 +268,7 @@ def _build_main(
     def attention_backward(
         *all_refs,
         k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem, delta_smem,
-        k_full, v_full, q_full, o_full, words_smem=None, dq_smem=None, twins=None,
+        k_full, v_full, q_full, o_full, dq_smem=None, twins=None,
     ):  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
@@ -323,7 +322,7 @@ def _build_main(
                     """The weights, negative where they are dropped."""
                     if not has_dropout:
                         return weights
-                    query_words = plgpu.load(words_smem.at[slot], layout=QUERIES)
+                    query_words = walk.load_query_words(start_smem.at[stages + slot])
                     return negated_transposed(weights, key_words, query_words, problem)
 
                 def load_capped_weights(loaded, mask, j, equal_ids, slot, key_words, *, wait_n):
@@ -333,7 +332,7 @@ def _build_main(
                     logits = masked(logits, mask, j, equal_ids, loaded, soft_cap.UNSEEN)
                     words = None
                     if has_dropout:
-                        query_words = plgpu.load(words_smem.at[slot], layout=QUERIES)
+                        query_words = walk.load_query_words(start_smem.at[stages + slot])
                         words = spread(key_words, logits.shape), per_query(query_words, _KEYS)
                     return soft_cap.capped_weights(logits, load_start(slot), problem, words)
 
@@ -400,6 +399,8 @@ def _build_main(
                     issue_late_dq(1 - parity, index)
                     loaded = load_elements(j)
                     weights = load_weights(loaded, wait_n=1)
+                    if width <= 64:  # there are registers for it beside dQ
+                        weights = dropped(weights, key_words, slot)
                     if early_weights:
                         # A wait here keeps ptxas from computing the weights after dQ.
                         plgpu.barrier_wait(o_full.at[o_slot])
@@ -407,11 +408,12 @@ def _build_main(
                     else:
                         hand_over_dq()
                         plgpu.barrier_wait(o_full.at[o_slot])
+                    if width > 64:
+                        weights = dropped(weights, key_words, slot)
                     # Between dQ and dP' there are registers for it.
                     equal_ids = mask.equal_ids(j) if mask is not None else None
                     issue_d_weights(o_slot)
                     weights = masked(weights, mask, j, equal_ids, loaded)
-                    weights = dropped(weights, key_words, slot)
                     operand = as_operand(weights, problem)
                     value_columns.expand(dv_acc, operand, o_smem.at[o_slot])
                     ds = load_ds(weights, o_slot)
@@ -530,8 +532,8 @@ def _build_main(
                         row_source = row_ref.at[batch, head, rows]
                         plgpu.copy_gmem_to_smem(row_source, row_buffer.at[slot], full.at[slot])
                     if has_dropout:
-                        words = walk.dropout.refs[0].at[batch, head, rows]
-                        plgpu.copy_gmem_to_smem(words, words_smem.at[slot], q_full.at[slot])
+                        words, target = walk.dropout.refs[0], start_smem.at[stages + slot]
+                        plgpu.copy_gmem_to_smem(words.at[batch, head, rows], target, q_full.at[slot])
 
                 is_last = (t + 1 == walk.steps(index)) & (index >= 0)
                 return j + 1, index - is_last, jnp.where(is_last, 0, t + 1)

@@ -190,7 +190,8 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         late_smem=left_key.smem(_STAGES + 1, block_q, dtype=dtype),  # left columns of Q
         q_smem=right_key.smem(_STAGES, block_q, dtype=dtype),  # right columns of Q
         o_smem=value_parts.smem(_STAGES, block_q, dtype=dtype),
-        start_smem=plgpu.SMEM((_STAGES, block_q), jnp.float32),
+        # Then words of dropout, for whose array of their own there would be no room.
+        start_smem=plgpu.SMEM((_STAGES * (1 + has_dropout), block_q), jnp.float32),
         delta_smem=plgpu.SMEM((_STAGES, block_q), jnp.float32),
         mail=plgpu.SMEM(mail_shape(block_q, jnp.float32), jnp.int32),
         k_full=plgpu.Barrier(num_arrivals=key_parts.tiles),
@@ -201,15 +202,13 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         ),
         o_full=plgpu.Barrier(num_arrivals=value_parts.tiles + 1, num_barriers=_STAGES),
     )
-    if has_dropout:
-        scratch["words_smem"] = plgpu.SMEM((_STAGES, block_q), jnp.int32)
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_backward_key(
         *all_refs,
         k_smem, v_smem, late_smem, q_smem, o_smem, start_smem, delta_smem, mail,
-        k_full, v_full, late_full, q_full, o_full, words_smem=None, twins=None,
+        k_full, v_full, late_full, q_full, o_full, twins=None,
     ):  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
@@ -233,7 +232,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
             return per_query(plgpu.load(start_smem.at[slot], layout=QUERIES), block_kv)
 
         def load_query_words(slot):
-            return plgpu.load(words_smem.at[slot], layout=QUERIES)
+            return walk.load_query_words(start_smem.at[_STAGES + slot])
 
         def dropped(weights, key_words, slot):
             """The weights, negative where they are dropped."""
@@ -488,7 +487,8 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                     plgpu.copy_gmem_to_smem(row_source, start_smem.at[slot], q_full.at[slot])
                     if has_dropout:
                         words = walk.dropout.refs[0].at[batch, head, rows]
-                        plgpu.copy_gmem_to_smem(words, words_smem.at[slot], q_full.at[slot])
+                        target = start_smem.at[_STAGES + slot]
+                        plgpu.copy_gmem_to_smem(words, target, q_full.at[slot])
 
             def load_d_out(slot, index, batch, rows, head):
                 @when_there_is(index)

@@ -216,7 +216,10 @@ class KeyTiles:
         )
 
         def run(intervals, ids, words: Words | None, *operands):
-            operands = (*dropout_operands(words, queries=self.block_q), *operands)
+            if words is not None:
+                query_words, key_words = dropout_operands(words, queries=self.block_q)
+                # As they share an array with row statistics, each array taking 1 KB at least.
+                operands = (query_words.view(jnp.float32), key_words, *operands)
             if not p.by_batch:
                 return kernel(jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands)
             seeing = self.seeing(intervals)
@@ -413,6 +416,11 @@ class Walk:
         place = self.locate(index)
         first_key = place[0] * self.tiles.block_kv + own_first_key
         return self.dropout.of_key_rows(self.batch_of(place), first_key)
+
+    def load_query_words(self, query_words_ref) -> jax.Array:
+        """Words of dropout of a step's queries, of shared memory, `(block_q,)` int32."""
+        words = plgpu.load(query_words_ref, layout=QUERIES)
+        return lax.bitcast_convert_type(words, jnp.int32)
 
     def first_unmasked_block(self, index, own_first_key: int):
         """The query blocks of a head from there on need no mask, up to `end_unmasked_block`."""
