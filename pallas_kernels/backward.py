@@ -68,7 +68,7 @@ from pallas_kernels.config import (
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
-from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
+from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query, start_with_words
 from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
@@ -167,23 +167,25 @@ def attention_gradients(
             *operands, intervals, elements, dropout_words, problem=problem
         )
         d_bias = (of_bias,)
+    start = start_with_words(start, dropout_words)
+    operands_of_keys = query, key, value, d_out, start, minus_delta
     if deterministic:
         dq = backward_query.query_gradient(
             *operands, intervals, ids, elements, dropout_words, problem=problem, config=query_config
         )
         if isinstance(config, BackwardKeyConfig):
             gradients = backward_key.key_value_gradients(
-                *operands, intervals, ids, elements, dropout_words, problem=problem, config=config
+                *operands_of_keys, intervals, ids, elements, dropout_words, problem=problem, config=config
             )
         else:
             main = _build_main(problem, config, key.shape[1], interpreting(), False)
             element_operands = elements.operands(transposed=True)
-            gradients = main(intervals, ids, dropout_words, *element_operands, *operands)
+            gradients = main(intervals, ids, dropout_words, *element_operands, *operands_of_keys)
         return dq, *gradients, *d_bias
     d_query = jax.new_ref(*zeros)
     main = _build_main(problem, config, key.shape[1], interpreting(), True)
     element_operands = elements.operands(transposed=True)
-    main_operands = (*element_operands, *operands, d_query)
+    main_operands = (*element_operands, *operands_of_keys, d_query)
     d_key, d_value = main(intervals, ids, dropout_words, *main_operands)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())
     return cast(jax.freeze(d_query)), d_key, d_value, *d_bias
@@ -207,6 +209,7 @@ def _build_main(
     ]
     factor = problem.logit_unit * LOG2E
     has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
+    both = (2,) if has_dropout else ()  # the words of queries come with their start
     if block_q * width != _CONSUMERS * _DQ_TILE**2:
         raise ValueError(
             f"block_q: got {block_q} at width {width}, needs {_CONSUMERS * _DQ_TILE**2 // width},"
@@ -250,14 +253,11 @@ def _build_main(
         ds_smem=plgpu.SMEM(
             (2, block_q // _DQ_TILE, _BLOCK_KV, _DQ_TILE), dtype, transforms=OPERAND
         ),
-        # Then words of dropout, for whose array of their own there would be no room.
-        start_smem=plgpu.SMEM((stages * (1 + has_dropout), block_q), jnp.float32),
+        start_smem=plgpu.SMEM((stages, *both, block_q), jnp.float32),
         delta_smem=plgpu.SMEM((stages, block_q), jnp.float32),
         k_full=plgpu.Barrier(num_arrivals=key_columns.tiles, num_barriers=_K_SLOTS),
         v_full=plgpu.Barrier(num_arrivals=value_columns.tiles),
-        q_full=plgpu.Barrier(
-            num_arrivals=key_columns.tiles + 1 + int(has_dropout), num_barriers=stages
-        ),
+        q_full=plgpu.Barrier(num_arrivals=key_columns.tiles + 1, num_barriers=stages),
         o_full=plgpu.Barrier(num_arrivals=value_columns.tiles + 1, num_barriers=stages),
     )
     if with_query_gradient:
@@ -294,7 +294,12 @@ def _build_main(
 
             def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc=None):
                 def load_start(slot):
-                    return per_query(plgpu.load(start_smem.at[slot], layout=QUERIES), _KEYS)
+                    start = start_smem.at[slot, 0] if has_dropout else start_smem.at[slot]
+                    return per_query(plgpu.load(start, layout=QUERIES), _KEYS)
+
+                def load_query_words(slot):
+                    words = plgpu.load(start_smem.at[slot, 1], layout=QUERIES)
+                    return lax.bitcast_convert_type(words, jnp.int32)
 
                 def issue_logits(slot, index):
                     # What a cap is for must come alone.
@@ -322,7 +327,7 @@ def _build_main(
                     """The weights, negative where they are dropped."""
                     if not has_dropout:
                         return weights
-                    query_words = walk.load_query_words(start_smem.at[stages + slot])
+                    query_words = load_query_words(slot)
                     return negated_transposed(weights, key_words, query_words, problem)
 
                 def load_capped_weights(loaded, mask, j, equal_ids, slot, key_words, *, wait_n):
@@ -332,7 +337,7 @@ def _build_main(
                     logits = masked(logits, mask, j, equal_ids, loaded, soft_cap.UNSEEN)
                     words = None
                     if has_dropout:
-                        query_words = walk.load_query_words(start_smem.at[stages + slot])
+                        query_words = load_query_words(slot)
                         words = spread(key_words, logits.shape), per_query(query_words, _KEYS)
                     return soft_cap.capped_weights(logits, load_start(slot), problem, words)
 
@@ -529,11 +534,10 @@ def _build_main(
                     ):
                         source = ref.at[batch, rows, head]
                         columns.load(source, buffer.at[slot], full.at[slot])
-                        row_source = row_ref.at[batch, head, rows]
+                        with_words = has_dropout and row_ref is start_ref
+                        place = (pl.ds(0, 2), rows) if with_words else (rows,)
+                        row_source = row_ref.at[batch, head, *place]
                         plgpu.copy_gmem_to_smem(row_source, row_buffer.at[slot], full.at[slot])
-                    if has_dropout:
-                        words, target = walk.dropout.refs[0], start_smem.at[stages + slot]
-                        plgpu.copy_gmem_to_smem(words.at[batch, head, rows], target, q_full.at[slot])
 
                 is_last = (t + 1 == walk.steps(index)) & (index >= 0)
                 return j + 1, index - is_last, jnp.where(is_last, 0, t + 1)

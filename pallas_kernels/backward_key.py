@@ -100,7 +100,7 @@ def key_value_gradients(
       key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite in rows that no query
         sees.
       start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / unit; -inf for rows
-        that see no key or are beyond the end.
+        that see no key or are beyond the end; with dropout of `start_with_words`.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out), times problem.delta_unit; 0
         where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
@@ -163,6 +163,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
     factor = problem.logit_unit * LOG2E
     dk_factor, dv_factor = problem.scale * problem.d_logit_unit, 1.0 / problem.kept_share
     has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
+    both = (2,) if has_dropout else ()  # the words of queries come with their start
     # Tiles read Q and dO.
     tiles = KeyTiles(problem, block_kv, block_q, row_bytes=problem.pair_bytes)
 
@@ -190,16 +191,13 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         late_smem=left_key.smem(_STAGES + 1, block_q, dtype=dtype),  # left columns of Q
         q_smem=right_key.smem(_STAGES, block_q, dtype=dtype),  # right columns of Q
         o_smem=value_parts.smem(_STAGES, block_q, dtype=dtype),
-        # Then words of dropout, for whose array of their own there would be no room.
-        start_smem=plgpu.SMEM((_STAGES * (1 + has_dropout), block_q), jnp.float32),
+        start_smem=plgpu.SMEM((_STAGES, *both, block_q), jnp.float32),
         delta_smem=plgpu.SMEM((_STAGES, block_q), jnp.float32),
         mail=plgpu.SMEM(mail_shape(block_q, jnp.float32), jnp.int32),
         k_full=plgpu.Barrier(num_arrivals=key_parts.tiles),
         v_full=plgpu.Barrier(num_arrivals=value_parts.tiles),
         late_full=plgpu.Barrier(num_arrivals=left_key.tiles, num_barriers=_STAGES + 1),
-        q_full=plgpu.Barrier(
-            num_arrivals=right_key.tiles + 1 + int(has_dropout), num_barriers=_STAGES
-        ),
+        q_full=plgpu.Barrier(num_arrivals=right_key.tiles + 1, num_barriers=_STAGES),
         o_full=plgpu.Barrier(num_arrivals=value_parts.tiles + 1, num_barriers=_STAGES),
     )
     if interpret:
@@ -229,10 +227,12 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
             return lax.rem(j + (_STAGES + 1), jnp.int32(_STAGES + 1))
 
         def load_start(slot):
-            return per_query(plgpu.load(start_smem.at[slot], layout=QUERIES), block_kv)
+            start = start_smem.at[slot, 0] if has_dropout else start_smem.at[slot]
+            return per_query(plgpu.load(start, layout=QUERIES), block_kv)
 
         def load_query_words(slot):
-            return walk.load_query_words(start_smem.at[_STAGES + slot])
+            words = plgpu.load(start_smem.at[slot, 1], layout=QUERIES)
+            return lax.bitcast_convert_type(words, jnp.int32)
 
         def dropped(weights, key_words, slot):
             """The weights, negative where they are dropped."""
@@ -483,12 +483,9 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                 def _():
                     source = q_ref.at[batch, rows, head]
                     right_key.load(source, q_smem.at[slot], q_full.at[slot])
-                    row_source = start_ref.at[batch, head, rows]
+                    place = (pl.ds(0, 2), rows) if has_dropout else (rows,)
+                    row_source = start_ref.at[batch, head, *place]
                     plgpu.copy_gmem_to_smem(row_source, start_smem.at[slot], q_full.at[slot])
-                    if has_dropout:
-                        words = walk.dropout.refs[0].at[batch, head, rows]
-                        target = start_smem.at[_STAGES + slot]
-                        plgpu.copy_gmem_to_smem(words, target, q_full.at[slot])
 
             def load_d_out(slot, index, batch, rows, head):
                 @when_there_is(index)

@@ -216,10 +216,7 @@ class KeyTiles:
         )
 
         def run(intervals, ids, words: Words | None, *operands):
-            if words is not None:
-                query_words, key_words = dropout_operands(words, queries=self.block_q)
-                # As they share an array with row statistics, each array taking 1 KB at least.
-                operands = (query_words.view(jnp.float32), key_words, *operands)
+            operands = (*dropout_operands(words), *operands)
             if not p.by_batch:
                 return kernel(jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands)
             seeing = self.seeing(intervals)
@@ -417,11 +414,6 @@ class Walk:
         first_key = place[0] * self.tiles.block_kv + own_first_key
         return self.dropout.of_key_rows(self.batch_of(place), first_key)
 
-    def load_query_words(self, query_words_ref) -> jax.Array:
-        """Words of dropout of a step's queries, of shared memory, `(block_q,)` int32."""
-        words = plgpu.load(query_words_ref, layout=QUERIES)
-        return lax.bitcast_convert_type(words, jnp.int32)
-
     def first_unmasked_block(self, index, own_first_key: int):
         """The query blocks of a head from there on need no mask, up to `end_unmasked_block`."""
         tiles, problem = self.tiles, self.tiles.problem
@@ -529,6 +521,22 @@ class Walk:
         if several_heads:
             return lax.while_loop(lambda j: j < end, one_head, j)
         return one_head(j)
+
+
+def start_with_words(start: jax.Array, words: Words | None) -> jax.Array:
+    """What kernels that own keys take as `start`: one array, as a copy more takes registers.
+
+    Args:
+      start: `[B, N, R]` float32.
+      words: of dropout, or None.
+
+    Returns:
+      start, or `[B, N, 2, R]` float32 of start and the bits of the words of queries.
+    """
+    if words is None:
+        return start
+    query_words = jnp.pad(words[0], ((0, 0), (0, 0), (0, start.shape[2] - words[0].shape[2])))
+    return jnp.stack([start, lax.bitcast_convert_type(query_words, jnp.float32)], axis=2)
 
 
 @dataclasses.dataclass(frozen=True)
