@@ -68,7 +68,7 @@ from pallas_kernels.config import (
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
-from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query, start_with_words
+from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query, with_words
 from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
@@ -167,7 +167,8 @@ def attention_gradients(
             *operands, intervals, elements, dropout_words, problem=problem
         )
         d_bias = (of_bias,)
-    start = start_with_words(start, dropout_words)
+    statistics = (start,) if deterministic and problem.widest > 128 else (start, minus_delta)
+    start = with_words(dropout_words, *statistics)
     operands_of_keys = query, key, value, d_out, start, minus_delta
     if deterministic:
         dq = backward_query.query_gradient(
@@ -209,7 +210,8 @@ def _build_main(
     ]
     factor = problem.logit_unit * LOG2E
     has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
-    both = (2,) if has_dropout else ()  # the words of queries come with their start
+    # With dropout start, words of queries and delta are one array, as copies take registers.
+    together = (3,) if has_dropout else ()
     if block_q * width != _CONSUMERS * _DQ_TILE**2:
         raise ValueError(
             f"block_q: got {block_q} at width {width}, needs {_CONSUMERS * _DQ_TILE**2 // width},"
@@ -253,13 +255,16 @@ def _build_main(
         ds_smem=plgpu.SMEM(
             (2, block_q // _DQ_TILE, _BLOCK_KV, _DQ_TILE), dtype, transforms=OPERAND
         ),
-        start_smem=plgpu.SMEM((stages, *both, block_q), jnp.float32),
-        delta_smem=plgpu.SMEM((stages, block_q), jnp.float32),
+        start_smem=plgpu.SMEM((stages, *together, block_q), jnp.float32),
         k_full=plgpu.Barrier(num_arrivals=key_columns.tiles, num_barriers=_K_SLOTS),
         v_full=plgpu.Barrier(num_arrivals=value_columns.tiles),
         q_full=plgpu.Barrier(num_arrivals=key_columns.tiles + 1, num_barriers=stages),
-        o_full=plgpu.Barrier(num_arrivals=value_columns.tiles + 1, num_barriers=stages),
+        o_full=plgpu.Barrier(
+            num_arrivals=value_columns.tiles + int(not has_dropout), num_barriers=stages
+        ),
     )
+    if not has_dropout:
+        scratch["delta_smem"] = plgpu.SMEM((stages, block_q), jnp.float32)
     if with_query_gradient:
         scratch["dq_smem"] = plgpu.SMEM((_CONSUMERS, *fragment_shape(_DQ_TILE)), jnp.float32)
     if interpret:
@@ -267,8 +272,8 @@ def _build_main(
 
     def attention_backward(
         *all_refs,
-        k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem, delta_smem,
-        k_full, v_full, q_full, o_full, dq_smem=None, twins=None,
+        k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem,
+        k_full, v_full, q_full, o_full, delta_smem=None, dq_smem=None, twins=None,
     ):  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
@@ -343,7 +348,8 @@ def _build_main(
 
                 def load_ds(weights, slot):
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=value_columns.tiles)
-                    minus_delta = plgpu.load(delta_smem.at[slot], layout=QUERIES)
+                    minus_delta = start_smem.at[slot, 2] if has_dropout else delta_smem.at[slot]
+                    minus_delta = plgpu.load(minus_delta, layout=QUERIES)
                     minus_delta = per_query(minus_delta, _KEYS)
                     return d_logits(weights, d_weights, minus_delta, problem).astype(dtype)
 
@@ -534,12 +540,15 @@ def _build_main(
                     ):
                         source = ref.at[batch, rows, head]
                         columns.load(source, buffer.at[slot], full.at[slot])
-                        with_words = has_dropout and row_ref is start_ref
-                        place = (pl.ds(0, 2), rows) if with_words else (rows,)
+                        if row_buffer is None:  # delta comes with start
+                            continue
+                        place = (pl.ds(0, 3), rows) if has_dropout else (rows,)
                         row_source = row_ref.at[batch, head, *place]
                         plgpu.copy_gmem_to_smem(row_source, row_buffer.at[slot], full.at[slot])
 
-                is_last = (t + 1 == walk.steps(index)) & (index >= 0)
+                # Read anew with dropout, or the producer spills.
+                anew = index + fresh_zero() if has_dropout else index
+                is_last = (t + 1 == walk.steps(anew)) & (index >= 0)
                 return j + 1, index - is_last, jnp.where(is_last, 0, t + 1)
 
             def load_keys(ref, buffer, columns, full, index):

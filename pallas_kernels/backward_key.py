@@ -100,7 +100,7 @@ def key_value_gradients(
       key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite in rows that no query
         sees.
       start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / unit; -inf for rows
-        that see no key or are beyond the end; with dropout of `start_with_words`.
+        that see no key or are beyond the end; with dropout of `key_tiles.with_words`.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out), times problem.delta_unit; 0
         where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a

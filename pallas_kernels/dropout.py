@@ -103,16 +103,12 @@ def _finalised(x):
 Words = tuple[jax.Array, jax.Array]
 
 
-def operands(words: Words | None, *, queries: int = 1, keys: int = 1) -> tuple[jax.Array, ...]:
-    """Words for a kernel, which reads those of so many queries or keys at a time."""
+def operands(words: Words | None, keys: int) -> tuple[jax.Array, ...]:
+    """Words for a kernel that reads those of `keys` keys at a time."""
     if words is None:
         return ()
-
-    def padded(x, multiple):
-        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % multiple),))
-
     query_words, key_words = words
-    return padded(query_words, queries), padded(key_words, keys)
+    return query_words, jnp.pad(key_words, ((0, 0), (0, -key_words.shape[1] % keys)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +133,6 @@ class DropoutRefs:
         if not self.refs:
             return None
         ref = self.refs[0].at[batch, head]
-        return load_rows(ref, first, ref.shape[0] - 1)
-
-    def of_key_rows(self, batch, first) -> jax.Array | None:
-        """Words of 64 keys from `first` on, the rows of a transposed tile, `(64,)` int32."""
-        if not self.refs:
-            return None
-        ref = self.refs[1].at[batch]
         return load_rows(ref, first, ref.shape[0] - 1)
 
     def negated(self, weights: jax.Array, rows, batch, first_key) -> jax.Array:

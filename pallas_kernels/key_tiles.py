@@ -15,8 +15,7 @@ from jax import lax
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments
 from pallas_kernels.config import BACKWARD_CONSUMERS, BACKWARD_SECTION_BYTES, SM_COUNT, Problem
-from pallas_kernels.dropout import DropoutRefs, Words
-from pallas_kernels.dropout import operands as dropout_operands
+from pallas_kernels.dropout import Words
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.primitives import (
     HAND_ORDERED,
@@ -216,7 +215,8 @@ class KeyTiles:
         )
 
         def run(intervals, ids, words: Words | None, *operands):
-            operands = (*dropout_operands(words), *operands)
+            if words is not None:  # those of queries come with their start
+                operands = (words[1], *operands)
             if not p.by_batch:
                 return kernel(jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands)
             seeing = self.seeing(intervals)
@@ -247,7 +247,7 @@ class Walk:
       more_refs: in global memory, where the problem is dynamic the queries that see each key, and
         where it is segmented the ids of queries, as many as there are in all blocks, and of keys.
       elements: mask and bias, with rows of keys, of a problem that has them.
-      dropout: words of a problem that has it.
+      key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
     """
 
     tiles: KeyTiles
@@ -256,7 +256,7 @@ class Walk:
     block: Any
     more_refs: tuple[Any, ...] = ()
     elements: ElementRefs | None = None
-    dropout: DropoutRefs | None = None
+    key_words_ref: Any = None
 
     @classmethod
     def of_refs(cls, tiles: KeyTiles, block, refs) -> "tuple[Walk, list]":
@@ -264,9 +264,13 @@ class Walk:
         schedule_ref, seeing_blocks_ref, *refs = refs
         count = int(tiles.problem.dynamic) + 2 * int(tiles.problem.segmented)
         more_refs = tuple(refs[:count])
-        dropout, refs = DropoutRefs.split(tiles.problem, refs[count:])
-        elements, operands = ElementRefs.split(tiles.problem, refs, transposed=True)
-        walk = cls(tiles, schedule_ref, seeing_blocks_ref, block, more_refs, elements, dropout)
+        key_words_ref = None
+        if tiles.problem.dropout:
+            key_words_ref, count = refs[count], count + 1
+        elements, operands = ElementRefs.split(tiles.problem, refs[count:], transposed=True)
+        walk = cls(
+            tiles, schedule_ref, seeing_blocks_ref, block, more_refs, elements, key_words_ref
+        )
         return walk, operands
 
     def count(self):
@@ -408,11 +412,12 @@ class Walk:
 
     def key_words(self, index, own_first_key: int) -> jax.Array | None:
         """Words of dropout of a consumer's keys of a tile, `(64,)` int32; None without dropout."""
-        if self.dropout is None or not self.tiles.problem.dropout:
+        if self.key_words_ref is None:
             return None
         place = self.locate(index)
         first_key = place[0] * self.tiles.block_kv + own_first_key
-        return self.dropout.of_key_rows(self.batch_of(place), first_key)
+        last_key = self.tiles.problem.key_length - 1
+        return load_rows(self.key_words_ref.at[self.batch_of(place)], first_key, last_key)
 
     def first_unmasked_block(self, index, own_first_key: int):
         """The query blocks of a head from there on need no mask, up to `end_unmasked_block`."""
@@ -523,20 +528,22 @@ class Walk:
         return one_head(j)
 
 
-def start_with_words(start: jax.Array, words: Words | None) -> jax.Array:
-    """What kernels that own keys take as `start`: one array, as a copy more takes registers.
+def with_words(words: Words | None, start: jax.Array, *statistics: jax.Array) -> jax.Array:
+    """What kernels that own keys take as `start`: one array, as each copy takes registers.
 
     Args:
-      start: `[B, N, R]` float32.
       words: of dropout, or None.
+      start, *statistics: `[B, N, R]` float32.
 
     Returns:
-      start, or `[B, N, 2, R]` float32 of start and the bits of the words of queries.
+      Without words start; with them `[B, N, 2 or more, R]` float32 of start, the bits of the words
+      of queries, and the other statistics.
     """
     if words is None:
         return start
     query_words = jnp.pad(words[0], ((0, 0), (0, 0), (0, start.shape[2] - words[0].shape[2])))
-    return jnp.stack([start, lax.bitcast_convert_type(query_words, jnp.float32)], axis=2)
+    query_words = lax.bitcast_convert_type(query_words, jnp.float32)
+    return jnp.stack([start, query_words, *statistics], axis=2)
 
 
 @dataclasses.dataclass(frozen=True)
