@@ -63,6 +63,9 @@ def draw(number: int, longest: int, most: int) -> tuple[tuple, dict[str, Any]]:
         if S == T and more.random() < 0.7:
             key_ids = query_ids
         options |= dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
+    latest = np.random.default_rng([number, longest, 2])
+    if latest.random() < 0.3:
+        options["dropout_rate"] = float(latest.choice([0.125, 0.5, 0.875]))
     return arrays, options
 
 
