@@ -46,6 +46,7 @@ def unsupported(call: Call) -> str | None:
     batch, query_length, heads, width = call.query.shape
     key_length, value_width = call.key.shape[1], call.value.shape[-1]
     see = call.visibility
+    has_dropout = call.dropout_rate > 0
     reasons = {
         f"dtype {call.query.dtype}: the kernels take bfloat16 and float16": (
             call.query.dtype not in _DTYPES
@@ -67,6 +68,10 @@ def unsupported(call: Call) -> str | None:
             call.logits_soft_cap is not None
             and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
         ),
+        # Registers would spill: 30 to 290 bytes.
+        "logits_soft_cap with dropout, at widths up to 128": has_dropout
+        and call.logits_soft_cap is not None
+        and max(width, value_width) <= 128,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -336,7 +341,9 @@ class _Settings:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings, query, key, value, sinks, intervals, ids, query_words, key_words, elements):
+def _attention(
+    settings, query, key, value, sinks, intervals, ids, query_words, key_words, elements
+):
     """Output `[B, T, N, h]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
 
     Intervals are one `[B, 2, T]`, or none where they are static. Ids are `[B, T]` of queries and

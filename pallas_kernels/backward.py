@@ -176,7 +176,13 @@ def attention_gradients(
         )
         if isinstance(config, BackwardKeyConfig):
             gradients = backward_key.key_value_gradients(
-                *operands_of_keys, intervals, ids, elements, dropout_words, problem=problem, config=config
+                *operands_of_keys,
+                intervals,
+                ids,
+                elements,
+                dropout_words,
+                problem=problem,
+                config=config,
             )
         else:
             main = _build_main(problem, config, key.shape[1], interpreting(), False)
@@ -224,7 +230,9 @@ def _build_main(
     query_blocks = tiles.query_blocks
     # There are registers for weights and dQ at a time only where all else is simple.
     simple = not (tiles.any_mask or group > 1) and key_columns.tiles == value_columns.tiles == 1
-    early_weights = (simple and not has_dropout) or (width <= 64 and not (problem.segmented and group > 1))
+    early_weights = (simple and not has_dropout) or (
+        width <= 64 and not (problem.segmented and group > 1)
+    )
     early_weights = early_weights and not problem.has_elements
     # Where there are no registers for dP' at a time.
     weights_first = problem.has_elements or (has_cap and problem.by_batch and width <= 64)

@@ -118,9 +118,7 @@ def key_value_gradients(
     """
     kernel = _build(problem, config, key.shape[1], interpreting())
     operands = query, key, value, d_out, start, minus_delta
-    return kernel(
-        intervals, ids, dropout_words, *elements.operands(transposed=True), *operands
-    )
+    return kernel(intervals, ids, dropout_words, *elements.operands(transposed=True), *operands)
 
 
 class _Parts(NamedTuple):

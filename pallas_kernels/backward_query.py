@@ -336,7 +336,10 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
             def compute(dq_acc, s_acc, dp_acc):
                 start = per_row(start_ref) * (1.0 if has_cap else factor)
                 minus_delta = per_row(delta_ref)
-                query_words = dropout.of_rows(*batch_and_head(), first_row_of(warpgroup))
+                query_words = None
+                if problem.dropout:
+                    batch, head = batch_and_head()
+                    query_words = dropout.of_rows(batch, head, first_row_of(warpgroup))
 
                 def skip(j, _):
                     """A key block that no row of this consumer sees."""

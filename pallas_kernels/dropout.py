@@ -6,7 +6,7 @@ and wraps:
 
     row     finaliser of key, b, n, i, an odd word a query of a head          once a query
     column  finaliser of key and j, with 8 set to 0 in j, an odd word         once a key
-    value   upper ^ lower half of the 64-bit product row * column             for (i, j) and (i, j + 8)
+    value   upper ^ lower half of the 64-bit product row * column             for j and j + 8
     dropped where 15 bits of the value, the lower if j has no 8, the upper if it has, plus
             rate * 2^15 reach 2^15
 
@@ -19,7 +19,8 @@ Kernels negate dropped weights, which costs no register, and cast with negative 
 
     forward    sums are of weights before; O is of the others, divided by 1 - rate at its end
     backward   with W = P, or -P where dropped, and Z = 1 / (1 - rate), or 0 where dropped,
-               dS = P * (dP * Z - delta) = (W * dP + |W| * (dP - 2 * (1 - rate) * delta)) / (2 * (1 - rate))
+               dS = P * (dP * Z - delta)
+                  = (W * dP + |W| * (dP - 2 * (1 - rate) * delta)) / (2 * (1 - rate))
                of which what is in brackets is computed, with `Problem.delta_unit` in delta and
                `Problem.d_logit_unit` in the gradients' last factor
 """

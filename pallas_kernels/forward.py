@@ -544,17 +544,15 @@ def _build(
                     operand = first_operand(weights, place, end_block - 1)
                     return lax.optimization_barrier(operand), state
 
-                def key_step(
-                    j, carry, *, steps, index, place, words, end_block, exact, far=False
-                ):
+                def key_step(j, carry, *, steps, index, place, words, end_block, exact, far=False):
                     """Logits of step j's key block together with the output of the step before."""
                     weights, state = carry
-                    tile, batch, head = place
+                    tile, batch, _ = place
                     needs_mask = exact or far
                     compares = needs_mask and problem.segmented and registers_are_short
                     if loads_elements or compares:  # read anew: registers are short
                         number = number_of(index + fresh_zero())
-                        tile, batch, head = tiles.locate(number)
+                        tile, batch, _ = tiles.locate(number)
                         end_block = end_of(tile, batch)
                     if needs_mask:
                         bounds = bounds_of(tile, batch)

@@ -385,9 +385,7 @@ _HALF_SIGNS = 0x7FFF7FFF  # the others of a word than the highest bit of each ha
 def paired_values(rows: jax.Array, columns: jax.Array) -> jax.Array:
     """Upper xor lower half of the 64-bit products of uint32, less the highest bit of each half."""
     low = jnp.uint32(0xFFFF)
-    (row_high, row_low), (column_high, column_low) = (
-        (x >> 16, x & low) for x in (rows, columns)
-    )
+    (row_high, row_low), (column_high, column_low) = ((x >> 16, x & low) for x in (rows, columns))
     right, left = row_low * column_high, row_high * column_low
     middle = ((row_low * column_low) >> 16) + (right & low) + (left & low)
     upper = row_high * column_high + (right >> 16) + (left >> 16) + (middle >> 16)
@@ -450,8 +448,7 @@ def negate_dropped_transposed(
     @plgpu.inline_mgpu(arg_types=(_TILE, _TILE, _TILE), return_type=shape)
     def negate(_, tile, *words):
         rows, columns = (
-            {(group, half): pair for _, group, half, pair in _fragments(x.registers)}
-            for x in words
+            {(group, half): pair for _, group, half, pair in _fragments(x.registers)} for x in words
         )
 
         @functools.cache
@@ -503,7 +500,7 @@ def _with_signs(tile, sign_of):
 
 
 def positive_operand(tile: jax.Array, dtype) -> jax.Array:
-    """A float32 tile as an operand, bfloat16 or float16, with 0 in the place of what is negative."""
+    """A float32 tile as an operand, bfloat16 or float16, with 0 where it is negative."""
     if interpreting():
         return jnp.maximum(tile, 0.0).astype(dtype)
 

@@ -97,7 +97,8 @@ def capped_weights(
     def compute(logits, minus_lse, *words):
         weights = jnp.exp2(logits * factor + minus_lse * factor)
         if words:
-            weights = negated_transposed(weights, *words, problem)
+            key_words, query_words = words
+            weights = negated_transposed(weights, key_words, query_words, problem)
         return as_operand(weights, problem), weights * cap_slope(logits)
 
     return by_columns(compute, logits, minus_lse, *(words or ()))

@@ -54,7 +54,7 @@ def test_forward_and_backward_drop_what_the_hash_says(T, S, H, is_causal):
         (113, 203, 2, 1, 128, jnp.bfloat16, dict(is_causal=True, query_offset=90)),
         (90, 80, 1, 1, 128, jnp.float16, dict(local_window_size=(40, 9), deterministic=True)),
         (70, 200, 2, 1, 256, jnp.bfloat16, dict(is_causal=True, query_offset=-10)),
-        (70, 133, 2, 1, 40, jnp.bfloat16, dict(logits_soft_cap=2.0)),
+        (70, 133, 2, 1, 40, jnp.bfloat16, dict(local_window_size=(60, 30))),
         (70, 133, 2, 1, 256, jnp.bfloat16, dict(logits_soft_cap=2.0, is_causal=True)),
         (70, 133, 2, 1, 128, jnp.float16, with_lengths(key_value_seq_lengths=[100, 0])),
         (90, 80, 2, 2, 64, jnp.bfloat16, with_lengths(query_seq_lengths=[50, 0])),
@@ -71,8 +71,8 @@ def test_dropout(T, S, N, K, H, dtype, options):
     [
         (64, None, "bs", dict(is_causal=True, sinks=True)),
         (64, "bnts", "nts", dict(deterministic=True)),
-        (128, None, "bnt", dict(logits_soft_cap=2.0)),
-        (256, "nts", "s", dict(is_causal=True)),
+        (128, None, "bnt", {}),
+        (256, "nts", "s", dict(is_causal=True, logits_soft_cap=2.0)),
     ],
 )
 def test_with_mask_bias_and_sinks(H, mask_axes, bias_axes, options):

@@ -17,7 +17,6 @@ from tests import oracle
 from tests.support.interpret import interpret_mode
 from tests.support.rounding import assert_as_accurate_as_plain, plain_attention
 
-
 DROPOUT_KEY = jax.random.key(31)
 
 

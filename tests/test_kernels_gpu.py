@@ -523,7 +523,7 @@ def test_soft_cap_where_maxima_jump(H):
 DROPOUT = [
     (64, {}),
     (64, {"is_causal": True}),
-    (64, {"local_window_size": (300, 0), "logits_soft_cap": 5.0}),
+    (64, {"local_window_size": (300, 0)}),
     (128, {}),
     (128, {"is_causal": True, "deterministic": True}),
     (128, {"key_value_seq_lengths": jnp.array([900, 3])}),

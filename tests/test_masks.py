@@ -262,7 +262,10 @@ def test_values_are_uniform_and_halves_of_a_word_independent():
     values = np.asarray(paired_values(rows, columns)).ravel()
     halves = values & 0xFFFF, values >> 16
     assert max(x.max() for x in halves) < 2**15
-    for counts in (*map(np.bincount, halves), np.bincount((halves[0] >> 8) * 128 + (halves[1] >> 8))):
+    for counts in (
+        *map(np.bincount, halves),
+        np.bincount((halves[0] >> 8) * 128 + (halves[1] >> 8)),
+    ):
         expected = values.size / counts.size
         chi_squared = ((counts - expected) ** 2 / expected).sum()
         assert abs(chi_squared - counts.size) < 5 * (2 * counts.size) ** 0.5
