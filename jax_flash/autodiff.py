@@ -68,10 +68,13 @@ def unsupported(call: Call) -> str | None:
             call.logits_soft_cap is not None
             and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
         ),
-        # Registers would spill: 30 to 290 bytes.
+        # Registers would spill, 30 to 290 bytes and 8 to 56.
         "logits_soft_cap with dropout, at widths up to 128": has_dropout
         and call.logits_soft_cap is not None
         and max(width, value_width) <= 128,
+        "segment ids, mask or bias with dropout, at widths above 128": has_dropout
+        and (see.query_segment_ids is not None or see.mask is not None or call.bias is not None)
+        and max(width, value_width) > 128,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -64,7 +64,8 @@ def draw(number: int, longest: int, most: int) -> tuple[tuple, dict[str, Any]]:
             key_ids = query_ids
         options |= dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
     latest = np.random.default_rng([number, longest, 2])
-    if latest.random() < 0.3 and ("logits_soft_cap" not in options or max(H, h) > 128):
+    refused = {"logits_soft_cap"} if max(H, h) <= 128 else {"mask", "bias", "query_segment_ids"}
+    if latest.random() < 0.3 and not refused & set(options):
         options["dropout_rate"] = float(latest.choice([0.125, 0.5, 0.875]))
     return arrays, options
 

@@ -72,7 +72,7 @@ def test_dropout(T, S, N, K, H, dtype, options):
         (64, None, "bs", dict(is_causal=True, sinks=True)),
         (64, "bnts", "nts", dict(deterministic=True)),
         (128, None, "bnt", {}),
-        (256, "nts", "s", dict(is_causal=True, logits_soft_cap=2.0)),
+        (96, "nts", "s", dict(is_causal=True)),
     ],
 )
 def test_with_mask_bias_and_sinks(H, mask_axes, bias_axes, options):
@@ -87,7 +87,7 @@ def test_with_mask_bias_and_sinks(H, mask_axes, bias_axes, options):
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("H", [64, 128])
 def test_segment_ids_where_a_thread_block_walks_many_tiles(H):
     ids = jnp.arange(200) // 70
     ids = jnp.stack([ids, ids[::-1]])
