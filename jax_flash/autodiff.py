@@ -46,7 +46,14 @@ def unsupported(call: Call) -> str | None:
     batch, query_length, heads, width = call.query.shape
     key_length, value_width = call.key.shape[1], call.value.shape[-1]
     see = call.visibility
-    has_dropout = call.dropout_rate > 0
+    has_dropout, has_cap = call.dropout_rate > 0, call.logits_soft_cap is not None
+    has_dense = see.mask is not None or (call.bias is not None and call.bias.shape[2] > 1)
+    lengths = see.query_seq_lengths, see.key_value_seq_lengths
+    by_batch = (
+        see.query_segment_ids is not None
+        or lengths != (None, None)
+        or not isinstance(see.query_offset, int)
+    )
     reasons = {
         f"dtype {call.query.dtype}: the kernels take bfloat16 and float16": (
             call.query.dtype not in _DTYPES
@@ -68,13 +75,15 @@ def unsupported(call: Call) -> str | None:
             call.logits_soft_cap is not None
             and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
         ),
-        # Registers would spill, 30 to 290 bytes and 8 to 56.
-        "logits_soft_cap with dropout, at widths up to 128": has_dropout
-        and call.logits_soft_cap is not None
-        and max(width, value_width) <= 128,
-        "segment ids, mask or bias with dropout, at widths above 128": has_dropout
-        and (see.query_segment_ids is not None or see.mask is not None or call.bias is not None)
-        and max(width, value_width) > 128,
+        # Registers would spill.
+        "dropout with a soft cap, a mask or a bias of queries, at widths up to 128": (
+            has_dropout and max(width, value_width) <= 128 and (has_cap or has_dense)
+        ),
+        "dropout with segment ids, mask, bias, lengths or an offset array, at widths above 128": (
+            has_dropout
+            and max(width, value_width) > 128
+            and (by_batch or see.mask is not None or call.bias is not None)
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

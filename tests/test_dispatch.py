@@ -167,7 +167,7 @@ DROPOUT = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
         (DROPOUT | {"is_causal": True, "sinks": jnp.ones(N)}, None),
         (
             DROPOUT | {"logits_soft_cap": 30.0},
-            "logits_soft_cap with dropout, at widths up to 128",
+            "dropout with a soft cap, a mask or a bias of queries, at widths up to 128",
         ),
         (DROPOUT | {"bias": jnp.ones((N, 1, S))}, None),
     ],
