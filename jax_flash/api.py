@@ -15,7 +15,8 @@ from jax_flash import dispatch
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
 from jax_flash.quantization import FLOAT8, Quantized
-from pallas_kernels.config import Config
+from pallas_kernels import dropout
+from pallas_kernels.config import DROPOUT_STEPS, Config
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -100,7 +101,8 @@ def attention(
         for all. S - T aligns the last query with the last key. Causal and window alone use it.
       logits_soft_cap: cap > 0: logits, bias included, become cap * tanh(logits / cap).
       sinks: floating `[N]`: a logit per query head that takes weight but has no value.
-      dropout_rate: probability in [0, 1) of dropping a weight; the others grow by 1 / (1 - rate).
+      dropout_rate: probability in [0, 1) of dropping a weight; the others grow by 1 / (1 - rate). A
+        multiple of 2^-15, or as good as the next such between 0 and 1.
       dropout_key: a JAX random key, needed where dropout_rate > 0. What is dropped depends on
         (key, b, n, i, j) alone, so it is the same on every implementation. Under vmap b counts
         within one mapped call: map the key too. Keys of four words (rbg) are folded to two.
@@ -372,7 +374,7 @@ def _checked(
         bias=bias,
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
-        dropout_rate=float(dropout_rate),
+        dropout_rate=dropout.steps_of(float(dropout_rate)) / DROPOUT_STEPS,
         dropout_key=dropout_key,
         return_residual=bool(return_residual),
         deterministic=bool(deterministic),

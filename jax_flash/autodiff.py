@@ -25,7 +25,7 @@ from jax.interpreters import mlir
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
 from jax_flash.sharding import over_devices, placed, vary_alike
-from pallas_kernels import backward, forward, segments
+from pallas_kernels import backward, dropout, forward, segments
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels.config import SUPPORTED_WIDTHS, Config, Problem, default
 from pallas_kernels.elements import BIAS_DTYPES, Elements
@@ -46,6 +46,14 @@ def unsupported(call: Call) -> str | None:
     batch, query_length, heads, width = call.query.shape
     key_length, value_width = call.key.shape[1], call.value.shape[-1]
     see = call.visibility
+    has_dropout, has_cap = call.dropout_rate > 0, call.logits_soft_cap is not None
+    has_dense = see.mask is not None or (call.bias is not None and call.bias.shape[2] > 1)
+    lengths = see.query_seq_lengths, see.key_value_seq_lengths
+    by_batch = (
+        see.query_segment_ids is not None
+        or lengths != (None, None)
+        or not isinstance(see.query_offset, int)
+    )
     reasons = {
         f"dtype {call.query.dtype}: the kernels take bfloat16 and float16": (
             call.query.dtype not in _DTYPES
@@ -67,7 +75,15 @@ def unsupported(call: Call) -> str | None:
             call.logits_soft_cap is not None
             and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
         ),
-        "dropout": call.dropout_rate > 0,
+        # Registers would spill.
+        "dropout with a soft cap, a mask or a bias of queries, at widths up to 128": (
+            has_dropout and max(width, value_width) <= 128 and (has_cap or has_dense)
+        ),
+        "dropout with segment ids, mask, bias, lengths or an offset array, at widths above 128": (
+            has_dropout
+            and max(width, value_width) > 128
+            and (by_batch or see.mask is not None or call.bias is not None)
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -91,7 +107,7 @@ def gradients(
     """
     settings, operands = _prepared(call)
     # A row that sees nothing of these keys has no weights here, whatever it has elsewhere.
-    query, key, value, _, intervals, ids, _ = operands
+    query, key, value, _, intervals, ids, *_ = operands
     problem = settings.problem(query, key, value)
     seeing = _zero_unseeing(jnp.ones(lse.shape, jnp.int8), problem, intervals, ids) > 0
     lse, d_lse = jnp.where(seeing, lse, -jnp.inf), jnp.where(seeing, d_lse, 0.0)
@@ -137,6 +153,7 @@ def _prepared(call: Call):
         has_mask=has_mask,
         has_bias=has_bias,
         soft_cap=call.logits_soft_cap,
+        dropout=dropout.steps_of(call.dropout_rate),
         deterministic=call.deterministic,
         config=call.config
         or default(
@@ -160,8 +177,27 @@ def _prepared(call: Call):
     if not settings.all_count:
         query = _zero_unseeing(query, problem, intervals, ids)
         key, value = (_zero_unseen(x, problem, intervals, ids) for x in (key, value))
-    operands = query, key, value, sinks, intervals, ids, elements
+    operands = query, key, value, sinks, intervals, ids, *_words(call), elements
     return settings, placed(operands, _OPERANDS)
+
+
+def _words(call: Call) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Words of dropout of queries and of keys, one `[B, N, T]` and one `[B, S]`, or none each."""
+    if call.dropout_key is None:
+        return (), ()
+    (batch, query_length, heads, _), key_length = call.query.shape, call.key.shape[1]
+    query_words = dropout.query_words(
+        call.dropout_key,
+        jnp.arange(batch)[:, None, None],
+        jnp.arange(heads)[:, None],
+        jnp.arange(query_length),
+    )
+    # For each batch entry, as vmap makes the batch longer.
+    key_words = dropout.columns_of_keys(call.dropout_key, jnp.arange(key_length))
+    key_words = jnp.broadcast_to(key_words, (batch, key_length))
+    # Of their own dtype, for which kernels have loads.
+    as_int = lambda x: lax.bitcast_convert_type(x, jnp.int32)
+    return (as_int(query_words),), (as_int(key_words),)
 
 
 def _intervals(call: Call) -> tuple[int | None, int | None, tuple[jax.Array, ...]]:
@@ -289,6 +325,7 @@ class _Settings:
     has_mask: bool
     has_bias: bool
     soft_cap: float | None
+    dropout: int
     deterministic: bool
     config: Config
 
@@ -311,17 +348,22 @@ class _Settings:
             has_bias=self.has_bias,
             value_width=value.shape[-1],
             soft_cap=self.soft_cap,
+            dropout=self.dropout,
         )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings, query, key, value, sinks, intervals, ids, elements):
+def _attention(
+    settings, query, key, value, sinks, intervals, ids, query_words, key_words, elements
+):
     """Output `[B, T, N, h]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
 
     Intervals are one `[B, 2, T]`, or none where they are static. Ids are `[B, T]` of queries and
-    `[B, S]` of keys, or none.
+    `[B, S]` of keys, or none. Words of dropout are one `[B, N, T]` of queries and one `[B, S]` of
+    keys, or none.
     """
-    return _attention_forward(settings, query, key, value, sinks, intervals, ids, elements)[0]
+    operands = query, key, value, sinks, intervals, ids, query_words, key_words, elements
+    return _attention_forward(settings, *operands)[0]
 
 
 def _attention_with_residuals(settings, *args):
@@ -347,16 +389,18 @@ class _Static:
     holds: bool
 
 
-def _attention_forward(settings, query, key, value, sinks, intervals, ids, elements):
+def _attention_forward(settings, *operands):
     run = _folding_vmap(functools.partial(_run_forward, settings))
-    out, lse = run(query, key, value, sinks, intervals, ids, elements)
+    out, lse = run(*operands)
     out = checkpoint_name(out, OUT_NAME)
     lse = checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (query, key, value, sinks, intervals, ids, elements, out, lse)
+    return (out, lse), (*operands, out, lse)
 
 
 def _attention_backward(settings, residuals, cotangents):
-    bias_wanted, query, key, value, sinks, intervals, ids, elements, *results = residuals
+    bias_wanted, *operands, out, lse = residuals
+    query, key, value, sinks, *masks, elements = operands
+    results = out, lse
     cotangents = [
         jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
     ]
@@ -367,11 +411,11 @@ def _attention_backward(settings, residuals, cotangents):
     run = _folding_vmap(functools.partial(_run_backward, settings))
     # A sink is in the LSE: to the gradients of the others it is no more than that.
     d_query, d_key, d_value, *d_bias = run(
-        query, key, value, intervals, ids, elements, differentiated, *results, *cotangents
+        query, key, value, *masks, elements, differentiated, *results, *cotangents
     )
     d_sinks = tuple(_sink_gradient(sink, *results, *cotangents) for sink in sinks)
     d_elements = Elements(None, *d_bias) if d_bias else None
-    return d_query, d_key, d_value, d_sinks, None, None, d_elements
+    return d_query, d_key, d_value, d_sinks, *(None for _ in masks), d_elements
 
 
 def _sink_gradient(sink, out, lse, d_out, d_lse):
@@ -406,7 +450,8 @@ _results_of.defvjp(_results_with_residuals, _results_backward, symbolic_zeros=Tr
 
 # Letters of `sharding.over_devices`: of several arrays, and of the operands of `_attention`.
 _QUERY, _KEY, _ROWS, _INTERVALS, _IDS, _ELEMENTS = "b.n.", "b.k.", "bn.", "b..", "b.", "bn.."
-_OPERANDS = _QUERY, _KEY, _KEY, "bn", _INTERVALS, _IDS, _ELEMENTS
+_MASKS = _INTERVALS, _IDS, _ROWS, _IDS  # words of dropout too
+_OPERANDS = _QUERY, _KEY, _KEY, "bn", *_MASKS, _ELEMENTS
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
@@ -415,10 +460,10 @@ def _run_forward(settings, leading, *args):
     return over_devices(run, _OPERANDS, (_QUERY, _ROWS), leading)(*args)
 
 
-def _local_forward(settings, query, key, value, sinks, intervals, ids, elements):
+def _local_forward(settings, query, key, value, *operands):
     problem = settings.problem(query, key, value)
 
-    def kernel(query, key, value, sinks, intervals, ids, elements):
+    def kernel(query, key, value, sinks, intervals, ids, query_words, key_words, elements):
         out, lse = forward.attention(
             _pad_rows(query),
             _pad_rows(key),
@@ -427,6 +472,7 @@ def _local_forward(settings, query, key, value, sinks, intervals, ids, elements)
             next(iter(intervals), None),
             ids or None,
             elements,
+            (*query_words, *key_words) or None,
             problem=problem,
             config=settings.config.forward,
         )
@@ -439,26 +485,28 @@ def _local_forward(settings, query, key, value, sinks, intervals, ids, elements)
         jax.ShapeDtypeStruct(out_shape, query.dtype),
         jax.ShapeDtypeStruct(lse_shape, jnp.float32),
     )
-    return _on_hopper(kernel, out_types, query, key, value, sinks, intervals, ids, elements)
+    return _on_hopper(kernel, out_types, query, key, value, *operands)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_backward(settings, leading, *args):
     results_and_cotangents = _QUERY, _ROWS, _QUERY, _ROWS
-    operands = _QUERY, _KEY, _KEY, _INTERVALS, _IDS, _ELEMENTS, _ELEMENTS, *results_and_cotangents
-    differentiated = args[6]
+    operands = _QUERY, _KEY, _KEY, *_MASKS, _ELEMENTS, _ELEMENTS, *results_and_cotangents
+    differentiated = args[-5]
     results = _QUERY, _KEY, _KEY, *(_ELEMENTS for _ in differentiated)
     run = functools.partial(_local_backward, settings)
     return over_devices(run, operands, results, leading)(*args)
 
 
-def _local_backward(
-    settings, query, key, value, intervals, ids, elements, differentiated, out, lse, d_out, d_lse
-):
+def _local_backward(settings, *args):
     """Gradients of query, key, value, and of the bias where `differentiated` has one."""
+    query, key, value, *_, differentiated, _, _, _, _ = args
     problem = settings.problem(query, key, value)
 
-    def kernel(query, key, value, intervals, ids, elements, differentiated, out, lse, d_out, d_lse):
+    def kernel(
+        query, key, value, intervals, ids, query_words, key_words, elements,
+        differentiated, out, lse, d_out, d_lse,
+    ):  # fmt: skip
         query, d_out = _zero_empty(query, d_out, lse, problem)
         if not settings.all_count:
             d_out = _zero_unseeing(d_out, problem, intervals, ids)
@@ -479,13 +527,13 @@ def _local_backward(
             intervals=next(iter(intervals), None),
             ids=ids or None,
             elements=elements,
+            dropout_words=(*query_words, *key_words) or None,
             with_bias_gradient=bool(differentiated),
         )
         rows, keys = problem.query_length, problem.key_length
         return _keep_apart((d_query[:, :rows], d_key[:, :keys], d_value[:, :keys], *d_bias))
 
     out_types = tuple(jax.typeof(x) for x in (query, key, value, *differentiated))
-    args = query, key, value, intervals, ids, elements, differentiated, out, lse, d_out, d_lse
     return _on_hopper(kernel, out_types, *args)
 
 

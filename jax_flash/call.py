@@ -31,7 +31,7 @@ class Call:
       bias: None or 4D, each axis of `[B, N, T, S]` whole or 1; added to the scaled logits.
       logits_soft_cap: None or a positive float; logits become cap * tanh(logits / cap).
       sinks: None or `[N]`, one more logit per query head in the softmax denominator.
-      dropout_rate: probability of dropping an attention weight, in [0, 1).
+      dropout_rate: probability of dropping an attention weight, in [0, 1), a multiple of 2^-15.
       dropout_key: None, or `[2]` uint32 words that with (b, n, i, j) decide what is dropped.
       return_residual: the caller wants the LSE.
       deterministic: gradients must be bitwise reproducible.

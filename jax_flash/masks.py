@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import dropout
+
 # A window of this many keys or more has no end on that side. Positions and offsets are below half
 # of it, so that position + offset + window fits int32; an offset array saturates there.
 _FAR = 2**30
@@ -143,33 +145,16 @@ def dropout_keep(key_words, rate: float, batch, head, rows, cols) -> jax.Array:
     """Which attention weights survive dropout: a pure function of the key and of (b, n, i, j).
 
     A hash rather than a random stream, so that every implementation, tiling and sharding, forward
-    and backward, drops the same set without storing it. All arithmetic is uint32 and wraps. What
-    depends on the row alone is hashed first; an element then costs one finaliser (two multiplies)
-    on top of one multiply a column.
+    and backward, drops the same set without storing it: that of `pallas_kernels/dropout.py`.
 
     Args:
       key_words: two uint32 words, `[2]` or a pair of scalars.
-      rate: probability of dropping, in [0, 1).
+      rate: probability of dropping, in [0, 1): a multiple of 2^-15, or the next such.
       batch, head, rows, cols: integers b, n, i, j, global indices, mutually broadcastable.
 
     Returns:
       bool, of the broadcast shape: True where the weight is kept.
     """
-    batch, head, rows, cols = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, rows, cols))
-    # The key words stand at both ends: two keys that collide in one row do not in the next.
-    word = _finalise(key_words[0] ^ jnp.uint32(_ODD))
-    for part in (rows, head, batch, key_words[1]):
-        word = _finalise(word + jnp.uint32(_ODD) ^ part)
-    element = _finalise(word ^ (cols * jnp.uint32(_ODD)))
-    threshold = min(round(rate * 2**32), 2**32 - 1)
-    return element >= jnp.uint32(threshold)
-
-
-_ODD = 0x9E3779B9  # 2**32 over the golden ratio: consecutive multiples spread over all bits
-
-
-def _finalise(x):
-    """Mixes every bit of a uint32 into every other (Ettinger's two-round hash, hash-prospector)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
-    x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
-    return x ^ (x >> 15)
+    query_words = dropout.query_words(key_words, batch, head, rows)
+    key_words = dropout.columns_of_keys(key_words, cols)
+    return dropout.is_kept(query_words, key_words, cols, dropout.steps_of(rate))

@@ -65,10 +65,11 @@ from pallas_kernels.config import (
     BackwardQueryConfig,
     Problem,
 )
+from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
-from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
-from pallas_kernels.online_softmax import LOG2E
+from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query, with_words
+from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     OPERAND,
@@ -106,6 +107,7 @@ def attention_gradients(
     intervals: jax.Array | None = None,
     ids: tuple[jax.Array, jax.Array] | None = None,
     elements: Elements = NO_ELEMENTS,
+    dropout_words: Words | None = None,
     with_bias_gradient: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Gradients of attention.
@@ -129,6 +131,8 @@ def attention_gradients(
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
         `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
       elements: mask and bias of a problem that has them (`elements.py`).
+      dropout_words: None, or for a problem with dropout the words of queries and keys, int32
+        `[B, N, problem.query_length]` and `[B, problem.key_length]` (`dropout.py`).
       with_bias_gradient: the bias has a gradient too, which takes a kernel of its own.
 
     Returns:
@@ -159,23 +163,37 @@ def attention_gradients(
     operands = query, key, value, d_out, start, minus_delta
     d_bias: tuple[jax.Array, ...] = ()
     if with_bias_gradient:
-        d_bias = (bias_gradient.bias_gradient(*operands, intervals, elements, problem=problem),)
+        of_bias = bias_gradient.bias_gradient(
+            *operands, intervals, elements, dropout_words, problem=problem
+        )
+        d_bias = (of_bias,)
+    statistics = (start,) if deterministic and problem.widest > 128 else (start, minus_delta)
+    start = with_words(dropout_words, *statistics)
+    operands_of_keys = query, key, value, d_out, start, minus_delta
     if deterministic:
         dq = backward_query.query_gradient(
-            *operands, intervals, ids, elements, problem=problem, config=query_config
+            *operands, intervals, ids, elements, dropout_words, problem=problem, config=query_config
         )
         if isinstance(config, BackwardKeyConfig):
             gradients = backward_key.key_value_gradients(
-                *operands, intervals, ids, elements, problem=problem, config=config
+                *operands_of_keys,
+                intervals,
+                ids,
+                elements,
+                dropout_words,
+                problem=problem,
+                config=config,
             )
         else:
             main = _build_main(problem, config, key.shape[1], interpreting(), False)
-            gradients = main(intervals, ids, *elements.operands(transposed=True), *operands)
+            element_operands = elements.operands(transposed=True)
+            gradients = main(intervals, ids, dropout_words, *element_operands, *operands_of_keys)
         return dq, *gradients, *d_bias
     d_query = jax.new_ref(*zeros)
     main = _build_main(problem, config, key.shape[1], interpreting(), True)
     element_operands = elements.operands(transposed=True)
-    d_key, d_value = main(intervals, ids, *element_operands, *operands, d_query)
+    main_operands = (*element_operands, *operands_of_keys, d_query)
+    d_key, d_value = main(intervals, ids, dropout_words, *main_operands)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())
     return cast(jax.freeze(d_query)), d_key, d_value, *d_bias
 
@@ -197,7 +215,9 @@ def _build_main(
         for columns in _tiles_of(value_columns.size)
     ]
     factor = problem.logit_unit * LOG2E
-    has_cap = problem.soft_cap is not None
+    has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
+    # With dropout start, words of queries and delta are one array, as copies take registers.
+    together = (3,) if has_dropout else ()
     if block_q * width != _CONSUMERS * _DQ_TILE**2:
         raise ValueError(
             f"block_q: got {block_q} at width {width}, needs {_CONSUMERS * _DQ_TILE**2 // width},"
@@ -210,7 +230,9 @@ def _build_main(
     query_blocks = tiles.query_blocks
     # There are registers for weights and dQ at a time only where all else is simple.
     simple = not (tiles.any_mask or group > 1) and key_columns.tiles == value_columns.tiles == 1
-    early_weights = simple or (width <= 64 and not (problem.segmented and group > 1))
+    early_weights = (simple and not has_dropout) or (
+        width <= 64 and not (problem.segmented and group > 1)
+    )
     early_weights = early_weights and not problem.has_elements
     # Where there are no registers for dP' at a time.
     weights_first = problem.has_elements or (has_cap and problem.by_batch and width <= 64)
@@ -241,13 +263,16 @@ def _build_main(
         ds_smem=plgpu.SMEM(
             (2, block_q // _DQ_TILE, _BLOCK_KV, _DQ_TILE), dtype, transforms=OPERAND
         ),
-        start_smem=plgpu.SMEM((stages, block_q), jnp.float32),
-        delta_smem=plgpu.SMEM((stages, block_q), jnp.float32),
+        start_smem=plgpu.SMEM((stages, *together, block_q), jnp.float32),
         k_full=plgpu.Barrier(num_arrivals=key_columns.tiles, num_barriers=_K_SLOTS),
         v_full=plgpu.Barrier(num_arrivals=value_columns.tiles),
         q_full=plgpu.Barrier(num_arrivals=key_columns.tiles + 1, num_barriers=stages),
-        o_full=plgpu.Barrier(num_arrivals=value_columns.tiles + 1, num_barriers=stages),
+        o_full=plgpu.Barrier(
+            num_arrivals=value_columns.tiles + int(not has_dropout), num_barriers=stages
+        ),
     )
+    if not has_dropout:
+        scratch["delta_smem"] = plgpu.SMEM((stages, block_q), jnp.float32)
     if with_query_gradient:
         scratch["dq_smem"] = plgpu.SMEM((_CONSUMERS, *fragment_shape(_DQ_TILE)), jnp.float32)
     if interpret:
@@ -255,8 +280,8 @@ def _build_main(
 
     def attention_backward(
         *all_refs,
-        k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem, delta_smem,
-        k_full, v_full, q_full, o_full, dq_smem=None, twins=None,
+        k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem,
+        k_full, v_full, q_full, o_full, delta_smem=None, dq_smem=None, twins=None,
     ):  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
@@ -282,7 +307,12 @@ def _build_main(
 
             def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc=None):
                 def load_start(slot):
-                    return per_query(plgpu.load(start_smem.at[slot], layout=QUERIES), _KEYS)
+                    start = start_smem.at[slot, 0] if has_dropout else start_smem.at[slot]
+                    return per_query(plgpu.load(start, layout=QUERIES), _KEYS)
+
+                def load_query_words(slot):
+                    words = plgpu.load(start_smem.at[slot, 1], layout=QUERIES)
+                    return lax.bitcast_convert_type(words, jnp.int32)
 
                 def issue_logits(slot, index):
                     # What a cap is for must come alone.
@@ -306,17 +336,30 @@ def _build_main(
                         weights = mask(weights, j, equal_ids, fill)
                     return masked_by_element(weights, loaded, fill)
 
-                def load_capped_weights(loaded, mask, j, equal_ids, slot, *, wait_n):
+                def dropped(weights, key_words, slot):
+                    """The weights, negative where they are dropped."""
+                    if not has_dropout:
+                        return weights
+                    query_words = load_query_words(slot)
+                    return negated_transposed(weights, key_words, query_words, problem)
+
+                def load_capped_weights(loaded, mask, j, equal_ids, slot, key_words, *, wait_n):
                     """Weights, the operand of dV, and times the derivative of the cap, for dS'."""
                     products = plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
                     logits, _ = soft_cap.capped(products, loaded, problem)
                     logits = masked(logits, mask, j, equal_ids, loaded, soft_cap.UNSEEN)
-                    return soft_cap.capped_weights(logits, load_start(slot), problem)
+                    words = None
+                    if has_dropout:
+                        query_words = load_query_words(slot)
+                        words = spread(key_words, logits.shape), per_query(query_words, _KEYS)
+                    return soft_cap.capped_weights(logits, load_start(slot), problem, words)
 
                 def load_ds(weights, slot):
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=value_columns.tiles)
-                    minus_delta = plgpu.load(delta_smem.at[slot], layout=QUERIES)
-                    return (weights * (d_weights + per_query(minus_delta, _KEYS))).astype(dtype)
+                    minus_delta = start_smem.at[slot, 2] if has_dropout else delta_smem.at[slot]
+                    minus_delta = plgpu.load(minus_delta, layout=QUERIES)
+                    minus_delta = per_query(minus_delta, _KEYS)
+                    return d_logits(weights, d_weights, minus_delta, problem).astype(dtype)
 
                 def slots(j):
                     # Addresses made anew each step: registers are short.
@@ -343,8 +386,11 @@ def _build_main(
 
                 def hand_over_gradients(parity, index):
                     """Stages dK where K was, and dV where dS' was, once the other has read them."""
-                    dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0) * problem.scale
+                    dk_factor = problem.scale * problem.d_logit_unit
+                    dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0) * dk_factor
                     dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
+                    if has_dropout:
+                        dv *= 1.0 / problem.kept_share
                     dk_acc[...] = zero_tile(_KEYS, width)
                     dv_acc[...] = zero_tile(_KEYS, value_columns.size)
                     ds_stored.arrive(2 * parity + consumer)
@@ -365,13 +411,15 @@ def _build_main(
                     fence_async_shared()
                     ds_stored.arrive(2 * parity + consumer)
 
-                def step_with_dq(j, mask, load_elements, index):
+                def step_with_dq(j, mask, load_elements, index, key_words):
                     slot, o_slot, parity = slots(j)
                     plgpu.barrier_wait(q_full.at[slot])
                     issue_logits(slot, index)
                     issue_late_dq(1 - parity, index)
                     loaded = load_elements(j)
                     weights = load_weights(loaded, wait_n=1)
+                    if width <= 64:  # there are registers for it beside dQ
+                        weights = dropped(weights, key_words, slot)
                     if early_weights:
                         # A wait here keeps ptxas from computing the weights after dQ.
                         plgpu.barrier_wait(o_full.at[o_slot])
@@ -379,18 +427,21 @@ def _build_main(
                     else:
                         hand_over_dq()
                         plgpu.barrier_wait(o_full.at[o_slot])
+                    if width > 64:
+                        weights = dropped(weights, key_words, slot)
                     # Between dQ and dP' there are registers for it.
                     equal_ids = mask.equal_ids(j) if mask is not None else None
                     issue_d_weights(o_slot)
                     weights = masked(weights, mask, j, equal_ids, loaded)
-                    value_columns.expand(dv_acc, weights.astype(dtype), o_smem.at[o_slot])
+                    operand = as_operand(weights, problem)
+                    value_columns.expand(dv_acc, operand, o_smem.at[o_slot])
                     ds = load_ds(weights, o_slot)
                     key_columns.expand(dk_acc, ds, q_smem.at[slot])
                     hand_over_ds(parity, ds)
                     plgpu.wgmma_wait(0)
                     free.arrive(slot)
 
-                def step_without_dq(j, mask, load_elements, index):
+                def step_without_dq(j, mask, load_elements, index, key_words):
                     slot, o_slot, parity = slots(j)
                     equal_ids = mask.equal_ids(j) if mask is not None else None
                     plgpu.barrier_wait(q_full.at[slot])
@@ -406,7 +457,7 @@ def _build_main(
                         issue_d_weights(o_slot, zeroed)
                     if has_cap:
                         operand, weights = load_capped_weights(
-                            loaded, mask, j, equal_ids, o_slot, wait_n=wait_n
+                            loaded, mask, j, equal_ids, o_slot, key_words, wait_n=wait_n
                         )
                     else:
                         weights = load_weights(loaded, wait_n=wait_n)
@@ -415,7 +466,8 @@ def _build_main(
                         issue_d_weights(o_slot)
                     if not has_cap:
                         weights = masked(weights, mask, j, equal_ids, loaded)
-                        operand = weights.astype(dtype)
+                        weights = dropped(weights, key_words, slot)
+                        operand = as_operand(weights, problem)
                     value_columns.expand(dv_acc, operand, o_smem.at[o_slot])
                     ds = load_ds(weights, o_slot)
                     key_columns.expand(dk_acc, ds, q_smem.at[slot])
@@ -426,11 +478,11 @@ def _build_main(
                     plgpu.wgmma_wait(0)
                     free.arrive(slot)
 
-                def step_after_dq(j, mask, load_elements, index):
+                def step_after_dq(j, mask, load_elements, index, key_words):
                     """Where registers are short: dQ of the step before is done first."""
                     issue_late_dq(1 - lax.rem(j, jnp.int32(2)), index)
                     hand_over_dq()
-                    step_without_dq(j, mask, load_elements, index)
+                    step_without_dq(j, mask, load_elements, index, key_words)
 
                 def whole_tile(carry):
                     index, j = carry
@@ -439,7 +491,8 @@ def _build_main(
                     step = step_without_dq
                     if with_query_gradient:
                         step = step_after_dq if has_cap else step_with_dq
-                    step = functools.partial(step, index=index)
+                    key_words = walk.key_words(index, own_first_key)
+                    step = functools.partial(step, index=index, key_words=key_words)
                     j = walk.loop_over_steps(step, index, j, own_first_key)
                     v_free.arrive(0)
                     parity = lax.rem(j + 1, jnp.int32(2))  # of the last step
@@ -495,10 +548,15 @@ def _build_main(
                     ):
                         source = ref.at[batch, rows, head]
                         columns.load(source, buffer.at[slot], full.at[slot])
-                        row_source = row_ref.at[batch, head, rows]
+                        if row_buffer is None:  # delta comes with start
+                            continue
+                        place = (pl.ds(0, 3), rows) if has_dropout else (rows,)
+                        row_source = row_ref.at[batch, head, *place]
                         plgpu.copy_gmem_to_smem(row_source, row_buffer.at[slot], full.at[slot])
 
-                is_last = (t + 1 == walk.steps(index)) & (index >= 0)
+                # Read anew with dropout, or the producer spills.
+                anew = index + fresh_zero() if has_dropout else index
+                is_last = (t + 1 == walk.steps(anew)) & (index >= 0)
                 return j + 1, index - is_last, jnp.where(is_last, 0, t + 1)
 
             def load_keys(ref, buffer, columns, full, index):
@@ -617,7 +675,7 @@ def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: 
         ]
         for column_tile, tile in enumerate(tiles):
             box = columns.box(dq_smem, column_tile * _DQ_TILE)
-            box[...] = (tile * problem.scale).astype(dtype)
+            box[...] = (tile * (problem.scale * problem.d_logit_unit)).astype(dtype)
         plgpu.commit_smem()
         rows = pl.ds(row_tile * _DQ_TILE, _DQ_TILE)
         columns.store(dq_smem, dq_ref.at[batch, rows, head])

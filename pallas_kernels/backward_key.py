@@ -49,10 +49,11 @@ from jax import lax
 from pallas_kernels import soft_cap
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BackwardKeyConfig, Problem, whole_tiles
+from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
-from pallas_kernels.online_softmax import LOG2E
+from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     NamedBarriers,
     div_rem,
@@ -86,6 +87,7 @@ def key_value_gradients(
     intervals: jax.Array | None = None,
     ids: tuple[jax.Array, jax.Array] | None = None,
     elements: Elements = NO_ELEMENTS,
+    dropout_words: Words | None = None,
     *,
     problem: Problem,
     config: BackwardKeyConfig,
@@ -98,13 +100,16 @@ def key_value_gradients(
       key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite in rows that no query
         sees.
       start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / unit; -inf for rows
-        that see no key or are beyond the end.
-      minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
+        that see no key or are beyond the end; with dropout of `key_tiles.with_words`.
+      minus_delta: in the shape of start, dLSE - rowsum(d_out * out), times problem.delta_unit; 0
+        where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
         `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
       elements: mask and bias of a problem that has them (`elements.py`).
+      dropout_words: None, or for a problem with dropout the words of queries and keys, int32
+        `[B, N, problem.query_length]` and `[B, problem.key_length]` (`dropout.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: registers and thread blocks.
 
@@ -113,7 +118,7 @@ def key_value_gradients(
     """
     kernel = _build(problem, config, key.shape[1], interpreting())
     operands = query, key, value, d_out, start, minus_delta
-    return kernel(intervals, ids, *elements.operands(transposed=True), *operands)
+    return kernel(intervals, ids, dropout_words, *elements.operands(transposed=True), *operands)
 
 
 class _Parts(NamedTuple):
@@ -154,7 +159,9 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
     key_parts = _Parts.of(problem.width, _KEY_PARTS)
     value_parts = _Parts.of(problem.value_width, _VALUE_PARTS)
     factor = problem.logit_unit * LOG2E
-    has_cap = problem.soft_cap is not None
+    dk_factor, dv_factor = problem.scale * problem.d_logit_unit, 1.0 / problem.kept_share
+    has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
+    both = (2,) if has_dropout else ()  # the words of queries come with their start
     # Tiles read Q and dO.
     tiles = KeyTiles(problem, block_kv, block_q, row_bytes=problem.pair_bytes)
 
@@ -182,7 +189,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         late_smem=left_key.smem(_STAGES + 1, block_q, dtype=dtype),  # left columns of Q
         q_smem=right_key.smem(_STAGES, block_q, dtype=dtype),  # right columns of Q
         o_smem=value_parts.smem(_STAGES, block_q, dtype=dtype),
-        start_smem=plgpu.SMEM((_STAGES, block_q), jnp.float32),
+        start_smem=plgpu.SMEM((_STAGES, *both, block_q), jnp.float32),
         delta_smem=plgpu.SMEM((_STAGES, block_q), jnp.float32),
         mail=plgpu.SMEM(mail_shape(block_q, jnp.float32), jnp.int32),
         k_full=plgpu.Barrier(num_arrivals=key_parts.tiles),
@@ -218,11 +225,26 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
             return lax.rem(j + (_STAGES + 1), jnp.int32(_STAGES + 1))
 
         def load_start(slot):
-            return per_query(plgpu.load(start_smem.at[slot], layout=QUERIES), block_kv)
+            start = start_smem.at[slot, 0] if has_dropout else start_smem.at[slot]
+            return per_query(plgpu.load(start, layout=QUERIES), block_kv)
 
-        def capped_weights(logits, slot):
+        def load_query_words(slot):
+            words = plgpu.load(start_smem.at[slot, 1], layout=QUERIES)
+            return lax.bitcast_convert_type(words, jnp.int32)
+
+        def dropped(weights, key_words, slot):
+            """The weights, negative where they are dropped."""
+            if not has_dropout:
+                return weights
+            return negated_transposed(weights, key_words, load_query_words(slot), problem)
+
+        def capped_weights(logits, slot, key_words):
             """Weights of capped logits: operand of dV, and times the derivative of the cap."""
-            return soft_cap.capped_weights(logits, load_start(slot), problem)
+            words = None
+            if has_dropout:
+                query_words = per_query(load_query_words(slot), block_kv)
+                words = spread(key_words, logits.shape), query_words
+            return soft_cap.capped_weights(logits, load_start(slot), problem, words)
 
         def take(accumulator, scale, *, wait_n):
             """A gradient from its accumulator; `wait_n` other products stay in flight."""
@@ -275,15 +297,15 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                     o_free.arrive(slot_of(j - 1))
 
                 def hand_over_dk(j, *, wait_n):
-                    dk = take(dk_acc, problem.scale, wait_n=wait_n)
+                    dk = take(dk_acc, dk_factor, wait_n=wait_n)
                     plgpu.commit_smem()  # all warps have read Q
                     leave(own_key, late_smem.at[late_slot_of(j - 1)], dk, dk_acc)
                     late_free.arrive(late_slot_of(j - 1))
 
-                def step(j, mask, load_elements, *, k_right, end, is_first=False):
+                def step(j, mask, load_elements, *, k_right, key_words, end, is_first=False):
                     slot = slot_of(j) + fresh_zero()  # made anew each step: registers are short
                     if is_first:
-                        dv = take(dv_acc, 1.0, wait_n=0)
+                        dv = take(dv_acc, dv_factor, wait_n=0)
                     else:
                         o_free.arrive(slot_of(j - 1))
                     issue_logits(j, slot, k_right)
@@ -297,16 +319,17 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                         logits, _ = soft_cap.capped(logits, loaded, problem)
                         logits = masked(logits, mask, j, loaded, soft_cap.UNSEEN)
                         send_tile(weights_mail, logits)
-                        operand, _ = capped_weights(logits, slot)
+                        operand, _ = capped_weights(logits, slot, key_words)
                     else:
                         logits, to_log2 = biased(logits, factor, loaded)
                         weights = masked(jnp.exp2(logits * to_log2), mask, j, loaded)
+                        weights = dropped(weights, key_words, slot)
                         send_tile(weights_mail, weights)
                     weights_sent.arrive(0)
                     plgpu.barrier_wait(o_full.at[slot])
                     d_out = value_parts.at(o_smem, _LEFT, slot)
                     if not has_cap:
-                        operand = weights.astype(dtype)
+                        operand = as_operand(weights, problem)
                     own_value.expand(dv_acc, operand, d_out)
                     fence_async_shared()  # TMA will overwrite the row statistics that were read
                     q_free.arrive(slot)
@@ -324,7 +347,11 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                         k_right = [
                             plgpu.load(k_right.at[n], layout=_TILE) for n in range(right_key.tiles)
                         ]
-                    settings = dict(k_right=k_right, end=j + walk.steps(index))
+                    settings = dict(
+                        k_right=k_right,
+                        key_words=walk.key_words(index, 0),
+                        end=j + walk.steps(index),
+                    )
                     return walk.loop_over_steps(
                         functools.partial(step, **settings),
                         index,
@@ -334,7 +361,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
 
                 q_free.arrive(slot_of(zero - 1))
                 j = lax.fori_loop(zero, walk.count(), whole_tile, zero)
-                dv = take(dv_acc, 1.0, wait_n=0)
+                dv = take(dv_acc, dv_factor, wait_n=0)
                 issue_late_dk(j)
                 hand_over_dv(j, dv)
                 hand_over_dk(j, wait_n=0)
@@ -356,7 +383,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                         columns.contract(dp_acc, v_part, value_parts.at(o_smem, part, slot))
 
                 def take_gradients():
-                    return take(dk_acc, problem.scale, wait_n=0), take(dv_acc, 1.0, wait_n=None)
+                    return take(dk_acc, dk_factor, wait_n=0), take(dv_acc, dv_factor, wait_n=None)
 
                 def hand_over(j, dk, dv):
                     """The gradients of the tile that ended with the step before j."""
@@ -370,7 +397,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                     o_free.arrive(slot_of(j))
                     q_free.arrive(slot_of(j))
 
-                def step(j, *, end, is_first=False):
+                def step(j, *, key_words, end, is_first=False):
                     slot = slot_of(j) + fresh_zero()
                     if is_first:
                         gradients = take_gradients()
@@ -384,14 +411,15 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                     d_out = value_parts.at(o_smem, _RIGHT, slot)
                     if has_cap:
                         plgpu.barrier_wait(q_full.at[slot])  # for the start of its logits
-                        operand, weights = capped_weights(weights, slot)
+                        operand, weights = capped_weights(weights, slot, key_words)
                     else:
-                        operand = weights.astype(dtype)
+                        operand = as_operand(weights, problem)
                     own_value.expand(dv_acc, operand, d_out)
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=own_value.tiles)
                     v_free.arrive(0, when=j + 1 == end)
                     minus_delta = plgpu.load(delta_smem.at[slot], layout=QUERIES)
-                    ds = (weights * (d_weights + per_query(minus_delta, block_kv))).astype(dtype)
+                    minus_delta = per_query(minus_delta, block_kv)
+                    ds = d_logits(weights, d_weights, minus_delta, problem).astype(dtype)
                     send_tile(ds_mail, ds)
                     ds_sent.arrive(0)
                     if not has_cap:
@@ -403,8 +431,10 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                 def whole_tile(index, j):
                     end = j + walk.steps(index)
                     plgpu.barrier_wait(v_full)
-                    step(j, end=end, is_first=True)
-                    pl.loop(j + 1, end)(functools.partial(step, end=end))
+                    key_words = walk.key_words(index, 0) if has_cap else None
+                    settings = dict(key_words=key_words, end=end)
+                    step(j, **settings, is_first=True)
+                    pl.loop(j + 1, end)(functools.partial(step, **settings))
                     return end
 
                 ds_sent.arrive(0)
@@ -451,7 +481,8 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                 def _():
                     source = q_ref.at[batch, rows, head]
                     right_key.load(source, q_smem.at[slot], q_full.at[slot])
-                    row_source = start_ref.at[batch, head, rows]
+                    place = (pl.ds(0, 2), rows) if has_dropout else (rows,)
+                    row_source = start_ref.at[batch, head, *place]
                     plgpu.copy_gmem_to_smem(row_source, start_smem.at[slot], q_full.at[slot])
 
             def load_d_out(slot, index, batch, rows, head):

@@ -43,6 +43,8 @@ from pallas_kernels.config import (
     BackwardQueryConfig,
     Problem,
 )
+from pallas_kernels.dropout import DropoutRefs, Words, d_logits
+from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.online_softmax import LOG2E, spread
@@ -76,6 +78,7 @@ def query_gradient(
     intervals: jax.Array | None = None,
     ids: tuple[jax.Array, jax.Array] | None = None,
     elements: Elements = NO_ELEMENTS,
+    dropout_words: Words | None = None,
     *,
     problem: Problem,
     config: BackwardQueryConfig,
@@ -89,12 +92,15 @@ def query_gradient(
         on zero, finite where no query sees them.
       start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / unit; -inf for rows
         that see no key or are beyond the end.
-      minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
+      minus_delta: in the shape of start, dLSE - rowsum(d_out * out), times problem.delta_unit; 0
+        where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
         `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
       elements: mask and bias of a problem that has them (`elements.py`).
+      dropout_words: None, or for a problem with dropout the words of queries and keys, int32
+        `[B, N, problem.query_length]` and `[B, problem.key_length]` (`dropout.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
 
@@ -103,7 +109,8 @@ def query_gradient(
     """
     kernel = _build(problem, config, query.shape[1], interpreting())
     operands = query, key, value, d_out, start, minus_delta
-    return kernel(intervals, ids, *elements.operands(), *operands)
+    words = dropout_operands(dropout_words, keys=config.block_kv)
+    return kernel(intervals, ids, *words, *elements.operands(), *operands)
 
 
 def hide(weights, problem: Problem, first_row, first_key, bounds, fill: float = 0.0) -> jax.Array:
@@ -271,9 +278,10 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         order_ref, *more_refs,
         q_smem, o_smem, k_smem, v_smem, q_full, o_full, k_full, v_full, twins=None,
     ):  # fmt: skip
-        # Intervals if dynamic, ids if segmented, then elements and the operands.
+        # Intervals if dynamic, ids if segmented, then words of dropout, elements and the operands.
         mask_refs = more_refs[: int(dynamic) + 2 * int(problem.segmented)]
-        elements, refs = ElementRefs.split(problem, more_refs[len(mask_refs) :])
+        dropout, refs = DropoutRefs.split(problem, more_refs[len(mask_refs) :])
+        elements, refs = ElementRefs.split(problem, refs)
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref = refs
         k_free, v_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
@@ -328,6 +336,10 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
             def compute(dq_acc, s_acc, dp_acc):
                 start = per_row(start_ref) * (1.0 if has_cap else factor)
                 minus_delta = per_row(delta_ref)
+                query_words = None
+                if problem.dropout:
+                    batch, head = batch_and_head()
+                    query_words = dropout.of_rows(batch, head, first_row_of(warpgroup))
 
                 def skip(j, _):
                     """A key block that no row of this consumer sees."""
@@ -374,13 +386,18 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                         if needs_mask:
                             weights = masked(weights, end_block - 1 - j, equal_ids)
                         weights = masked_by_element(weights, loaded, 0.0)
+                    if problem.dropout:
+                        batch, _ = batch_and_head()
+                        first_key = (end_block - 1 - j) * block_kv
+                        weights = dropout.negated(weights, query_words, batch, first_key)
                     if weights_first:
                         dp_acc[...] = zero_tile(_ROWS, block_kv)
                         issue_d_weights(own_rows, vs)
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     v_free.arrive(vs)
-                    d_logits = weights * (d_weights + spread(minus_delta, weights.shape))
-                    key_columns.expand(dq_acc, d_logits.astype(dtype), k_smem.at[ks])
+                    minus_deltas = spread(minus_delta, weights.shape)
+                    ds = d_logits(weights, d_weights, minus_deltas, problem).astype(dtype)
+                    key_columns.expand(dq_acc, ds, k_smem.at[ks])
                     plgpu.wgmma_wait(0)
                     k_free.arrive(ks)
 
@@ -413,7 +430,8 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
                 # dQ leaves from where Q was, once all warps have read it.
                 plgpu.commit_smem()
-                key_columns.put(q_smem.at[warpgroup], (dq * problem.scale).astype(dtype))
+                factor_of_dq = problem.scale * problem.d_logit_unit
+                key_columns.put(q_smem.at[warpgroup], (dq * factor_of_dq).astype(dtype))
                 plgpu.commit_smem()
                 batch, head = batch_and_head()
                 rows = pl.ds(first_row_of(warpgroup), _ROWS)

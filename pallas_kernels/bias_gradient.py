@@ -42,6 +42,8 @@ from pallas_kernels import soft_cap
 from pallas_kernels.backward_query import hide
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BIAS_GRADIENT, BiasGradientConfig, Problem
+from pallas_kernels.dropout import DropoutRefs, Words, d_logits
+from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.elements import ElementRefs, Elements, biased, masked
 from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
@@ -73,6 +75,7 @@ def bias_gradient(
     minus_delta: jax.Array,
     intervals: jax.Array | None,
     elements: Elements,
+    dropout_words: Words | None = None,
     *,
     problem: Problem,
 ) -> jax.Array:
@@ -85,10 +88,13 @@ def bias_gradient(
         them.
       start: `[B, N, T up to a multiple of BLOCK_Q]` float32, -LSE / unit; -inf for rows that see
         no key or are beyond the end.
-      minus_delta: in the shape of start, dLSE - rowsum(d_out * out); 0 where start is -inf.
+      minus_delta: in the shape of start, dLSE - rowsum(d_out * out), times problem.delta_unit; 0
+        where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
       elements: the bias, and the mask of a problem that has one.
+      dropout_words: None, or for a problem with dropout the words of queries and keys, int32
+        `[B, N, problem.query_length]` and `[B, problem.key_length]` (`dropout.py`).
       problem: static description; its lengths may be up to 7 below T and S.
 
     Returns:
@@ -98,7 +104,8 @@ def bias_gradient(
     if bias is None:
         raise ValueError("elements: got none with a bias, needs one")
     pieces = _Pieces(problem, BIAS_GRADIENT[problem.widest], bias.shape)
-    operands = (*elements.operands(), query, key, value, d_out, start, minus_delta)
+    words = dropout_operands(dropout_words, keys=pieces.config.block_kv)
+    operands = (*words, *elements.operands(), query, key, value, d_out, start, minus_delta)
     if intervals is not None:
         operands = intervals, *operands
     gradient = _build(pieces, interpreting())(*operands)
@@ -228,6 +235,7 @@ def _build(pieces: _Pieces, interpret: bool):
         steps_ref, *more_refs, q_smem, o_smem, k_smem, v_smem, full, twin=None
     ):
         intervals_ref, *refs = more_refs if problem.dynamic else (None, *more_refs)
+        dropout, refs = DropoutRefs.split(problem, refs)
         elements, refs = ElementRefs.split(problem, refs)
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, gradient_ref = refs
         slot_free = dataclasses.replace(free, twins=twin)
@@ -279,13 +287,19 @@ def _build(pieces: _Pieces, interpret: bool):
                     weights = hidden(weights, 0.0)
                 # A row that does not count may have a bias that is NaN.
                 weights = jnp.where(spread(start, weights.shape) > -jnp.inf, weights, 0.0)
+                if problem.dropout:
+                    query_words = dropout.of_rows(batch, head, first_row)
+                    weights = dropout.negated(weights, query_words, batch, first_key)
                 d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                 slot_free.arrive(slot)
-                return total + weights * (d_weights + spread(minus_delta, weights.shape))
+                minus_deltas = spread(minus_delta, weights.shape)
+                return total + d_logits(weights, d_weights, minus_deltas, problem)
 
             def compute(s_acc, dp_acc):
                 step = functools.partial(add_step, s_acc=s_acc, dp_acc=dp_acc)
                 total = lax.fori_loop(jnp.int32(0), count, step, zero_tile(_ROWS, block_kv))
+                if problem.dropout:
+                    total *= problem.d_logit_unit
                 batch, head, row_block, key_block = pieces.place(piece, first_step)
                 own_rows = pl.ds(row_block * BLOCK_Q + warpgroup * _ROWS, _ROWS)
                 own_keys = pl.ds(key_block * block_kv, block_kv)

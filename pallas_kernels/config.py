@@ -12,6 +12,7 @@ BACKWARD_CONSUMERS = 2  # how they share a tile is in the backward*.py
 FORWARD_SECTION_BYTES = 12 << 20
 BACKWARD_SECTION_BYTES = 24 << 20
 SUPPORTED_WIDTHS = range(8, 257, 8)  # TMA takes strides that are multiples of 16 bytes
+DROPOUT_STEPS = 1 << 15  # rates are multiples of one over this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +26,12 @@ class Problem:
     (`intervals.py`). If it is `segmented`, it sees only those of them that have its segment id
     (`segments.py`). Kernels of one that `has_mask` or `has_bias` get these as arrays too
     (`elements.py`). With a soft cap, logits with their bias become soft_cap * tanh(logits /
-    soft_cap) before all that hides keys.
+    soft_cap) before all that hides keys. With dropout, kernels get words that say which weights are
+    dropped after the softmax (`dropout.py`).
 
     Attributes:
       value_width: as width if it is 0.
+      dropout: how many of `DROPOUT_STEPS` weights are dropped.
     """
 
     batch: int
@@ -47,6 +50,7 @@ class Problem:
     has_mask: bool = False
     has_bias: bool = False
     soft_cap: float | None = None
+    dropout: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "value_width", self.value_width or self.width)
@@ -60,11 +64,28 @@ class Problem:
             # Then the queries that see any key are an interval, and so are the keys that are seen.
             needs = f"at most highest, {self.highest}"
             _need(self.lowest <= self.highest, "lowest", self.lowest, needs)
+        needs = f"at least 0 and less than {DROPOUT_STEPS}"
+        _need(0 <= self.dropout < DROPOUT_STEPS, "dropout", self.dropout, needs)
 
     @property
     def logit_unit(self) -> float:
         """What kernels count logits in: products of query and key, or tanh with a soft cap."""
         return self.scale if self.soft_cap is None else self.soft_cap
+
+    @property
+    def kept_share(self) -> float:
+        """Of weights, by dropout; those that are kept are divided by it."""
+        return 1.0 - self.dropout / DROPOUT_STEPS
+
+    @property
+    def delta_unit(self) -> float:
+        """What backward kernels have delta multiplied with (`dropout.py`)."""
+        return 2.0 * self.kept_share if self.dropout else 1.0
+
+    @property
+    def d_logit_unit(self) -> float:
+        """What the gradients of logits that backward kernels compute must be multiplied with."""
+        return 1.0 / self.delta_unit
 
     @property
     def has_far_edge(self) -> bool:

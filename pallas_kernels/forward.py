@@ -42,6 +42,8 @@ from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import online_softmax, scheduler, segments
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardConfig, Problem
+from pallas_kernels.dropout import DropoutRefs, Words, as_operand
+from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.online_softmax import LOG2E, RowState, spread
@@ -212,6 +214,7 @@ def attention(
     intervals: jax.Array | None = None,
     ids: tuple[jax.Array, jax.Array] | None = None,
     elements: Elements = NO_ELEMENTS,
+    dropout_words: Words | None = None,
     *,
     problem: Problem,
     config: ForwardConfig,
@@ -228,6 +231,8 @@ def attention(
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
         `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
       elements: mask and bias of a problem that has them (`elements.py`).
+      dropout_words: None, or for a problem with dropout the words of queries and keys, int32
+        `[B, N, problem.query_length]` and `[B, problem.key_length]` (`dropout.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes.
 
@@ -243,7 +248,8 @@ def attention(
         elements.has_bias_of_keys,
         interpreting(),
     )
-    optional = elements.forward_operands(problem.scale)
+    words = dropout_operands(dropout_words, keys=config.block_kv)
+    optional = *words, *elements.forward_operands(problem.scale)
     if sinks is not None:
         optional = (*optional, sinks * LOG2E)
     if not problem.by_batch:
@@ -330,13 +336,10 @@ def _build(
         q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, bias_smem=None, twins=None,
     ):  # fmt: skip
         *optional_refs, o_ref, lse_ref = more_refs
-        # Intervals come first, then ids, elements and sinks.
+        # Intervals come first, then ids, words, elements and sinks.
         ids_refs = optional_refs[int(dynamic) :][: 2 * int(problem.segmented)]
-        elements, _ = ElementRefs.split(
-            problem,
-            optional_refs[int(dynamic) + len(ids_refs) :],
-            has_bias_of_keys=has_bias_of_keys,
-        )
+        dropout, rest = DropoutRefs.split(problem, optional_refs[int(dynamic) + len(ids_refs) :])
+        elements, _ = ElementRefs.split(problem, rest, has_bias_of_keys=has_bias_of_keys)
         # Elements that come late take the registers of weights that no product reads any more.
         elements_early = config.elements_early and not elements.wide
         late = loads_elements and not elements_early
@@ -478,6 +481,10 @@ def _build(
                     batch, head, first_row, first_key, block_kv, early=elements_early
                 )
 
+            def words_of(tile, batch, head):
+                """Words of dropout of the rows; None if there is no dropout."""
+                return dropout.of_rows(batch, head, tiles.first_row(tile, warpgroup))
+
             def first_softmax(products, tile, key_block, bounds, ids, loaded):
                 logits, factor = capped(products, loaded, problem)
                 bounds = bounds()
@@ -488,6 +495,13 @@ def _build(
                 if bounds is not None:
                     state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
                 return weights, state
+
+            def first_operand(weights, place, key_block):
+                """The weights of `first_softmax` as the first product of a tile reads them."""
+                tile, batch, head = place
+                words = words_of(tile, batch, head)
+                weights = dropout.negated(weights, words, batch, key_block * block_kv)
+                return as_operand(weights, problem)
 
             def compute(o_acc, s_acc, begin, first_step):
                 end = begin + tile_count()
@@ -510,8 +524,9 @@ def _build(
                     """While the output product that was issued behind them goes on, if any may."""
                     return plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
 
-                def start_tile(index, steps, tile, batch):
+                def start_tile(index, steps, place):
                     """The first key block of a tile, with no other product open."""
+                    tile, batch, _ = place
                     end_block, bounds = end_of(tile, batch), bounds_of(tile, batch)
                     ids = ids_of(tile, batch, 0)
                     loaded = load_elements(lambda: number_of(index), 0)
@@ -526,11 +541,13 @@ def _build(
                     pl.when(index < end)(lambda: k_free.arrive(slot(steps)))
                     weights, state = first_softmax(logits, tile, end_block - 1, bounds, ids, loaded)
                     # LLVM would carry float32 into the loop and cast there.
-                    return lax.optimization_barrier(weights.astype(dtype)), state
+                    operand = first_operand(weights, place, end_block - 1)
+                    return lax.optimization_barrier(operand), state
 
-                def key_step(j, carry, *, steps, index, tile, batch, end_block, exact, far=False):
+                def key_step(j, carry, *, steps, index, place, words, end_block, exact, far=False):
                     """Logits of step j's key block together with the output of the step before."""
                     weights, state = carry
+                    tile, batch, _ = place
                     needs_mask = exact or far
                     compares = needs_mask and problem.segmented and registers_are_short
                     if loads_elements or compares:  # read anew: registers are short
@@ -560,6 +577,8 @@ def _build(
                         )
                     else:
                         weights, state = online_softmax.go_on(logits, factor, state)
+                    first_key = (end_block - 1 - j) * block_kv
+                    weights = dropout.negated(weights, words, batch, first_key)
                     # A cast of the weights before the wait makes ptxas serialise every wgmma.
                     weights, correction, state = lax.optimization_barrier(
                         (weights, correction, state)
@@ -569,13 +588,15 @@ def _build(
                     if correction is not None:
                         output *= spread(correction, output.shape)
                     o_acc[...] = output
-                    return weights.astype(dtype), state
+                    return as_operand(weights, problem), state
 
                 def end_rows(state, any_too_low, tile, batch, head):
                     """Stores the LSE; returns 1 / sum, and if a reference was too low so far."""
                     sink = in_each_row(optional_refs[-1][batch, head]) if with_sinks else None
                     inverse, lse, too_low = online_softmax.finish(state, limit, sink)
                     store_rows(lse_ref.at[batch, head, rows_of(tile)], lse)
+                    if dropout.refs:
+                        inverse *= 1.0 / problem.kept_share
                     if exact_throughout:  # no reference is
                         return inverse, any_too_low
                     return inverse, any_too_low | too_low.astype(jnp.int32)
@@ -597,7 +618,7 @@ def _build(
                     """The next tile's first logits run with this tile's last output product."""
                     weights, state, too_low = carry
                     tile, batch, head = tiles.locate(number)
-                    next_tile, next_batch, _ = tiles.locate(following)
+                    next_tile, next_batch, _ = next_place = tiles.locate(following)
                     buffer, k_slot, v_slot = query_buffer(index + 1), slot(steps), slot(steps - 1)
                     q_free.arrive(query_buffer(index))
                     inverse, too_low = end_rows(state, too_low, tile, batch, head)
@@ -625,7 +646,8 @@ def _build(
                     weights, next_state = lax.optimization_barrier((weights, next_state))
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(v_slot)
-                    weights = weights.astype(dtype)
+                    # Only now are there registers for what dropout takes.
+                    weights = first_operand(weights, next_place, end_block - 1)
                     store_output(output, inverse, tile, batch, head)
                     return weights, next_state, too_low
 
@@ -633,7 +655,7 @@ def _build(
                     """The next queries arrive where this tile's were while it ends."""
                     weights, state, too_low = carry
                     tile, batch, head = tiles.locate(number)
-                    next_tile, next_batch, _ = tiles.locate(following)
+                    next_place = tiles.locate(following)
                     q_free.arrive(0)
                     inverse, too_low = end_rows(state, too_low, tile, batch, head)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -643,14 +665,14 @@ def _build(
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(slot(steps - 1))
                     store_output(output, inverse, tile, batch, head)
-                    return *start_tile(index + 1, steps, next_tile, next_batch), too_low
+                    return *start_tile(index + 1, steps, next_place), too_low
 
                 end_tile = end_tile_under_next if query_buffers > 1 else end_tile_before_next
 
                 def whole_tile(index, carry):
                     steps, weights, state, too_low = carry
                     number, following = number_of(index), number_of(index + 1)
-                    tile, batch, _ = tiles.locate(number)
+                    tile, batch, head = place = tiles.locate(number)
                     blocks, needing_mask = needs(tile, batch, 0), needs(tile, batch, 1)
                     exact = jnp.where(begin > 0, blocks, jnp.maximum(needing_mask, 1))
                     if mask_throughout:
@@ -660,8 +682,8 @@ def _build(
                         key_step,
                         steps=steps,
                         index=index,
-                        tile=tile,
-                        batch=batch,
+                        place=place,
+                        words=words_of(tile, batch, head),
                         end_block=end_block,
                     )
                     carry = lax.fori_loop(
@@ -684,8 +706,7 @@ def _build(
                     )
                     return steps + blocks, weights, RowState(*state), too_low
 
-                first_tile, first_batch, _ = tiles.locate(number_of(begin))
-                first = start_tile(begin, first_step, first_tile, first_batch)
+                first = start_tile(begin, first_step, tiles.locate(number_of(begin)))
                 steps, _, _, too_low = lax.fori_loop(
                     begin, end, whole_tile, (first_step, *first, no_rows)
                 )

@@ -15,6 +15,7 @@ from jax import lax
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments
 from pallas_kernels.config import BACKWARD_CONSUMERS, BACKWARD_SECTION_BYTES, SM_COUNT, Problem
+from pallas_kernels.dropout import Words
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.primitives import (
     HAND_ORDERED,
@@ -202,7 +203,7 @@ class KeyTiles:
 
         Returns:
           A function of the intervals of keys `[B, 2, T]` that queries see, or None, of the segment
-          ids of queries and keys, or None, and of the operands.
+          ids of queries and keys, or None, of the words of dropout, or None, and of the operands.
         """
         p = self.problem
         thread_blocks = self.thread_blocks(most_thread_blocks)
@@ -223,7 +224,9 @@ class KeyTiles:
             compiler_params=HAND_ORDERED,
         )
 
-        def run(intervals, ids, *operands):
+        def run(intervals, ids, words: Words | None, *operands):
+            if words is not None:  # those of queries come with their start
+                operands = (words[1], *operands)
             if not p.by_batch:
                 return kernel(jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands)
             seeing = self.seeing(intervals)
@@ -254,6 +257,7 @@ class Walk:
       more_refs: in global memory, where the problem is dynamic the queries that see each key, and
         where it is segmented the ids of queries, as many as there are in all blocks, and of keys.
       elements: mask and bias, with rows of keys, of a problem that has them.
+      key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
     """
 
     tiles: KeyTiles
@@ -262,15 +266,22 @@ class Walk:
     block: Any
     more_refs: tuple[Any, ...] = ()
     elements: ElementRefs | None = None
+    key_words_ref: Any = None
 
     @classmethod
     def of_refs(cls, tiles: KeyTiles, block, refs) -> "tuple[Walk, list]":
         """The walk by the first refs of a kernel of `gradient_kernel`, and its other refs."""
         schedule_ref, seeing_blocks_ref, *refs = refs
         count = int(tiles.problem.dynamic) + 2 * int(tiles.problem.segmented)
-        elements, operands = ElementRefs.split(tiles.problem, refs[count:], transposed=True)
         more_refs = tuple(refs[:count])
-        return cls(tiles, schedule_ref, seeing_blocks_ref, block, more_refs, elements), operands
+        key_words_ref = None
+        if tiles.problem.dropout:
+            key_words_ref, count = refs[count], count + 1
+        elements, operands = ElementRefs.split(tiles.problem, refs[count:], transposed=True)
+        walk = cls(
+            tiles, schedule_ref, seeing_blocks_ref, block, more_refs, elements, key_words_ref
+        )
+        return walk, operands
 
     def count(self):
         """How many tiles, at least 1; the list goes on with at least one more, of no meaning."""
@@ -409,6 +420,15 @@ class Walk:
         block_q = self.tiles.block_q
         return self.elements.load(batch, head, first_key, query_block * block_q, block_q)
 
+    def key_words(self, index, own_first_key: int) -> jax.Array | None:
+        """Words of dropout of a consumer's keys of a tile, `(64,)` int32; None without dropout."""
+        if self.key_words_ref is None:
+            return None
+        place = self.locate(index)
+        first_key = place[0] * self.tiles.block_kv + own_first_key
+        last_key = self.tiles.problem.key_length - 1
+        return load_rows(self.key_words_ref.at[self.batch_of(place)], first_key, last_key)
+
     def first_unmasked_block(self, index, own_first_key: int):
         """The query blocks of a head from there on need no mask, up to `end_unmasked_block`."""
         tiles, problem = self.tiles, self.tiles.problem
@@ -516,6 +536,24 @@ class Walk:
         if several_heads:
             return lax.while_loop(lambda j: j < end, one_head, j)
         return one_head(j)
+
+
+def with_words(words: Words | None, start: jax.Array, *statistics: jax.Array) -> jax.Array:
+    """What kernels that own keys take as `start`: one array, as each copy takes registers.
+
+    Args:
+      words: of dropout, or None.
+      start, *statistics: `[B, N, R]` float32.
+
+    Returns:
+      Without words start; with them `[B, N, 2 or more, R]` float32 of start, the bits of the words
+      of queries, and the other statistics.
+    """
+    if words is None:
+        return start
+    query_words = jnp.pad(words[0], ((0, 0), (0, 0), (0, start.shape[2] - words[0].shape[2])))
+    query_words = lax.bitcast_convert_type(query_words, jnp.float32)
+    return jnp.stack([start, query_words, *statistics], axis=2)
 
 
 @dataclasses.dataclass(frozen=True)

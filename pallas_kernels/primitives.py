@@ -8,6 +8,7 @@ fragments for wgmma.mma_async.m64nNk16"): the 128 threads of a warpgroup hold a 
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -374,6 +375,150 @@ def keep_equal(tile: jax.Array, equal: jax.Array, fill: float) -> jax.Array:
         return _like(tile, out)
 
     return keep(tile, equal)
+
+
+# --- dropout -------------------------------------------------------------------------------------
+
+_HALF_SIGNS = 0x7FFF7FFF  # the others of a word than the highest bit of each half
+
+
+def paired_values(rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """Upper xor lower half of the 64-bit products of uint32, less the highest bit of each half."""
+    low = jnp.uint32(0xFFFF)
+    (row_high, row_low), (column_high, column_low) = ((x >> 16, x & low) for x in (rows, columns))
+    right, left = row_low * column_high, row_high * column_low
+    middle = ((row_low * column_low) >> 16) + (right & low) + (left & low)
+    upper = row_high * column_high + (right >> 16) + (left >> 16) + (middle >> 16)
+    return (upper ^ (rows * columns)) & jnp.uint32(_HALF_SIGNS)
+
+
+def negate_dropped(tile: jax.Array, rows: jax.Array, ref, first, steps: int) -> jax.Array:
+    """`(64, n)` float32 tile that is not negative, negated where a value of 15 bits is high.
+
+    Where the `paired_values` of row and column reach 2^15 - steps: the lower half of one is for
+    an element in the first 8 of 16 columns, its upper half for that 8 columns farther.
+
+    Args:
+      tile: n a multiple of 16.
+      rows: `(64,)` int32.
+      ref: a one-dimensional int32 view of global memory, of the columns' words from `first` on,
+        equal in the first and last 8 of 16; that place is aligned to 8 bytes.
+      steps: how many of 2^15 values are for negation.
+    """
+    if interpreting():
+        columns = ref[pl.ds(first, tile.shape[1])]
+        return _negate_in_numbers(tile, rows[:, None], columns[None, :], steps, axis=1)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS, plgpu.RefType(), splat), return_type=shape)
+    def negate(_, tile, rows, ref, first):
+        read_pair = functools.cache(_pair_reader(ref, first))
+        own = [_scalar(r) for r in rows.registers.flat]
+
+        @functools.cache
+        def value_of(group, half, e):
+            return _paired_value(own[half], read_pair(group)[e])
+
+        def sign_of(group, half, e):
+            return _sign_of(value_of(group - group % 2, half, e), group % 2, steps)
+
+        return _with_signs(tile, sign_of)
+
+    return negate(tile, rows, ref, jnp.int32(first))
+
+
+def negate_dropped_transposed(
+    tile: jax.Array, rows: jax.Array, columns: jax.Array, steps: int
+) -> jax.Array:
+    """The same of a `(64, n)` tile whose pairs of elements are 8 rows apart.
+
+    Args:
+      tile: n a multiple of 8.
+      rows, columns: int32 words in the shape of tile, one value a row and one a column; equal in
+        the first and last 8 of 16 rows.
+      steps: as for `negate_dropped`.
+    """
+    if interpreting():
+        return _negate_in_numbers(tile, rows, columns, steps, axis=0)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _TILE, _TILE), return_type=shape)
+    def negate(_, tile, *words):
+        rows, columns = (
+            {(group, half): pair for _, group, half, pair in _fragments(x.registers)} for x in words
+        )
+
+        @functools.cache
+        def value_of(group, e):
+            return _paired_value(*(_extract(x[group, 0], e) for x in (rows, columns)))
+
+        return _with_signs(tile, lambda group, half, e: _sign_of(value_of(group, e), half, steps))
+
+    return negate(tile, rows, columns)
+
+
+def _negate_in_numbers(tile, rows, columns, steps: int, axis: int):
+    values = paired_values(rows.astype(jnp.uint32), columns.astype(jnp.uint32))
+    is_upper = lax.broadcasted_iota(jnp.int32, tile.shape, axis) & 8
+    own = jnp.where(is_upper, values >> 16, values & 0xFFFF)
+    return jnp.where(own + steps >= 1 << 15, -tile, tile)
+
+
+def _paired_value(row, column):
+    """`paired_values` of two words."""
+    i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+    # As LLVM has it, the upper words of factors, all 0, would be added up too.
+    product = llvm.inline_asm(i64, [row, column], "mul.wide.u32 $0, $1, $2;", "=l,r,r")
+    upper = arith.shrui(product, arith.constant(i64, ir.IntegerAttr.get(i64, 32)))
+    value = arith.xori(arith.trunci(i32, upper), arith.trunci(i32, product))
+    return arith.andi(value, _i32(_HALF_SIGNS))
+
+
+def _sign_of(value, half: int, steps: int):
+    """Bit 31 alone, set where half of a value reaches 2^15 - steps."""
+    if half == 0:  # in one instruction, of which the compiler would make two
+        i32 = ir.IntegerType.get_signless(32)
+        sum_ = llvm.inline_asm(i32, [value], f"mad.lo.u32 $0, $1, 65536, {steps << 16};", "=r,r")
+    else:
+        sum_ = arith.addi(value, _i32(steps << 16))
+    return arith.andi(sum_, _i32(-(1 << 31)))
+
+
+def _with_signs(tile, sign_of):
+    """A float32 tile with signs flipped by sign_of(column group, row half, place in the pair)."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    out = tile.registers.copy()
+    for index, group, half, pair in _fragments(tile.registers):
+        for e in range(2):
+            bits = arith.xori(llvm.bitcast(i32, _extract(pair, e)), sign_of(group, half, e))
+            pair = _insert(pair, llvm.bitcast(f32, bits), e)
+        out[index] = pair
+    return _like(tile, out)
+
+
+def positive_operand(tile: jax.Array, dtype) -> jax.Array:
+    """A float32 tile as an operand, bfloat16 or float16, with 0 where it is negative."""
+    if interpreting():
+        return jnp.maximum(tile, 0.0).astype(dtype)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, dtype, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=shape)
+    def cast(_, tile):
+        i32 = ir.IntegerType.get_signless(32)
+        element = mgpu_utils.dtype_to_ir_type(dtype)
+        pair_type = ir.VectorType.get((2,), element)
+        text = f"cvt.rn.relu.{element}x2.f32 $0, $2, $1;"
+        out = np.empty_like(tile.registers)
+        for index, pair in np.ndenumerate(tile.registers):
+            word = llvm.inline_asm(i32, [_extract(pair, e) for e in range(2)], text, "=r,f,f")
+            out[index] = llvm.bitcast(pair_type, word)
+        return mgpu.FragmentedArray(_registers=out, _layout=tile.layout, _is_signed=None)
+
+    return cast(tile)
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -1266,6 +1411,6 @@ def _rows_like(rows, values):
 
 def _fragments(registers: np.ndarray):
     """Yields (index, column group, row half, register pair) of a (64, n) tile's registers."""
-    group_axis, half_axis = (axis for axis, size in enumerate(registers.shape) if size > 1)
+    *group_axes, half_axis = (axis for axis, size in enumerate(registers.shape) if size > 1)
     for index, pair in np.ndenumerate(registers):
-        yield index, index[group_axis], index[half_axis], pair
+        yield index, index[group_axes[0]] if group_axes else 0, index[half_axis], pair

@@ -2,7 +2,7 @@
 
     start        -LSE / unit (`Problem.logit_unit`): -LSE / scale, where the accumulator of the
                  logits starts, or with a soft cap -LSE / cap, which is added later
-    minus_delta  dLSE - rowsum(dO * O)
+    minus_delta  dLSE - rowsum(dO * O), times `Problem.delta_unit`
     dQ           zeros, where thread blocks of the main kernel add to it
 
 Rows that see no key, and rows beyond the end, have a start of -inf and a minus_delta of 0, whatever
@@ -97,7 +97,10 @@ def _build(problem: Problem, padded_rows: int, with_dq: bool, interpret: bool):
         rows = pl.ds(first, _ROWS)
         start = jnp.where(counts, lse * (-1.0 / problem.logit_unit), -jnp.inf)
         store_rows(start_ref.at[batch, head, rows], start)
-        store_rows(minus_delta_ref.at[batch, head, rows], jnp.where(counts, d_lse - products, 0.0))
+        minus_delta = jnp.where(counts, d_lse - products, 0.0)
+        if problem.dropout:
+            minus_delta *= problem.delta_unit
+        store_rows(minus_delta_ref.at[batch, head, rows], minus_delta)
         for dq_ref, column_tile in itertools.product(dq_refs, range(column_tiles)):
             number = ((batch * problem.heads + head) * tiles + tile) * column_tiles + column_tile
             zero_fragment(dq_ref.at[number])

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.config import Problem
+from pallas_kernels.dropout import as_operand, negated_transposed
 from pallas_kernels.elements import Loaded, biased
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import rsqrt
@@ -75,9 +76,12 @@ def capped(products: jax.Array, loaded: Loaded, problem: Problem) -> tuple[jax.A
 
 
 def capped_weights(
-    logits: jax.Array, minus_lse: jax.Array, problem: Problem
+    logits: jax.Array,
+    minus_lse: jax.Array,
+    problem: Problem,
+    words: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights of capped logits: in the dtype of the inputs, and times the derivative of the cap.
+    """Weights of capped logits: as an operand, and times the derivative of the cap.
 
     Both at once, so that there never are two float32 tiles.
 
@@ -85,14 +89,19 @@ def capped_weights(
       logits: what `capped` gives, `UNSEEN` where there is no weight.
       minus_lse: in units of `problem.logit_unit`, in the shape of logits.
       problem: one with a soft cap.
+      words: of dropout, of the keys that are rows and of the queries that are columns, in the shape
+        of logits; the weights are then negative where they are dropped.
     """
     factor = problem.logit_unit * LOG2E
 
-    def compute(logits, minus_lse):
+    def compute(logits, minus_lse, *words):
         weights = jnp.exp2(logits * factor + minus_lse * factor)
-        return weights.astype(problem.dtype), weights * cap_slope(logits)
+        if words:
+            key_words, query_words = words
+            weights = negated_transposed(weights, key_words, query_words, problem)
+        return as_operand(weights, problem), weights * cap_slope(logits)
 
-    return by_columns(compute, logits, minus_lse)
+    return by_columns(compute, logits, minus_lse, *(words or ()))
 
 
 def cap_slope(logits: jax.Array) -> jax.Array:

@@ -131,6 +131,9 @@ def test_attention_runs_what_explain_says(on, monkeypatch):
 # --- the kernels --------------------------------------------------------------------------------
 
 
+DROPOUT = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -161,6 +164,12 @@ def test_attention_runs_what_explain_says(on, monkeypatch):
         ({"bias": jnp.ones((N, 1, S), jnp.float16), "is_causal": True}, None),
         ({"local_window_size": 9, "logits_soft_cap": 30.0}, None),
         ({"logits_soft_cap": 1e-4}, "logits_soft_cap 0.0001 is not in (0.001, 1000000.0)"),
+        (DROPOUT | {"is_causal": True, "sinks": jnp.ones(N)}, None),
+        (
+            DROPOUT | {"logits_soft_cap": 30.0},
+            "dropout with a soft cap, a mask or a bias of queries, at widths up to 128",
+        ),
+        (DROPOUT | {"bias": jnp.ones((N, 1, S))}, None),
     ],
 )
 def test_what_the_kernels_take(monkeypatch, options, reason):

@@ -11,11 +11,14 @@ import pytest
 
 import jax_flash
 from jax_flash import autodiff
+from jax_flash.masks import dropout_keep
 from pallas_kernels import config, primitives, scheduler
 from pallas_kernels.key_tiles import KeyTiles
 from tests import oracle
 from tests.support.interpret import interpret_mode
 from tests.support.rounding import assert_as_accurate_as_plain, plain_attention
+
+DROPOUT_KEY = jax.random.key(31)
 
 
 def inputs(B, T, S, N, K, H, dtype, seed=0, h=None):
@@ -35,13 +38,15 @@ def check(
     logits_soft_cap=None,
     config=None,
     deterministic=False,
+    dropout_rate=0.0,
     **options,
 ):
     """Runs forward and backward and compares every result with float64.
 
     Args:
       arrays: what `inputs` gives.
-      sinks, bias, logits_soft_cap, config, deterministic: as for `jax_flash.attention`.
+      sinks, bias, logits_soft_cap, config, deterministic, dropout_rate: as for
+        `jax_flash.attention`; the rate is a multiple of 2^-15.
       **options: what of its other arguments decides what is visible.
     """
     query, key, value, dout, dlse = arrays
@@ -59,17 +64,30 @@ def check(
             implementation="mosaic_gpu",
             config=config,
             deterministic=deterministic,
+            dropout_rate=dropout_rate,
+            dropout_key=DROPOUT_KEY,
         )
 
     (out, lse), vjp = jax.vjp(attention, query, key, value, bias, sinks)
     *gradients, d_sinks = vjp((dout, dlse))
 
-    exact_options = dict(sinks=sinks, logits_soft_cap=logits_soft_cap, **options)
+    (B, T, N, _), S = query.shape, key.shape[1]
+    places = np.ix_(range(B), range(N), range(T), range(S))
+    keep = np.asarray(dropout_keep(jax.random.key_data(DROPOUT_KEY), dropout_rate, *places))
+    exact_options = dict(
+        sinks=sinks,
+        logits_soft_cap=logits_soft_cap,
+        dropout_rate=dropout_rate,
+        dropout_keep=keep,
+        **options,
+    )
     exact_out, exact_lse = oracle.attention(query, key, value, bias, **exact_options)
     exact = oracle.gradients(query, key, value, bias, dout=dout, dlse=dlse, **exact_options)
     visible = oracle.visibility(query.shape[0], query.shape[1], key.shape[1], **options)
     (plain, _), plain_vjp = jax.vjp(
-        lambda *x: plain_attention(*x[:3], visible, sinks, x[3], logits_soft_cap),
+        lambda *x: plain_attention(
+            *x[:3], visible, sinks, x[3], logits_soft_cap, keep / (1 - dropout_rate)
+        ),
         query,
         key,
         value,

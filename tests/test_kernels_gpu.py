@@ -562,3 +562,33 @@ def test_soft_cap_where_maxima_jump(H):
     """A second round, and sinks."""
     arrays = with_a_jump(inputs(1, 500, 1091, 3, 3, H, jnp.bfloat16), 0, 300)
     check(arrays, logits_soft_cap=100.0, sinks=jnp.array([70.0, -1.0, 3.0]))
+
+
+DROPOUT = [
+    (64, {}),
+    (64, {"is_causal": True}),
+    (64, {"local_window_size": (300, 0)}),
+    (128, {}),
+    (128, {"is_causal": True, "deterministic": True}),
+    (128, {"key_value_seq_lengths": jnp.array([900, 3])}),
+    (256, {"is_causal": True}),
+    (256, {"logits_soft_cap": 5.0}),
+    (96, {"is_causal": True}),
+]
+
+
+@pytest.mark.parametrize(("H", "options"), DROPOUT)
+def test_dropout(H, options):
+    check(inputs(2, 1001, 1013, 4, 2, H, jnp.bfloat16), dropout_rate=0.25, **options)
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_dropout_drops_the_same_as_xla(H):
+    """With logits of 0 outputs are of what is kept alone."""
+    _, _, value, _, _ = inputs(2, 1001, 1013, 4, 2, H, jnp.float16)
+    zeros = jnp.zeros((2, 1001, 4, H), jnp.float16), jnp.zeros_like(value)
+    run = functools.partial(
+        jax_flash.attention, *zeros, value, dropout_rate=0.5, dropout_key=jax.random.key(0)
+    )
+    ours, theirs = (run(implementation=name) for name in ("mosaic_gpu", "xla"))
+    chex.assert_trees_all_close(ours, theirs, rtol=2**-9, atol=2**-13)

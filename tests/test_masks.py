@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from jax_flash.masks import Visibility, dropout_keep
+from pallas_kernels import dropout
+from pallas_kernels.primitives import paired_values
 from tests import oracle
 
 B, T, S = 2, 9, 13
@@ -149,11 +151,16 @@ def test_dropout_keep_equals_its_definition_in_plain_integers():
         x = ((x ^ (x >> 15)) * 0xD35A2D97) % 2**32
         return x ^ (x >> 15)
 
-    def kept(key, rate, b, n, i, j):
-        word = finalise(key[0] ^ 0x9E3779B9)
-        for part in (i, n, b, key[1]):
+    def hashed(word, *parts):
+        for part in parts:
             word = finalise(((word + 0x9E3779B9) % 2**32) ^ part)
-        return finalise(word ^ (j * 0x9E3779B9 % 2**32)) >= round(rate * 2**32)
+        return word | 1
+
+    def kept(key, rate, b, n, i, j):
+        row = hashed(0x9E3779B9, key[0], i, n, b, key[1])
+        column = hashed(0x85EBCA6B, key[1], j & ~8, key[0])
+        upper, lower = divmod(row * column, 2**32)
+        return (((upper ^ lower) >> (16 if j & 8 else 0)) % 2**15) < 2**15 - round(rate * 2**15)
 
     key, rate = (0xDEADBEEF, 7), 0.3
     got = keep(key, rate, 2, 2, 8, 64)
@@ -182,6 +189,7 @@ class DropoutKeepTest(chex.TestCase):
 def test_dropout_rate(rate):
     for key in [(0, 0), (0, 1), (1, 0), (2**32 - 1, 12345)]:
         dropped = ~keep(key, rate)
+        rate = round(rate * 2**15) / 2**15
         deviation = (rate * (1 - rate) / dropped.size) ** 0.5
         assert abs(dropped.mean() - rate) <= 5 * deviation, key
         # Rows and columns are binomial too, not just the whole: the variance of their counts.
@@ -194,8 +202,11 @@ def test_dropout_rate(rate):
                 )
 
 
-def test_a_rate_just_below_one_drops_nearly_all():
-    assert not keep(rate=1 - 2**-40).any()
+def test_rates_near_the_ends_are_the_next_step():
+    np.testing.assert_array_equal(keep(rate=1 - 2**-40), keep(rate=1 - 2**-15))
+    np.testing.assert_array_equal(keep(rate=2**-40), keep(rate=2**-15))
+    assert 0 < keep(rate=1 - 2**-40).mean() < 1e-4
+    assert 0 < 1 - keep(rate=2**-40).mean() < 1e-4
 
 
 def correlation(x, y):
@@ -223,6 +234,41 @@ def test_pairs_of_rows_are_uncorrelated():
     off_diagonal = gram[np.triu_indices(512, 1)]
     assert abs(off_diagonal).max() < 6
     np.testing.assert_allclose(off_diagonal.var(), 1, atol=0.03)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_no_structure(rate):
+    """Singular values are those of independent elements: no sum of products of rows and columns."""
+    k = keep((7, 8), rate, b=1, n=1, t=1024, s=1024)[0, 0].astype(np.float32)
+    z = (k - (1 - rate)) / (rate * (1 - rate)) ** 0.5
+    assert np.linalg.norm(z, 2) / (2 * 1024**0.5) < 1.03
+    for gram in (z @ z.T, z.T @ z):
+        off_diagonal = gram[np.triu_indices(1024, 1)] / 1024**0.5
+        np.testing.assert_allclose(off_diagonal.var(), 1, atol=0.02)
+        assert abs(off_diagonal).max() < 7
+    # Parity over two rows and two columns, which a sum of a row's and a column's bits would show.
+    signs = np.where(k > 0, 1.0, -1.0) - (1 - 2 * rate)
+    rng = np.random.default_rng(0)
+    (i, other_i), (j, other_j) = rng.integers(0, 1024, (2, 2, 10**6))
+    products = signs[i, j] * signs[other_i, j] * signs[i, other_j] * signs[other_i, other_j]
+    products = products[(i != other_i) & (j != other_j)]
+    assert abs(products.mean()) < 5 * products.std() / products.size**0.5
+
+
+def test_values_are_uniform_and_halves_of_a_word_independent():
+    key = jnp.asarray([11, 12], jnp.uint32)
+    rows = dropout.query_words(key, 0, 3, jnp.arange(2048))[:, None]
+    columns = dropout.columns_of_keys(key, 16 * jnp.arange(1024))
+    values = np.asarray(paired_values(rows, columns)).ravel()
+    halves = values & 0xFFFF, values >> 16
+    assert max(x.max() for x in halves) < 2**15
+    for counts in (
+        *map(np.bincount, halves),
+        np.bincount((halves[0] >> 8) * 128 + (halves[1] >> 8)),
+    ):
+        expected = values.size / counts.size
+        chi_squared = ((counts - expected) ** 2 / expected).sum()
+        assert abs(chi_squared - counts.size) < 5 * (2 * counts.size) ** 0.5
 
 
 def test_every_bit_of_the_key_matters():

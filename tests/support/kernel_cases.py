@@ -59,6 +59,20 @@ SOFT_CAPS: list[tuple[int, int, str, str | None, str | None, bool]] = [
     (128, 128, "lengths", None, "bs", False),
 ]
 
+# Width, mask, shape, whether gradients are deterministic, and whether there is a soft cap.
+DROPOUT = [
+    (64, "full", "even", False, False),
+    (64, "causal", "ragged", False, False),
+    (64, "lengths", "ragged", False, False),
+    (64, "window", "ragged", True, False),
+    (128, "full", "even", False, False),
+    (128, "causal", "ragged", False, False),
+    (128, "lengths", "ragged", False, False),
+    (128, "window", "ragged", True, False),
+    (256, "full", "even", False, False),
+    (256, "window", "ragged", False, False),
+]
+
 BATCH = 2  # a batch of one takes fewer registers
 
 # (T, S, N, K, dtype): tiles that fit, and tails at both ends with grouped heads.
@@ -97,7 +111,7 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
                 case_name = f"H{width}-lengths-{shape}-sinks"
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
     cases += _cases_of_other_widths() + _cases_of_elements()
-    return cases + _cases_of_soft_caps() + _cases_of_segments()
+    return cases + _cases_of_soft_caps() + _cases_of_segments() + _cases_of_dropout()
 
 
 def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
@@ -167,6 +181,23 @@ def _cases_of_segments() -> list[tuple[str, Callable, Any]]:
         fn = _forward_and_backward(options, deterministic)
         args = *_ragged_args(width, width, mask, None, None, None), ids
         cases.append((f"H{width}-{mask}-segments{'-cap' * has_cap}", fn, args))
+    return cases
+
+
+def _cases_of_dropout() -> list[tuple[str, Callable, Any]]:
+    """Without tails and grouped heads, and with them."""
+    cases = []
+    for width, mask, shape, deterministic, has_cap in DROPOUT:
+        options = MASKS.get(mask, {}) | ({"logits_soft_cap": 30.0} if has_cap else {})
+        fn = _forward_and_backward(options | {"dropout_rate": 0.1}, deterministic)
+        T, S, N, K, dtype = SHAPES[shape]
+        shapes = (T, N, width), (S, K, width), (S, K, width), (T, N, width)
+        arrays = [jax.ShapeDtypeStruct((BATCH, *s), dtype) for s in shapes]
+        lse = jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32)
+        lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if mask == "lengths" else None
+        extras = f"{'-cap' * has_cap}{'-deterministic' * deterministic}"
+        name = f"H{width}-{mask}-{shape}-dropout{extras}"
+        cases.append((name, fn, (*arrays, lse, lengths)))
     return cases
 
 
@@ -246,6 +277,7 @@ def _forward_and_backward(mask: dict[str, Any], deterministic: bool) -> Callable
             key_value_seq_lengths=lengths,
             query_segment_ids=query_ids,
             key_value_segment_ids=key_ids,
+            dropout_key=jax.random.key(0),
             return_residual=True,
             implementation="mosaic_gpu",
             deterministic=deterministic,

@@ -30,6 +30,7 @@ def plain_attention(
     sinks: jax.Array | None = None,
     bias: jax.Array | None = None,
     logits_soft_cap: float | None = None,
+    dropout: np.ndarray | float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Textbook attention with every product and the weights in the dtype of the inputs.
 
@@ -39,6 +40,7 @@ def plain_attention(
       sinks: None or `[N]`.
       bias: None, or broadcastable to `[B, N, T, S]`.
       logits_soft_cap: None, or what limits logits with their bias.
+      dropout: what weights are multiplied with, `[B, N, T, S]` or 1.
 
     Returns:
       Output `[B, T, N, h]` and LSE `[B, T, N]` float32, finite where nothing is seen.
@@ -56,6 +58,6 @@ def plain_attention(
         sinks = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:-1], 1))
         logits = jnp.concatenate([logits, sinks], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)[..., : key.shape[1]]
-    weights = jnp.where(seen, weights, 0.0).astype(query.dtype)
+    weights = jnp.where(seen, weights * dropout, 0.0).astype(query.dtype)
     lse = jax.nn.logsumexp(logits, axis=-1).transpose(0, 2, 1)
     return jnp.einsum("bnts,bsnh->btnh", weights, value), lse
