@@ -155,7 +155,8 @@ class KeyTiles:
     def thread_blocks(self, most: int | None) -> int:
         """How many to launch: at most so many, or if None as `scheduler.thread_blocks` decides."""
         if most is None:
-            return scheduler.thread_blocks(self.count, self.steps(), SM_COUNT)
+            is_known = not self.problem.by_batch
+            return scheduler.thread_blocks(self.count, self.steps(), SM_COUNT, is_known)
         return min(self.count, most)
 
     def schedule(self, thread_blocks: int, reverse: bool = False) -> np.ndarray:

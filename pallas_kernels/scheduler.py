@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 _GREEDY_LIMIT = 1 << 15  # above it a plain deal is as even, and the simulation takes seconds
-# In steps. A thread block's launch, first loads and last stores take 1.3 steps, 2% of such a tile.
-_LONG_TILE = 64
+# In steps. A thread block's launch, first loads and last stores take 1.3 steps: half a percent of
+# the first, 2% of the second, which is for tiles whose costs a deal could only guess.
+_LONG_TILE, _LONG_UNKNOWN_TILE = 256, 64
 
 
 def heads_per_section(
@@ -61,7 +62,7 @@ def tile_order(cost: np.ndarray, heads: int, section: int) -> tuple[np.ndarray, 
     return tile.ravel(), (first_head + head).ravel()
 
 
-def thread_blocks(pieces: int, steps: np.ndarray, most: int) -> int:
+def thread_blocks(pieces: int, steps: np.ndarray, most: int, is_known: bool) -> int:
     """How many thread blocks to launch: few that walk lists, or one for each piece of work.
 
     With lists no tile waits for a launch. With one each the hardware starts the next piece where an
@@ -72,11 +73,13 @@ def thread_blocks(pieces: int, steps: np.ndarray, most: int) -> int:
       steps: `[tiles]`, steps of each tile of one head. Where they are known at run time only, the
         most that they can be: tiles count as long then though documents may be short.
       most: thread blocks that find room at a time.
+      is_known: whether they are known before run time.
 
     Returns:
       pieces if tiles are long in the mean, at most `most` otherwise.
     """
-    return pieces if steps.mean() > _LONG_TILE else min(pieces, most)
+    long = _LONG_TILE if is_known else _LONG_UNKNOWN_TILE
+    return pieces if steps.mean() > long else min(pieces, most)
 
 
 def deal(pieces: np.ndarray, costs: np.ndarray, blocks: int, reverse: bool = False) -> np.ndarray:

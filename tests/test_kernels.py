@@ -669,28 +669,31 @@ def test_a_thread_block_for_each_piece_takes_them_in_order(tile_count, reverse):
 
 
 @pytest.mark.parametrize(
-    ("pieces", "steps", "expected"),
+    ("pieces", "steps", "is_known", "expected"),
     [
-        (1000, [1, 127], 132),
-        (1000, [1, 128], 1000),
-        (100, [1, 1], 100),
-        (100, [500, 500], 100),
+        (1000, [1, 511], True, 132),
+        (1000, [1, 512], True, 1000),
+        (1000, [1, 127], False, 132),
+        (1000, [1, 128], False, 1000),
+        (100, [1, 1], True, 100),
+        (100, [900, 900], True, 100),
     ],
 )
-def test_long_tiles_have_a_thread_block_each(pieces, steps, expected):
-    assert scheduler.thread_blocks(pieces, np.array(steps), 132) == expected
+def test_long_tiles_have_a_thread_block_each(pieces, steps, is_known, expected):
+    assert scheduler.thread_blocks(pieces, np.array(steps), 132, is_known) == expected
 
 
 @pytest.mark.parametrize(
     ("length", "bounds", "dynamic", "segmented", "expected"),
     [
-        (4096, {}, False, False, 132),  # 64 steps
-        (4160, {}, False, False, 33 * 20),
+        (16384, {}, False, False, 132),  # 256 steps
+        (16448, {}, False, False, 129 * 20),
+        (4096, {}, True, False, 132),
         (4160, {}, True, False, 33 * 20),
-        (4160, {"highest": 0}, False, False, 132),
         (4160, {"highest": 0}, False, True, 132),
-        (8192, {"highest": 0}, False, False, 64 * 20),  # 65 steps in the mean
-        (8192, {"highest": 0}, False, True, 64 * 20),
+        (8192, {"highest": 0}, False, False, 132),
+        (8192, {"highest": 0}, False, True, 64 * 20),  # 65 steps in the mean
+        (32768, {"highest": 0}, False, False, 256 * 20),
         (16384, {"highest": 0, "lowest": -1000}, False, False, 132),
     ],
 )
@@ -721,10 +724,11 @@ def test_thread_blocks_of_the_backward(length, bounds, dynamic, segmented, expec
 )
 def test_an_explicit_number_of_thread_blocks_is_kept(H, kernel, block_kv):
     """The default has one for each of the long tiles; its schedule is an operand."""
-    shape = jax.ShapeDtypeStruct((1, 16384, 4, H), jnp.bfloat16)
+    length = 32768
+    shape = jax.ShapeDtypeStruct((1, length, 4, H), jnp.bfloat16)
     backward = dataclasses.replace(config.default(H).backward, thread_blocks=30)
     explicit = dataclasses.replace(config.default(H), backward=backward)
-    tiles = 4 * 16384 // block_kv
+    tiles = 4 * length // block_kv
 
     def program(settings):
         loss = lambda *x: jax_flash.attention(

@@ -317,8 +317,8 @@ def test_gradients_do_not_depend_on_thread_blocks(H, mask):
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
-def test_long_tiles_have_a_thread_block_each(H, is_causal):
-    """By default: 133 steps in the mean and more, in more tiles than there are SMs."""
+def test_a_thread_block_for_each_tile(H, is_causal):
+    """133 steps in the mean and more, in more tiles than there are SMs."""
     T = 128 * 132 if H == 64 else 64 * 132
     query, key, value, dout, _ = inputs(1, T, T, 8, 4, H, jnp.bfloat16)
     function = functools.partial(attention, is_causal=is_causal)
@@ -327,9 +327,9 @@ def test_long_tiles_have_a_thread_block_each(H, is_causal):
         with_settings = functools.partial(function, config=settings)
         return jax.jit(lambda *x: jax.vjp(with_settings, *x[:3])[1](x[3]))(query, key, value, dout)
 
-    dq, *by_default = gradients(None)
+    dq, *of_each = gradients(few_thread_blocks(H, 10**6))
     dq_of_lists, *of_lists = gradients(few_thread_blocks(H, 132))
-    chex.assert_trees_all_equal(by_default, of_lists)
+    chex.assert_trees_all_equal(of_each, of_lists)
     np.testing.assert_allclose(
         dq.astype("float32"), dq_of_lists.astype("float32"), atol=2e-3, rtol=2e-2
     )
