@@ -142,7 +142,7 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     gpu = timing.on_gpu()
     names = (
-        ["jax_flash fp8", "cuDNN fp8", "jax_flash"]
+        ["jax_flash fp8", "jax_flash fp8 promoting", "cuDNN fp8", "jax_flash"]
         if gpu
         else ["jax_flash fp8 xla", "jax_flash xla"]
     )

@@ -36,6 +36,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 import jax_flash
 from benchmarks import timing
+from pallas_kernels import config
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -246,10 +247,15 @@ class FP8:
     result: Callable = lambda out: out
 
 
-def _fp8_with(implementation: str) -> FP8:
+def _fp8_with(implementation: str, settings: dict[int, config.ForwardFP8Config] | None = None):
+    """A candidate of ours; settings are those of the FP8 kernel by width, if not the default."""
+
     def attend(query, key, value, causal):
+        width, own = query.shape[-1], None
+        if settings is not None:
+            own = dataclasses.replace(config.default(width), forward_fp8=settings[width])
         return jax_flash.attention(
-            query, key, value, is_causal=causal, implementation=implementation
+            query, key, value, is_causal=causal, implementation=implementation, config=own
         )
 
     return FP8(jax_flash.quantize_fp8, attend)
@@ -299,6 +305,8 @@ CANDIDATES: dict[str, Callable | FP8] = {
     "FA3": _fa3,
     "jax.nn xla": _jax_nn("xla"),  # holds [B, N, T, S]: short rows only
     "jax_flash fp8": _fp8_with("mosaic_gpu"),
+    # Sums in float32, not in the products' own precision.
+    "jax_flash fp8 promoting": _fp8_with("mosaic_gpu", config.FORWARD_FP8_PROMOTING),
     "jax_flash fp8 xla": _fp8_with("xla"),
     "cuDNN fp8": FP8(_quantize_for_cudnn, _cudnn_fp8, lambda x: x[0].astype(jnp.float32) / x[1]),
 }

@@ -225,10 +225,10 @@ def _checked(
         TypeError,
     )
     _need(
-        config is None or not quantized,
+        config is None or not quantized or config.forward_fp8 is not None,
         "config",
-        "one for Quantized arrays",
-        "None there: it is a setting of the kernels in 16 bits",
+        "one without forward_fp8 for Quantized arrays",
+        "None there, or settings of the FP8 kernel",
     )
     query, key, value = (
         _array(name, x.values if isinstance(x, Quantized) else x) for name, x in named.items()

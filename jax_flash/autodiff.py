@@ -132,13 +132,8 @@ def _prepared(call: Call):
     """The arguments of `_attention`: settings and operands."""
     assert isinstance(call.scale, (int, float))  # else unsupported
     lowest, highest, intervals = _intervals(call)
-    query_ids, key_ids = call.visibility.query_segment_ids, call.visibility.key_value_segment_ids
-    ids: tuple[jax.Array, ...] = ()
-    if query_ids is not None and key_ids is not None:
-        # Sharded alike, as those of one side are searched for those of the other.
-        with_ids = call.query, call.key, (query_ids, key_ids)
-        *_, ids = placed(with_ids, (_QUERY, _KEY, _IDS))
-    are_one = query_ids is key_ids
+    ids = _segment_ids(call)
+    are_one = call.visibility.query_segment_ids is call.visibility.key_value_segment_ids
     width, value_width = call.query.shape[-1], call.value.shape[-1]
     window = None if lowest is None or highest is None else highest - lowest + 1
     elements = _elements(call)
@@ -179,6 +174,16 @@ def _prepared(call: Call):
         key, value = (_zero_unseen(x, problem, intervals, ids) for x in (key, value))
     operands = query, key, value, sinks, intervals, ids, *_words(call), elements
     return settings, placed(operands, _OPERANDS)
+
+
+def _segment_ids(call: Call) -> tuple[jax.Array, ...]:
+    """Those of queries `[B, T]` and of keys `[B, S]`, or none."""
+    query_ids, key_ids = call.visibility.query_segment_ids, call.visibility.key_value_segment_ids
+    if query_ids is None or key_ids is None:
+        return ()
+    # Sharded alike, as those of one side are searched for those of the other.
+    *_, ids = placed((call.query, call.key, (query_ids, key_ids)), (_QUERY, _KEY, _IDS))
+    return ids
 
 
 def _words(call: Call) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:

@@ -32,6 +32,10 @@ def attention_fp8(
     nothing is computed twice, and what it gives has a part of FP8's error; the other
     implementations compute both again in the inputs' dtype.
 
+    Values are quantised without their mean over the keys, which is added to the output: weights add
+    up to 1, and rounding, as well as Hopper's sums of FP8 products, cost what is left of them. Not
+    so with sinks or dropout.
+
     Rows beyond `query_seq_lengths` and `key_value_seq_lengths` are not read: they do not count in
     the scales. Reverse mode only, and once.
 
@@ -43,7 +47,7 @@ def attention_fp8(
       incoherent_key: None, or a JAX random key, as in `jax_flash.quantize_fp8`: with it outliers in
         query and key cost less accuracy. A new one for each step is as good as the same for all.
       **options: all others of `jax_flash.attention`; `implementation` is that of the forward and of
-        the backward pass, and `config` is for the backward pass.
+        the backward pass, and `config` has the settings of both.
 
     Returns:
       As `jax_flash.attention`: the output in the query's dtype, or (output, LSE).
@@ -62,11 +66,16 @@ def attention_fp8(
     implementation = bound.arguments["implementation"]
     see = call.visibility
     lengths = see.query_seq_lengths, see.key_value_seq_lengths, see.key_value_seq_lengths
-    inputs = (
+    fp8_query, fp8_key, fp8_value = (
         lax.stop_gradient(_zero_beyond(x, length))
         for x, length in zip((call.query, call.key, call.value), lengths, strict=True)
     )
-    quantized = quantize_fp8(*inputs, block_size=block_size, incoherent_key=incoherent_key)
+    offset = _offset(call, fp8_value)
+    if offset is not None:
+        fp8_value = _zero_beyond(fp8_value - offset, see.key_value_seq_lengths)
+    quantized = quantize_fp8(
+        fp8_query, fp8_key, fp8_value, block_size=block_size, incoherent_key=incoherent_key
+    )
     in_fp8 = dataclasses.replace(
         call.with_arrays(lax.stop_gradient(call.arrays)),
         query=quantized[0].values,
@@ -75,14 +84,33 @@ def attention_fp8(
         scales=(quantized[0].scales, quantized[1].scales, quantized[2].scales),
         block_sizes=(quantized[0].block_size,) * 3,
         return_residual=True,
-        config=None,
     )
     out, lse = dispatch.attention(in_fp8, implementation)
     assert lse is not None  # as return_residual asks for it
+    if offset is not None:
+        seeing = jnp.logical_not(jnp.isneginf(lse))[..., None]
+        of_heads = jnp.repeat(offset, call.query.shape[2] // call.key.shape[2], axis=2)
+        out = out + jnp.where(seeing, of_heads, 0)
     out, lse = _with_gradients(call, implementation, out.astype(call.query.dtype), lse)
     if jnp.ndim(query) == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if call.return_residual else out
+
+
+def _offset(call: Call, value: jax.Array) -> jax.Array | None:
+    """The mean of the values `[B, 1, K, h]`, float32; None where weights do not add up to 1.
+
+    Args:
+      value: that of the call, with zeros beyond the lengths.
+    """
+    if call.sinks is not None or call.dropout_rate > 0:
+        return None
+    total = value.astype(jnp.float32).sum(axis=1, keepdims=True)
+    count: jax.Array | int = max(1, value.shape[1])
+    if call.visibility.key_value_seq_lengths is not None:
+        count = jnp.clip(call.visibility.key_value_seq_lengths, 1, count).reshape(-1, 1, 1, 1)
+    mean = total / count
+    return jnp.where(jnp.isfinite(mean), mean, 0)
 
 
 def _zero_beyond(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

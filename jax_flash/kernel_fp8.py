@@ -1,15 +1,179 @@
-"""Where the FP8 forward kernel for Hopper belongs: "mosaic_gpu" of calls with `Call.scales`."""
+"""The FP8 forward kernel for Hopper: "mosaic_gpu" of calls with `Call.scales`."""
+
+import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from jax_flash import autodiff
 from jax_flash.call import Call
+from jax_flash.sharding import over_devices, placed
+from pallas_kernels import config, forward_fp8
+from pallas_kernels.config import SUPPORTED_WIDTHS, ForwardFP8Config, Problem
+from pallas_kernels.online_softmax import LOG2E
+
+# TMA steps over heads, and rows of one head, in multiples of 16 bytes.
+_WIDTHS = [width for width in SUPPORTED_WIDTHS if width % 16 == 0]
+# What multiplies a logit of -inf must not be 0, nor be the product of two such: smaller ones of
+# query rows, keys and values are taken for these, by which logits are as good as 0.
+_LEAST_SCALES = (1e-20, 1e-15, 1e-30)
 
 
 def unsupported(call: Call) -> str | None:
     """Why the kernel cannot do this call, or None if it can; devices are dispatch's business."""
-    return f"dtype {call.query.dtype}: there is no FP8 kernel yet"
+    batch, query_length, heads, width = call.query.shape
+    key_length, value_width = call.key.shape[1], call.value.shape[-1]
+    is_number = isinstance(call.scale, (int, float))
+    least, most = autodiff._SCALES
+    reasons = {
+        f"head width {width}: the FP8 kernel takes multiples of 16 up to 256": (
+            width not in _WIDTHS
+        ),
+        f"value width {value_width}: the FP8 kernel takes multiples of 16 up to 256": (
+            value_width not in _WIDTHS
+        ),
+        "an empty batch, head or sequence axis": 0 in (batch, heads, query_length, key_length),
+        "scale as an array": not is_number,
+        f"scale {call.scale} is not in {least, most}": is_number
+        and not least <= call.scale <= most,
+        "a mask or bias in FP8": call.visibility.mask is not None or call.bias is not None,
+        "logits_soft_cap in FP8": call.logits_soft_cap is not None,
+        "sinks in FP8": call.sinks is not None,
+        "dropout in FP8": call.dropout_rate > 0,
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        return reason
+    block_kv = _config(call).block_kv
+    for name, size in zip(("key", "value"), call.block_sizes[1:], strict=True):
+        if size % block_kv and size < key_length:
+            return (
+                f"{name} in blocks of {size} rows: the FP8 kernel takes multiples of {block_kv}"
+                f" at width {max(width, value_width)}"
+            )
+    return None
+
+
+def _config(call: Call) -> ForwardFP8Config:
+    if call.config is not None and call.config.forward_fp8 is not None:
+        return call.config.forward_fp8
+    segmented = call.visibility.query_segment_ids is not None
+    return config.default_fp8(call.query.shape[-1], call.value.shape[-1], segmented=segmented)
 
 
 def attention(call: Call) -> tuple[jax.Array, jax.Array]:
-    """Output `[B, T, N, h]` in `call.out_dtype`, and LSE `[B, T, N]` float32."""
-    raise NotImplementedError(unsupported(call))
+    """Output `[B, T, N, h]` in `call.out_dtype`, and LSE `[B, T, N]` float32.
+
+    call must be one that `unsupported` has no reason against.
+    """
+    assert isinstance(call.scale, (int, float))  # else unsupported
+    lowest, highest, intervals = autodiff._intervals(call)
+    ids = autodiff._segment_ids(call)
+    settings = _Settings(
+        scale=float(call.scale),
+        lowest=lowest,
+        highest=highest,
+        dynamic=bool(intervals),
+        segmented=bool(ids),
+        out_dtype=call.out_dtype,
+        config=_config(call),
+    )
+    query, key, value = call.query, call.key, call.value
+    problem = settings.problem(query, key, value)
+    query = autodiff._zero_unseeing(query, problem, intervals, ids)
+    key, value = (autodiff._zero_unseen(x, problem, intervals, ids) for x in (key, value))
+    scales = _scales(call, settings)
+    operands = placed((query, key, value, scales, intervals, ids), _OPERANDS)
+    out, lse = autodiff._folding_vmap(functools.partial(_run, settings))(*operands)
+    return out, lse.transpose(0, 2, 1)
+
+
+def _scales(call: Call, settings: "_Settings") -> tuple[jax.Array, ...]:
+    """Those of `forward_fp8.Scales`, sharded as what they are the scales of."""
+    assert call.scales is not None
+    of_query, of_key, of_value = call.scales
+    of_query = of_query * (settings.scale * LOG2E)
+    block_kv = settings.config.block_kv
+    of_query, of_key, of_value = map(jnp.maximum, (of_query, of_key, of_value), _LEAST_SCALES)
+    query_size, key_size, value_size = call.block_sizes
+    return (
+        _spread(of_query, query_size, call.query, 1),
+        _spread(of_key, key_size, call.key, block_kv),
+        _spread(of_value, value_size, call.value, block_kv),
+    )
+
+
+def _spread(scales: jax.Array, block_size: int, x: jax.Array, step: int) -> jax.Array:
+    """`[B, N, ceil(T / step)]`: the scale of every `step`-th row of x `[B, T, N, H]`."""
+    zeros = jnp.zeros_like(x[:, ::step, :, 0], jnp.float32)  # of x's sharding
+    blocks = np.arange(0, x.shape[1], step) // block_size
+    return (zeros + scales[:, blocks]).swapaxes(1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """What of a call is no array and no shape."""
+
+    scale: float
+    lowest: int | None
+    highest: int | None
+    dynamic: bool
+    segmented: bool
+    out_dtype: np.dtype
+    config: ForwardFP8Config
+
+    def problem(self, query: jax.Array, key: jax.Array, value: jax.Array) -> Problem:
+        batch, query_length, heads, width = query.shape
+        return Problem(
+            batch=batch,
+            query_length=query_length,
+            key_length=key.shape[1],
+            heads=heads,
+            kv_heads=key.shape[2],
+            width=width,
+            dtype=np.dtype(query.dtype),
+            scale=self.scale,
+            lowest=self.lowest,
+            highest=self.highest,
+            dynamic=self.dynamic,
+            segmented=self.segmented,
+            value_width=value.shape[-1],
+        )
+
+
+# Letters of `sharding.over_devices`.
+_OPERANDS = "b.n.", "b.k.", "b.k.", ("bn.", "bk.", "bk."), "b..", "b."
+_RESULTS = "b.n.", "bn."
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
+def _run(settings, leading, *args):
+    return over_devices(functools.partial(_local, settings), _OPERANDS, _RESULTS, leading)(*args)
+
+
+def _local(settings, query, key, value, scales, intervals, ids):
+    problem = settings.problem(query, key, value)
+
+    def kernel(query, key, value, scales, intervals, ids):
+        out, lse = forward_fp8.attention(
+            autodiff._pad_rows(query),
+            autodiff._pad_rows(key),
+            autodiff._pad_rows(value),
+            forward_fp8.Scales(*scales),
+            next(iter(intervals), None),
+            ids or None,
+            problem=problem,
+            config=settings.config,
+            out_dtype=settings.out_dtype,
+        )
+        rows = problem.query_length
+        return autodiff._keep_apart((out[:, :rows], lse[:, :, :rows]))
+
+    out_shape = (*query.shape[:-1], value.shape[-1])
+    lse_shape = (problem.batch, problem.heads, problem.query_length)
+    out_types = (
+        jax.ShapeDtypeStruct(out_shape, settings.out_dtype),
+        jax.ShapeDtypeStruct(lse_shape, jnp.float32),
+    )
+    return autodiff._on_hopper(kernel, out_types, query, key, value, scales, intervals, ids)

@@ -19,9 +19,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.config import whole_tiles
-from pallas_kernels.primitives import OPERAND, interpreting, store_operand
-
-_BOX = 64  # columns: 128 bytes, which is as wide as TMA swizzles
+from pallas_kernels.primitives import interpreting, store_operand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,26 +28,34 @@ class Columns:
 
     Attributes:
       width: of the array, a multiple of 8.
-      size: a multiple of 64; what lies beyond the array's width is 0.
-      first: a multiple of 64.
+      size: a multiple of `box_width`; what lies beyond the array's width is 0.
+      first: a multiple of `box_width`.
+      box_width: columns of a box. At most 128 bytes, which is as wide as TMA swizzles.
     """
 
     width: int
     size: int
     first: int = 0
+    box_width: int = 64
 
     @classmethod
     def whole(cls, width: int) -> "Columns":
-        """All columns of an array."""
+        """All columns of an array of 16 bits."""
         return cls(width, whole_tiles(width))
+
+    @classmethod
+    def whole_float8(cls, width: int) -> "Columns":
+        """All columns of an array of 8 bits, in boxes of 128 where there are more than 64."""
+        box_width = 64 if width <= 64 else 128
+        return cls(width, -(-width // box_width) * box_width, box_width=box_width)
 
     @property
     def _in_boxes(self) -> bool:
-        return self.width % _BOX > 0 or self.first + self.size > self.width
+        return self.width % self.box_width > 0 or self.first + self.size > self.width
 
     @property
     def tile_width(self) -> int:
-        return _BOX if self._in_boxes else self.size
+        return self.box_width if self._in_boxes else self.size
 
     @property
     def tiles(self) -> int:
@@ -66,7 +72,9 @@ class Columns:
         """Shared memory `(..., tiles, rows, tile_width)` for `(..., rows)` of these columns."""
         *leading, rows = shape
         whole = (*leading, self.tiles, rows, self.tile_width)
-        return plgpu.SMEM(whole, dtype, transforms=OPERAND)
+        swizzle = self.box_width * np.dtype(dtype).itemsize
+        transforms = (plgpu.TilingTransform((8, self.box_width)), plgpu.SwizzleTransform(swizzle))
+        return plgpu.SMEM(whole, dtype, transforms=transforms)
 
     def load(self, source, buffer, barrier) -> None:
         """Copies from `(rows, width)` of global memory; `tiles` arrivals at the barrier."""
@@ -80,9 +88,9 @@ class Columns:
                 plgpu.copy_smem_to_gmem(self._box(buffer, n), target.at[:, self._slice(n)])
 
     def box(self, buffer, start: int):
-        """All rows and 64 of the columns, from `start` on, of what is in shared memory."""
+        """All rows and a box of the columns, from `start` on, of what is in shared memory."""
         n, start = divmod(start, self.tile_width)
-        return buffer.at[n, :, pl.ds(start, _BOX)]
+        return buffer.at[n, :, pl.ds(start, self.box_width)]
 
     def put(self, buffer, values: jax.Array, *, anew: bool = False) -> None:
         """Stores `(rows, size)` values to shared memory; anew as in `put_tile`."""
@@ -110,14 +118,14 @@ class Columns:
     def _slice(self, n: int):
         start = self.first + n * self.tile_width
         if self._in_boxes:  # made by an operation, as Pallas refuses constants out of bounds
-            return pl.ds(lax.add(jnp.int32(start), jnp.int32(0)), _BOX)
+            return pl.ds(lax.add(jnp.int32(start), jnp.int32(0)), self.box_width)
         return pl.ds(start, self.tile_width)
 
     def _box(self, buffer: Any, n: int) -> Any:
         """Tile n of a buffer, as TMA is to see it.
 
-        A tile of 64 columns is the same to wgmma, as matrices of 8 rows one after the other, and to
-        TMA, as rows. Only told so does Pallas take an array that does not end with a tile.
+        A tile of a box's width is the same to wgmma, as matrices of 8 rows one after the other, and
+        to TMA, as rows. Only told so does Pallas take an array that does not end with a tile.
         """
         if not self._in_boxes or interpreting():
             return buffer.at[n]

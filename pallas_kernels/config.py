@@ -223,6 +223,24 @@ class ForwardConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ForwardFP8Config(ForwardConfig):
+    """Settings of `forward_fp8.py`.
+
+    Attributes:
+      value_stages: slots of the circular buffer of turned V.
+      promotes: add up the output in float32, not with the 14 bits of Hopper's FP8 products.
+    """
+
+    value_stages: int = 2
+    promotes: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        _need(self.block_kv <= 256, "block_kv", self.block_kv, "at most 256, what TMA loads")
+        _need(self.value_stages >= 2, "value_stages", self.value_stages, "at least 2")
+
+
+@dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Settings of `backward.py`, for widths up to 128.
 
@@ -321,11 +339,13 @@ class Config:
     Attributes:
       backward: where key or value is wider than 128 a `BackwardKeyConfig`.
       backward_query: for deterministic gradients, and such widths; None for `BACKWARD_QUERY`'s.
+      forward_fp8: for FP8; None for `FORWARD_FP8`'s.
     """
 
     forward: ForwardConfig
     backward: BackwardConfig | BackwardKeyConfig
     backward_query: BackwardQueryConfig | None = None
+    forward_fp8: ForwardFP8Config | None = None
 
 
 # Width of the wider of key and value, in whole tiles -> settings. What others gave is in README.md.
@@ -346,6 +366,27 @@ NARROW_WINDOW = 768
 FORWARD_NARROW = ForwardConfig(
     consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)
 )
+
+# The same in FP8, whose operands have 64, 128 or 256 columns.
+FORWARD_FP8 = {
+    64: ForwardFP8Config(consumers=3, block_kv=128, stages=2, query_buffers=2, registers=(160, 32)),
+    128: ForwardFP8Config(
+        consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(224, 56)
+    ),
+    # 128 keys a step and the output take all registers.
+    256: ForwardFP8Config(consumers=2, block_kv=64, stages=2, query_buffers=1, registers=(224, 56)),
+}
+
+# Three consumers would spill 4 to 32 bytes.
+FORWARD_FP8_SEGMENTED = FORWARD_FP8 | {
+    64: dataclasses.replace(FORWARD_FP8[64], consumers=2, registers=(224, 56))
+}
+
+# With sums in float32. At width 256 they do not fit beside the output.
+FORWARD_FP8_PROMOTING = {
+    64: dataclasses.replace(FORWARD_FP8_SEGMENTED[64], promotes=True),
+    128: dataclasses.replace(FORWARD_FP8[128], block_kv=64, promotes=True),
+}
 
 # Keys of 129 to 192 columns, values of up to 128 (multi-head latent attention: 192 and 128): with
 # 64 keys a step, reading the operands of Q K' would take all of shared memory's bandwidth.
@@ -404,6 +445,13 @@ BIAS_GRADIENT = {
 }
 
 WIDTHS = (64, 128, 256)  # of which every variant is compiled, and which are tuned
+
+
+def default_fp8(width: int, value_width: int = 0, *, segmented: bool = False) -> ForwardFP8Config:
+    """Settings of one call in FP8; value_width as width if it is 0."""
+    widest = max(width, value_width)
+    table = FORWARD_FP8_SEGMENTED if segmented else FORWARD_FP8
+    return table[64 if widest <= 64 else 128 if widest <= 128 else 256]
 
 
 def default(

@@ -54,18 +54,12 @@ from pallas_kernels.primitives import (
     fence_async_shared,
     fresh_zero,
     interpreting,
-    keep_columns_from,
-    keep_columns_to,
-    keep_equal_columns,
-    load_intervals,
-    load_rows,
     store_rows,
     zero_tile,
 )
+from pallas_kernels.row_masks import PER_ROW, ROWS, RowMasks, in_each_row
 from pallas_kernels.soft_cap import capped
 
-_ROWS = 64  # query rows of a consumer: the M of a wgmma
-_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 _TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
 
@@ -92,13 +86,13 @@ class Tiles:
         Where tiles do not divide the rows, some warpgroups of one tile have none. Under a causal
         mask that is the first tile, which sees the fewest keys.
         """
-        rows_of_warpgroups = -(-self.problem.query_length // _ROWS) * _ROWS
+        rows_of_warpgroups = -(-self.problem.query_length // ROWS) * ROWS
         is_causal = self.problem.highest is not None and not self.problem.segmented
         return self.rows - rows_of_warpgroups if is_causal else 0
 
     def first_row(self, tile, warpgroup):
         """First query row of a warpgroup: beyond the last query for one that has none."""
-        row = tile * self.config.block_q + warpgroup * _ROWS
+        row = tile * self.config.block_q + warpgroup * ROWS
         return lax.rem(row + (self.rows - self.shift), jnp.int32(self.rows)) if self.shift else row
 
     def key_blocks(self) -> np.ndarray:
@@ -314,10 +308,10 @@ def _build(
     )
 
     scratch: dict[str, Any] = dict(
-        q_smem=key_columns.smem(query_buffers, consumers, _ROWS, dtype=dtype),
+        q_smem=key_columns.smem(query_buffers, consumers, ROWS, dtype=dtype),
         k_smem=key_columns.smem(stages, block_kv, dtype=dtype),
         v_smem=value_columns.smem(stages, block_kv, dtype=dtype),
-        o_smem=staged_columns[0].smem(consumers, _ROWS, dtype=dtype),
+        o_smem=staged_columns[0].smem(consumers, ROWS, dtype=dtype),
         q_full=plgpu.Barrier(
             num_arrivals=consumers * key_columns.tiles, num_barriers=query_buffers
         ),
@@ -348,10 +342,17 @@ def _build(
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
         )
+        masks = RowMasks(
+            problem,
+            block_kv,
+            tiles.rows,
+            intervals_ref=optional_refs[0] if dynamic else None,
+            ids_refs=ids_refs,
+        )
         warpgroup = lax.axis_index("warpgroup")
         block = lax.axis_index("block")
         zero = jnp.int32(0)
-        no_rows = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.int32), _PER_ROW)
+        no_rows = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.int32), PER_ROW)
 
         def listed(column, anew=has_cap):
             """An entry of this thread block's list."""
@@ -396,79 +397,25 @@ def _build(
             pass_turn = lambda: turn.arrive(lax.rem(warpgroup + 1, jnp.int32(consumers)))
             pl.when(warpgroup == consumers - 1)(pass_turn)  # warpgroup 0 begins
 
-            rows_of = lambda tile: pl.ds(tiles.first_row(tile, warpgroup), _ROWS)
-
-            def in_each_row(scalar):
-                return plgpu.layout_cast(jnp.broadcast_to(scalar, (_ROWS,)), _PER_ROW)
-
-            def row_numbers():
-                return plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
-
-            def load_bounds(tile, batch):
-                """The interval of each row, `(64,)` first and end; None where it is static."""
-                if not dynamic:
-                    return None
-                first_row, last_row = tiles.first_row(tile, warpgroup), problem.query_length - 1
-                return load_intervals(optional_refs[0].at[batch], first_row, last_row)
+            first_row_of = lambda tile: tiles.first_row(tile, warpgroup)
+            rows_of = lambda tile: pl.ds(first_row_of(tile), ROWS)
 
             def bounds_of(tile, batch):
-                """What gives `load_bounds`: loads them only then where registers are short."""
+                """What gives the bounds of rows: loads them only then where registers are short."""
                 if has_cap:
-                    return lambda: load_bounds(tile, batch)
-                bounds = load_bounds(tile, batch)
+                    return lambda: masks.load_bounds(batch, first_row_of(tile))
+                bounds = masks.load_bounds(batch, first_row_of(tile))
                 return lambda: bounds
 
-            def masked_near(logits, tile, key_block, bounds):
-                """Logits with -inf where a key is behind the last of its row, or there is none."""
-                last = jnp.int32(problem.key_length - 1)
-                if bounds is not None:
-                    last = bounds[1] - 1
-                elif problem.highest is not None:
-                    row = row_numbers()
-                    first_row = tiles.first_row(tile, warpgroup)
-                    last = jnp.minimum(row + (first_row + problem.highest), last)
-                else:
-                    last = in_each_row(last)
-                return keep_columns_to(logits, last - key_block * block_kv, -jnp.inf)
-
-            def masked_far(logits, tile, key_block, bounds):
-                """Logits with -inf where a key is before the first of its row."""
-                if bounds is not None:
-                    return keep_columns_from(logits, bounds[0] - key_block * block_kv, -jnp.inf)
-                row = row_numbers() + tiles.first_row(tile, warpgroup)
-                first = row + problem.lowest
-                if tiles.rows > problem.query_length:
-                    # Rows beyond the last query need a key in their first block like any other.
-                    first = jnp.where(row < problem.query_length, first, 0)
-                return keep_columns_from(logits, first - key_block * block_kv, -jnp.inf)
-
             def ids_of(tile, batch, j):
-                """Ids of rows, `(64,)`, and where those of the keys of step j are, for `masked`.
-
-                None if there are none.
-                """
-                if not problem.segmented:
-                    return None
-                query_ids_ref, key_ids_ref = ids_refs
-                first_key = (end_of(tile, batch) - 1 - j) * block_kv
-                first_row, last_row = tiles.first_row(tile, warpgroup), problem.query_length - 1
-                ids = load_rows(query_ids_ref.at[batch], first_row, last_row)
-                return ids, key_ids_ref.at[batch], first_key
+                """Ids of rows, and where those of the keys of step j are; None without ids."""
+                first_key = (end_of(tile, batch) - 1 - j) * block_kv if problem.segmented else None
+                return masks.load_ids(batch, first_row_of(tile), first_key)
 
             def masked(logits, tile, key_block, bounds, ids, *, near=True):
-                """Logits with -inf where a row may not see the key, or there is none.
-
-                Where not `near`, every key is before the end of each row's interval.
-                """
-                is_ragged = problem.key_length % block_kv != 0
-                if near and (dynamic or problem.highest is not None or is_ragged):
-                    logits = masked_near(logits, tile, key_block, bounds)
-                if dynamic or problem.lowest is not None:
-                    logits = masked_far(logits, tile, key_block, bounds)
-                if ids is not None:
-                    row_ids, key_ids, first_key = ids
-                    logits = keep_equal_columns(logits, row_ids, key_ids, first_key, -jnp.inf)
-                return logits
+                """Logits with -inf where a row may not see the key, or there is none."""
+                first_row, first_key = first_row_of(tile), key_block * block_kv
+                return masks.masked(logits, first_row, first_key, bounds, ids, near=near)
 
             def load_elements(number, j):
                 """Mask and bias of step j of a tile, asked for before the product is there."""
@@ -510,10 +457,10 @@ def _build(
                 def issue_logits(buffer, k_slot):
                     if has_bias_of_keys:
                         bias = plgpu.load(bias_smem.at[k_slot], layout=_PER_KEY)
-                        s_acc[...] = lax.broadcast_in_dim(bias, (_ROWS, block_kv), [1])
+                        s_acc[...] = lax.broadcast_in_dim(bias, (ROWS, block_kv), [1])
                         fence_async_shared()  # TMA will overwrite the bias that was read
                     else:
-                        s_acc[...] = zero_tile(_ROWS, block_kv)
+                        s_acc[...] = zero_tile(ROWS, block_kv)
                     key_columns.contract(s_acc, q_smem.at[buffer, warpgroup], k_smem.at[k_slot])
 
                 def issue_output(weights, v_slot):
@@ -605,7 +552,7 @@ def _build(
                     """Divides by the row sums and sends output to global memory."""
                     staging = o_smem.at[warpgroup]
                     output *= spread(inverse, output.shape)
-                    o_acc[...] = zero_tile(_ROWS, value_columns.size)
+                    o_acc[...] = zero_tile(ROWS, value_columns.size)
                     for columns in staged_columns:
                         if columns.first > 0:
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -714,8 +661,8 @@ def _build(
                 return steps, too_low
 
             accumulators = (
-                plgpu.ACC((_ROWS, value_columns.size), jnp.float32),
-                plgpu.ACC((_ROWS, block_kv), jnp.float32),
+                plgpu.ACC((ROWS, value_columns.size), jnp.float32),
+                plgpu.ACC((ROWS, block_kv), jnp.float32),
             )
             rounds(lambda *args: pl.run_scoped(lambda *refs: compute(*refs, *args), *accumulators))
 
@@ -732,7 +679,7 @@ def _build(
                     buffer = query_buffer(index)
                     pl.when(index >= query_buffers)(lambda: q_free.wait(buffer))
                     for w in range(consumers):
-                        rows = pl.ds(tiles.first_row(tile, w), _ROWS)
+                        rows = pl.ds(tiles.first_row(tile, w), ROWS)
                         source = q_ref.at[batch, rows, head]
                         key_columns.load(source, q_smem.at[buffer, w], q_full.at[buffer])
 

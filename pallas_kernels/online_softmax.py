@@ -75,8 +75,10 @@ def nothing_seen(rows: int) -> RowState:
     )
 
 
-def start(logits: jax.Array, factor: float, headroom: float) -> tuple[jax.Array, RowState]:
-    """The first tile of a row: its weights and the state."""
+def start(
+    logits: jax.Array, factor: float | jax.Array, headroom: float
+) -> tuple[jax.Array, RowState]:
+    """The first tile of a row: its weights and the state. `(64,)` factors are those of rows."""
     reference = jnp.maximum(logits.max(axis=1) * factor, _NOTHING_SEEN) + headroom
     weights = _weights(logits, factor, reference)
     return weights, RowState(reference, _partial_sums(weights))
@@ -91,7 +93,11 @@ def close(state: RowState, seeing: jax.Array) -> RowState:
 
 
 def advance(
-    logits: jax.Array, factor: float, headroom: float, limit: float, state: RowState
+    logits: jax.Array,
+    factor: float | jax.Array,
+    headroom: float,
+    limit: float,
+    state: RowState,
 ) -> tuple[jax.Array, jax.Array, RowState]:
     """A further tile: its weights, what earlier weights must be multiplied with, and the state."""
     maximum = logits.max(axis=1) * factor
@@ -107,7 +113,9 @@ def advance(
     return weights, correction, RowState(reference, sums)
 
 
-def go_on(logits: jax.Array, factor: float, state: RowState) -> tuple[jax.Array, RowState]:
+def go_on(
+    logits: jax.Array, factor: float | jax.Array, state: RowState
+) -> tuple[jax.Array, RowState]:
     """A further tile of rows that have seen a key, with the reference they have."""
     weights = _weights(logits, factor, state.reference)
     return weights, RowState(state.reference, state.sums + _partial_sums(weights))
@@ -142,6 +150,8 @@ def finish(
 
 
 def _weights(logits, factor, reference):
+    if not isinstance(factor, float):
+        factor = spread(factor, logits.shape)
     return jnp.exp2(logits * factor - spread(reference, logits.shape))
 
 

@@ -9,6 +9,7 @@ fragments for wgmma.mma_async.m64nNk16"): the 128 threads of a warpgroup hold a 
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -1300,6 +1301,172 @@ def _to_fragment_order(tile):
 def _from_fragment_order(fragment, columns):
     x = fragment.reshape(columns // 16, 2, 4, 8, 4, 2, 2)
     return x.transpose(2, 1, 3, 0, 5, 4, 6).reshape(64, columns)
+
+
+# --- float8 --------------------------------------------------------------------------------------
+
+# Of each 16 columns, as a thread has them: two side by side, and two that are 8 columns behind. The
+# product that takes them has 4 side by side. Both of its operands have their 16 in this order.
+
+
+def to_float8(tile: jax.Array) -> jax.Array:
+    """A `(64, n)` float32 tile in e4m3, as the left operand of a product from registers.
+
+    Magnitudes above 448 become 448. On a GPU columns are in another order, that of the columns of
+    what `transpose_float8` stores.
+    """
+    if interpreting():
+        return jnp.clip(tile, -448, 448).astype(jnp.float8_e4m3fn)
+
+    layout = plgpu.Layout.WGMMA_8BIT
+    zeros = plgpu.layout_cast(jnp.zeros(tile.shape, jnp.float8_e4m3fn), layout)
+    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float8_e4m3fn, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, layout), return_type=shape)
+    def cast(_, tile, like):
+        i32 = ir.IntegerType.get_signless(32)
+        pairs = {(group, half): pair for _, group, half, pair in _fragments(tile.registers)}
+        out = like.registers.copy()
+        for index, group, half, quad in _fragments(like.registers):  # groups of 16
+            values = [_extract(pairs[2 * group + n, half], e) for n in range(2) for e in range(2)]
+            word = llvm.inline_asm(
+                i32,
+                values,
+                "{ .reg .b16 low, high;"
+                " cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+                " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+                " mov.b32 $0, {low, high}; }",
+                "=r,f,f,f,f",
+            )
+            out[index] = mgpu_utils.bitcast(word, quad.type)
+        return _like(like, out)
+
+    return cast(tile, zeros)
+
+
+def any_from_256(tile: jax.Array):
+    """Whether an element of `to_float8` of weights is 256 or more, or NaN, in the caller's warp.
+
+    Warps differ in the result, a scalar: what depends on it must be of the warp's rows alone.
+    """
+    if interpreting():
+        return jnp.logical_not(tile.astype(jnp.float32) < 256).any()
+
+    layout = plgpu.Layout.WGMMA_8BIT
+    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=shape)
+    def vote(_, tile):
+        i32 = ir.IntegerType.get_signless(32)
+        words = [mgpu_utils.bitcast(register, i32) for register in tile.registers.flat]
+        # 256 is 0x78, and nothing is above 0x7f: bytes do not carry into each other.
+        carried = [arith.addi(word, _i32(0x08080808)) for word in words]
+        seen = functools.reduce(arith.ori, carried)
+        text = (
+            "{ .reg .pred p; .reg .b32 seen; and.b32 seen, $1, 0x80808080; setp.ne.s32 p, seen, 0;"
+            " vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+        )
+        return mgpu.FragmentedArray.splat(_asm(text, "=r,r", [seen], i32), (), is_signed=True)
+
+    return vote(tile) > 0
+
+
+def transpose_float8(target, source) -> None:
+    """Stores `(keys, n)` source to `(n, keys)` target, in shared memory, by one warpgroup.
+
+    Both are e4m3, in boxes of 128 columns, or 64 where that does not divide them, that are swizzled
+    as wide. n and keys are multiples of 64. On a GPU the columns of the target are in the order of
+    `to_float8`.
+    """
+    if interpreting():
+        target[...] = source[...].T
+        return
+
+    keys, columns = source.shape
+    target_box, source_box = float8_box(keys), float8_box(columns)
+    transforms = [
+        (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width))
+        for width in (target_box, source_box)
+    ]
+
+    def swizzled(chunk, row, box: int):
+        """The place of 16 bytes in a row of a box."""
+        return arith.xori(chunk, row if box == 128 else arith.shrui(row, _i32(1)))
+
+    @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType(x) for x in transforms))
+    def transpose(_, target, source):
+        i32 = ir.IntegerType.get_signless(32)
+        four = llvm.StructType.get_literal([i32] * 4)
+        thread = _thread()
+        warp, lane = arith.shrui(thread, _i32(5)), arith.andi(thread, _i32(31))
+        # A warp takes every fourth 16 columns of the source, 32 rows at a time: 4 matrices of 8
+        # rows by 8 pairs. 8 lanes each give the addresses of a matrix's rows.
+        matrix, row = arith.shrui(lane, _i32(3)), arith.andi(lane, _i32(7))
+        # A lane then has the bytes of two columns, the pair of its number / 4, of 4 rows in two
+        # words. It puts those of a column into one word. The first word has the even column in
+        # lanes of the pairs 0 to 3 and the odd one in the others, so that the 8 rows that an
+        # instruction stores differ in their place among 8, by which they are swizzled.
+        is_late = arith.cmpi(arith.CmpIPredicate.sge, lane, _i32(16))
+        even, odd = _i32(0x6420), _i32(0x7531)
+        selectors = [arith.select(is_late, odd, even), arith.select(is_late, even, odd)]
+        read = _shared_address(
+            source,
+            (matrix, 8 * columns),
+            (row, source_box),
+            (swizzled(warp, row, source_box), 16),
+        )
+        # Of matrices 0 and 2 the first word of 16 columns each, of 1 and 3 the second.
+        is_second = arith.andi(matrix, _i32(1))
+        later = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.sge, row, _i32(4)))
+        column = arith.addi(arith.muli(row, _i32(2)), arith.xori(is_second, later))
+        place = arith.andi(column, _i32(7))
+        write = _shared_address(
+            target,
+            (warp, 16 * keys),
+            (arith.shrui(column, _i32(3)), 8 * keys),
+            (place, target_box),
+            (swizzled(arith.shrui(matrix, _i32(1)), place, target_box), 16),
+        )
+
+        def load(first_row: int, first_column: int) -> list:
+            box, column = divmod(first_column, source_box)
+            loaded = _asm(
+                "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+                f" {{$0, $1, $2, $3}}, [$4+{first_row * columns + 8 * source_box * box}];",
+                "=r,=r,=r,=r,r,~{memory}",
+                [arith.xori(read, _i32(column))],
+                four,
+            )
+            return [llvm.extractvalue(i32, loaded, [e]) for e in range(4)]
+
+        def store(first_row: int, first_column: int, words: list) -> None:
+            values = [
+                _asm("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [*words[e : e + 2], selector], i32)
+                for e in (0, 2)
+                for selector in selectors
+            ]
+            box, key = divmod(first_row, target_box)
+            _asm(
+                "stmatrix.sync.aligned.m8n8.x4.shared.b16"
+                f" [$0+{first_column * keys + 8 * target_box * box}], {{$1, $2, $3, $4}};",
+                "r,r,r,r,r,~{memory}",
+                [arith.xori(write, _i32(key)), *values],
+            )
+
+        units = list(itertools.product(range(0, keys, 32), range(0, columns, 64)))
+        for some in itertools.batched(units, _LOADS):
+            for unit, words in zip(some, [load(*unit) for unit in some], strict=True):
+                store(*unit, words)
+
+    transpose(target, source)
+
+
+_LOADS = 4  # on their way at a time, of 4 registers each
+
+
+def float8_box(columns: int) -> int:
+    """Columns of a box of a float8 operand: as wide as TMA swizzles, if that divides them."""
+    return 128 if columns % 128 == 0 else 64
 
 
 # --- MLIR in few words ---------------------------------------------------------------------------
