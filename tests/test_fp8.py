@@ -30,8 +30,7 @@ from tests.support.sharded import collectives, mesh_of, plain_kernels, put
 B, T, S, N, K, H, h = 2, 21, 50, 4, 2, 16, 24
 KEY = jax.random.key(5)
 
-# Those that take Quantized arrays here.
-IMPLEMENTATIONS = ["xla"]
+IMPLEMENTATIONS = ["xla", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
 
 
 def draw(seed, *shape, dtype=jnp.bfloat16):
@@ -228,7 +227,9 @@ def test_attention_sinks_leave_the_other_keys_their_weight(lead, implementation)
     exact = oracle.attention(*(x[:, None] for x in plain))[0][:, 0]
     out = jax_flash.attention(*arrays, implementation=implementation)[:, 0]
     assert relative(attention_in_key_order(*plain), exact) > (0.02 if lead == 6 else 0.5)
-    assert relative(out, exact) < (5e-3 if implementation == "xla" else 4e-2)
+    # In the sinks' own block e4m3 has little for the others.
+    in_kernel = {6.0: 2e-2, 9.0: 4e-2, 12.0: 0.15}[lead]
+    assert relative(out, exact) < (5e-3 if implementation == "xla" else in_kernel)
 
 
 # --- transformations ----------------------------------------------------------------------------
@@ -329,17 +330,28 @@ def test_example_of_the_readme():
 # --- what is refused ----------------------------------------------------------------------------
 
 
-def test_no_kernel_yet():
-    with pytest.raises(NotImplementedError, match=r"'mosaic_gpu': .*there is no FP8 kernel yet"):
+NO_KERNEL = f"value width {h}: the FP8 kernel takes multiples of 16 up to 256"
+
+
+def test_named_implementations_that_cannot():
+    with pytest.raises(NotImplementedError, match=f"'mosaic_gpu': {NO_KERNEL}"):
         jax_flash.attention(*quantized(), implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match="'cudnn': "):
         jax_flash.attention(*quantized(), implementation="cudnn")
 
 
-def test_explain():
-    shapes = jax.eval_shape(quantized)
-    assert jax_flash.explain(*shapes).implementation == "xla"
-    assert jax_flash.explain(*quantized()).implementation == "xla"
+def test_explain(monkeypatch):
+    for_kernels = lambda: jax_flash.quantize_fp8(*wide(2, 1, 1))
+    for arrays in (quantized, for_kernels):
+        assert jax_flash.explain(*jax.eval_shape(arrays)).implementation == "xla"
+        assert jax_flash.explain(*arrays()).implementation == "xla"
+    # On a GPU that has the FP8 kernel alone.
+    monkeypatch.setattr(dispatch, "_device_reason", lambda name, here: None)
+    monkeypatch.setattr(dispatch.cudnn, "unsupported", lambda call: "not here")
+    assert jax_flash.explain(*for_kernels()).implementation == "mosaic_gpu"
+    explanation = jax_flash.explain(*quantized())
+    assert explanation.implementation == "xla"
+    assert explanation.reasons["mosaic_gpu"] == NO_KERNEL
 
 
 def changed(index=0, **fields):
@@ -389,8 +401,8 @@ def test_bad_quantized_arrays(message):
         jax_flash.attention(*arrays())
 
 
-def test_config_is_of_other_kernels():
-    with pytest.raises(ValueError, match="config: got one for Quantized arrays; needs None"):
+def test_config_has_settings_of_the_fp8_kernel():
+    with pytest.raises(ValueError, match="config: got one without forward_fp8 for Quantized"):
         jax_flash.attention(*quantized(), config=config.default(64))
 
 
@@ -423,9 +435,12 @@ def run_fp8(**options):
 def test_output_is_that_of_quantized_arrays():
     options = dict(is_causal=True, query_offset=S - T)
     (out, lse), _ = run_fp8(block_size=8, incoherent_key=KEY, **options)
-    arrays = quantized(incoherent_key=KEY)
-    exact = jax_flash.attention(*arrays, return_residual=True, **options)
-    chex.assert_trees_all_close((out, lse), exact, atol=1e-2)
+    query, key, value = qkv()
+    mean = value.astype(jnp.float32).mean(1, keepdims=True)  # which is added to the output
+    arrays = jax_flash.quantize_fp8(query, key, value - mean, block_size=8, incoherent_key=KEY)
+    exact, exact_lse = jax_flash.attention(*arrays, return_residual=True, **options)
+    exact = exact + jnp.repeat(mean, query.shape[2] // key.shape[2], axis=2)
+    chex.assert_trees_all_close((out, lse), (exact, exact_lse), atol=1e-2)
     alone = jax_flash.attention_fp8(
         *(x[0] for x in qkv()), block_size=8, incoherent_key=KEY, **options
     )
@@ -524,6 +539,24 @@ def test_fp8_under_vmap_checkpoint_and_scan():
     )
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True, "query_offset": -3},  # rows that see nothing
+        {"key_value_seq_lengths": jnp.array([3, 0])},
+    ],
+    ids=str,
+)
+def test_the_mean_of_values_is_not_quantised(options):
+    query, key, value = qkv()
+    value = value + jnp.bfloat16(100)
+    exact = attention_xla(query, key, value, **options).astype(jnp.float32)
+    out = jax_flash.attention_fp8(query, key, value, **options).astype(jnp.float32)
+    # bfloat16 rounds what is near 100 to 0.25; e4m3 would to 4.
+    np.testing.assert_allclose(out, exact, atol=0.6)
+
+
 def test_fp8_refuses_what_attention_does():
     query, key, value = qkv()
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
@@ -534,7 +567,7 @@ def test_fp8_refuses_what_attention_does():
         jax_flash.attention_fp8(query, key, value[:, :7])
     with pytest.raises(ValueError, match="block_size: got -1"):
         jax_flash.attention_fp8(query, key, value, block_size=-1)
-    with pytest.raises(NotImplementedError, match="there is no FP8 kernel yet"):
+    with pytest.raises(NotImplementedError, match=NO_KERNEL):
         jax_flash.attention_fp8(query, key, value, implementation="mosaic_gpu")
 
 
@@ -543,7 +576,7 @@ def test_fp8_refuses_what_attention_does():
 
 @pytest.fixture
 def forward_in_xla(monkeypatch):
-    """A forward in FP8 where the kernel's will be."""
+    """A forward in FP8 that takes what the kernel does not, and less time."""
     monkeypatch.setattr(kernel_fp8, "unsupported", lambda call: None)
     monkeypatch.setattr(kernel_fp8, "attention", xla.attention)
 

@@ -88,6 +88,27 @@ def test_zeros_have_scale_1():
     assert nothing.scales.shape == (1, 0, 2)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_scales_of_values_are_powers_of_two(dtype):
+    """The smallest that are at least max / 448, also at 448 times one and a bit above."""
+    x = draw(0, 2, 60, 3, 16) * jnp.exp(8 * draw(1, 2, 60, 3, 1))
+    edges = jnp.array([448.0, 450, 446, 7, 7 * 2**-100, 0])
+    x = x.at[0, :48, 1].set(jnp.repeat(edges, 8)[:, None] * jnp.sign(x[0, :48, 1])).astype(dtype)
+    value = jax_flash.quantize_fp8(x, x, x, block_size=8)[2]
+    scales = np.asarray(value.scales, np.float64)
+    largest = np.abs(np.pad(np.float64(x), [(0, 0), (0, 4), (0, 0), (0, 0)]))
+    largest = largest.reshape(2, 8, 8, 3, 16).max((2, 4))
+    fraction, _ = np.frexp(scales)
+    assert (fraction == 0.5).all()
+    least = np.where(largest == 0, 1, largest / LARGEST)
+    assert (scales >= least).all() and (scales < 2 * least).all()
+    np.testing.assert_array_equal(scales[0, :6, 1], [1, 2, 1, 2**-6, 2**-106, 1])
+    # Dividing is exact, and nothing is above 448.
+    exact = np.float64(x) / np.repeat(scales, 8, axis=1)[:, :60, :, None]
+    rounded = np.float64(np.float32(exact).astype(ml_dtypes.float8_e4m3fn))
+    np.testing.assert_array_equal(np.float64(value.values.astype(jnp.float32)), rounded)
+
+
 def test_infinities_saturate_and_nan_stays():
     x = draw(0, 1, 16, 2, 8)
     odd = x.at[0, 3, 0, 2].set(jnp.inf).at[0, 3, 0, 3].set(-jnp.inf).at[0, 4, 0, 5].set(jnp.nan)

@@ -1,5 +1,6 @@
 """The kernel variants that tests compile: every one that the library may launch."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +74,15 @@ DROPOUT = [
     (256, "window", "ragged", False, False),
 ]
 
+# In FP8, at each of `config.WIDTHS`: mask, shape, and whether there are segment ids.
+FP8 = [
+    ("full", "even", False),
+    ("causal", "ragged", False),
+    ("window", "ragged", False),
+    ("lengths", "ragged", False),
+    ("causal", "ragged", True),
+]
+
 BATCH = 2  # a batch of one takes fewer registers
 
 # (T, S, N, K, dtype): tiles that fit, and tails at both ends with grouped heads.
@@ -111,7 +121,8 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
                 case_name = f"H{width}-lengths-{shape}-sinks"
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
     cases += _cases_of_other_widths() + _cases_of_elements()
-    return cases + _cases_of_soft_caps() + _cases_of_segments() + _cases_of_dropout()
+    cases += _cases_of_soft_caps() + _cases_of_segments() + _cases_of_dropout()
+    return cases + _cases_of_fp8()
 
 
 def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
@@ -201,6 +212,26 @@ def _cases_of_dropout() -> list[tuple[str, Callable, Any]]:
     return cases
 
 
+def _cases_of_fp8() -> list[tuple[str, Callable, Any]]:
+    """The forward of Quantized arrays, without tails and grouped heads, and with them."""
+    cases = []
+    for width, (mask, shape, segmented) in itertools.product(config.WIDTHS, FP8):
+        T, S, N, K, _ = SHAPES[shape]
+        rows = jax.ShapeDtypeStruct((BATCH, T, N, width), jnp.bfloat16)
+        keys = jax.ShapeDtypeStruct((BATCH, S, K, width), jnp.bfloat16)
+        arrays = jax.eval_shape(jax_flash.quantize_fp8, rows, keys, keys)
+        lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if mask == "lengths" else None
+        ids = [jax.ShapeDtypeStruct((BATCH, length), jnp.int32) for length in (T, S)]
+        name = f"fp8-H{width}-{mask}-{shape}{'-segments' * segmented}"
+        args = *arrays, lengths, ids if segmented else [None, None]
+        cases.append((name, _forward_fp8(MASKS.get(mask, {})), args))
+        if (mask, shape) == ("lengths", "ragged") and width in config.FORWARD_FP8_PROMOTING:
+            own = config.FORWARD_FP8_PROMOTING[width]
+            settings = dataclasses.replace(config.default(width), forward_fp8=own)
+            cases.append((f"{name}-promoting", _forward_fp8({"config": settings}), args))
+    return cases
+
+
 # Tokens, page size, splits and options of decode_attention, from nothing to everything at once.
 _OPTIONS = {"local_window_size": 1000, "logits_soft_cap": 30.0}
 DECODE: dict[str, tuple[int, int | None, int, dict[str, Any]]] = {
@@ -258,6 +289,24 @@ def _forward_with_sinks(mask: dict[str, Any]) -> Callable:
             sinks=sinks,
             **mask,
             key_value_seq_lengths=lengths,
+            implementation="mosaic_gpu",
+        )
+
+    return run
+
+
+def _forward_fp8(mask: dict[str, Any]) -> Callable:
+    def run(query, key, value, lengths, ids):
+        query_ids, key_ids = ids
+        return jax_flash.attention(
+            query,
+            key,
+            value,
+            **mask,
+            key_value_seq_lengths=lengths,
+            query_segment_ids=query_ids,
+            key_value_segment_ids=key_ids,
+            return_residual=True,
             implementation="mosaic_gpu",
         )
 
