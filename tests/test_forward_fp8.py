@@ -120,7 +120,7 @@ CASES = {
 }
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("name", CASES)
 def test_masks_and_widths(name):
     shape, options = CASES[name]
@@ -166,7 +166,7 @@ def test_sums_in_float32():
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "query_offset": 230}], ids=str)
 @pytest.mark.parametrize("nats", [3, 30, 300])
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 def test_maxima_that_grow(nats, options):
     """From block to block, so that a row needs a new reference at each."""
     arrays = growing(384, nats)
@@ -182,7 +182,7 @@ def test_maxima_that_grow_in_some_rows():
     interpreted(jax_flash.quantize_fp8(query, key, value))
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("lead", "first", "out_error"),
     [
@@ -212,7 +212,7 @@ def of_sizes(query, key, value):
 
 
 @pytest.mark.parametrize("order", ["large first", "small first"])
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 def test_values_of_blocks_with_very_different_scales(order):
     query, key, value = of_sizes(*inputs(1, 64, 512, 1, 1, 64))
     if order == "small first":

@@ -45,7 +45,7 @@ def test_forward_and_backward_drop_what_the_hash_says(T, S, H, is_causal):
         np.testing.assert_allclose(d_value[..., : of_rows.shape[-1]], of_rows, rtol=2**-7)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "options"),
     [

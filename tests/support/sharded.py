@@ -70,9 +70,9 @@ def _visible(problem, T: int, S: int, intervals, ids):
     return visible
 
 
-def _attention(query, key, value, sinks, intervals, ids, elements, *, problem, config):
+def _attention(query, key, value, sinks, intervals, ids, elements, words, *, problem, config):
     del config
-    assert elements == (None, None)
+    assert elements == (None, None) and words is None
     assert (problem.batch, problem.heads) == (query.shape[0], query.shape[2])
     assert problem.kv_heads == key.shape[2]
     query = query[:, : problem.query_length]
