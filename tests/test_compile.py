@@ -7,13 +7,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.support import compile as support
-from tests.support.kernel_cases import decode_cases, kernel_cases
+from tests.support.kernel_cases import decode_cases, has_fewer_masks, kernel_cases
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     ("fn", "args"),
-    [pytest.param(fn, args, id=name) for name, fn, args in kernel_cases() + decode_cases()],
+    [
+        pytest.param(fn, args, id=name, marks=[pytest.mark.slow] * has_fewer_masks(name))
+        for name, fn, args in kernel_cases() + decode_cases()
+    ],
 )
 def test_kernel_compiles_without_faults(fn, args):
     reports = support.compile_kernels(fn, args, sass=False)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,20 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
     cases += _cases_of_other_widths() + _cases_of_elements()
     cases += _cases_of_soft_caps() + _cases_of_segments() + _cases_of_dropout()
     return cases + _cases_of_fp8()
+
+
+def has_fewer_masks(name: str) -> bool:
+    """Whether a variant is one that another stands for, with more masks or tails."""
+    patterns = [
+        r"H\d+-(window|narrow|lengths)-even",
+        r"H\d+-full-ragged(-deterministic|-sinks)?",
+        r"H\d+-(causal|narrow)-ragged-(deterministic|sinks)",
+        r"H\d+-(full-even|causal-ragged)-dropout",
+        r"fp8-H64-(full-even|window-ragged)",
+        r"fp8-H128-(causal|window)-ragged",
+        r"fp8-H256-(full-even|causal-ragged)",
+    ]
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
