@@ -48,12 +48,7 @@ def unsupported(call: Call) -> str | None:
     see = call.visibility
     has_dropout, has_cap = call.dropout_rate > 0, call.logits_soft_cap is not None
     has_dense = see.mask is not None or (call.bias is not None and call.bias.shape[2] > 1)
-    lengths = see.query_seq_lengths, see.key_value_seq_lengths
-    by_batch = (
-        see.query_segment_ids is not None
-        or lengths != (None, None)
-        or not isinstance(see.query_offset, int)
-    )
+    by_batch = see.query_segment_ids is not None or not _are_static(see)
     reasons = {
         f"dtype {call.query.dtype}: the kernels take bfloat16 and float16": (
             call.query.dtype not in _DTYPES
@@ -205,6 +200,12 @@ def _words(call: Call) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     return (as_int(query_words),), (as_int(key_words),)
 
 
+def _are_static(see: Visibility) -> bool:
+    """Whether the keys that each query sees, but for ids and mask, are known before run time."""
+    lengths = see.query_seq_lengths, see.key_value_seq_lengths
+    return isinstance(see.query_offset, int) and lengths == (None, None)
+
+
 def _intervals(call: Call) -> tuple[int | None, int | None, tuple[jax.Array, ...]]:
     """Lowest and highest of `Problem`; and `[B, 2, T]` keys of each query, if not static."""
     see, (batch, query_length), key_length = (
@@ -212,8 +213,8 @@ def _intervals(call: Call) -> tuple[int | None, int | None, tuple[jax.Array, ...
         call.query.shape[:2],
         call.key.shape[1],
     )
-    lengths = see.query_seq_lengths, see.key_value_seq_lengths
-    if isinstance(see.query_offset, int) and lengths == (None, None):
+    if _are_static(see):
+        assert isinstance(see.query_offset, int)  # as it is static
         return *_bounds(see, see.query_offset, query_length, key_length), ()
     bounds = see.row_intervals(query_length, key_length)
     whole = [jnp.broadcast_to(x, (batch, query_length)).astype(jnp.int32) for x in bounds]
@@ -335,15 +336,10 @@ class _Settings:
     config: Config
 
     def problem(self, query: jax.Array, key: jax.Array, value: jax.Array) -> Problem:
-        batch, query_length, heads, width = query.shape
-        return Problem(
-            batch=batch,
-            query_length=query_length,
-            key_length=key.shape[1],
-            heads=heads,
-            kv_heads=key.shape[2],
-            width=width,
-            dtype=np.dtype(query.dtype),
+        return Problem.of(
+            query,
+            key,
+            value,
             scale=self.scale,
             lowest=self.lowest,
             highest=self.highest,
@@ -351,7 +347,6 @@ class _Settings:
             segmented=self.segmented,
             has_mask=self.has_mask,
             has_bias=self.has_bias,
-            value_width=value.shape[-1],
             soft_cap=self.soft_cap,
             dropout=self.dropout,
         )
@@ -484,13 +479,14 @@ def _local_forward(settings, query, key, value, *operands):
         rows = problem.query_length
         return _keep_apart((out[:, :rows], lse[:, :, :rows]))
 
-    out_shape = (*query.shape[:-1], value.shape[-1])
+    return _on_hopper(kernel, _result_types(problem, query.dtype), query, key, value, *operands)
+
+
+def _result_types(problem: Problem, dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of output `[B, T, N, h]` in dtype, and LSE `[B, N, T]`."""
+    out_shape = (problem.batch, problem.query_length, problem.heads, problem.value_width)
     lse_shape = (problem.batch, problem.heads, problem.query_length)
-    out_types = (
-        jax.ShapeDtypeStruct(out_shape, query.dtype),
-        jax.ShapeDtypeStruct(lse_shape, jnp.float32),
-    )
-    return _on_hopper(kernel, out_types, query, key, value, *operands)
+    return jax.ShapeDtypeStruct(out_shape, dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

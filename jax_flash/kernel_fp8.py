@@ -124,21 +124,15 @@ class _Settings:
     config: ForwardFP8Config
 
     def problem(self, query: jax.Array, key: jax.Array, value: jax.Array) -> Problem:
-        batch, query_length, heads, width = query.shape
-        return Problem(
-            batch=batch,
-            query_length=query_length,
-            key_length=key.shape[1],
-            heads=heads,
-            kv_heads=key.shape[2],
-            width=width,
-            dtype=np.dtype(query.dtype),
+        return Problem.of(
+            query,
+            key,
+            value,
             scale=self.scale,
             lowest=self.lowest,
             highest=self.highest,
             dynamic=self.dynamic,
             segmented=self.segmented,
-            value_width=value.shape[-1],
         )
 
 
@@ -170,10 +164,5 @@ def _local(settings, query, key, value, scales, intervals, ids):
         rows = problem.query_length
         return autodiff._keep_apart((out[:, :rows], lse[:, :, :rows]))
 
-    out_shape = (*query.shape[:-1], value.shape[-1])
-    lse_shape = (problem.batch, problem.heads, problem.query_length)
-    out_types = (
-        jax.ShapeDtypeStruct(out_shape, settings.out_dtype),
-        jax.ShapeDtypeStruct(lse_shape, jnp.float32),
-    )
+    out_types = autodiff._result_types(problem, settings.out_dtype)
     return autodiff._on_hopper(kernel, out_types, query, key, value, scales, intervals, ids)

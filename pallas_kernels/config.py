@@ -1,6 +1,7 @@
 """Tile sizes, stages and warpgroups of each kernel, as data with the reason beside each row."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -66,6 +67,22 @@ class Problem:
             _need(self.lowest <= self.highest, "lowest", self.lowest, needs)
         needs = f"at least 0 and less than {DROPOUT_STEPS}"
         _need(0 <= self.dropout < DROPOUT_STEPS, "dropout", self.dropout, needs)
+
+    @classmethod
+    def of(cls, query: jax.Array, key: jax.Array, value: jax.Array, **static: Any) -> "Problem":
+        """That of arrays, with all that is not in their shapes."""
+        batch, query_length, heads, width = query.shape
+        return cls(
+            batch=batch,
+            query_length=query_length,
+            key_length=key.shape[1],
+            heads=heads,
+            kv_heads=key.shape[2],
+            width=width,
+            dtype=np.dtype(query.dtype),
+            value_width=value.shape[-1],
+            **static,
+        )
 
     @property
     def logit_unit(self) -> float:

@@ -29,6 +29,7 @@ issues its two products, so one warpgroup's softmax runs under another's product
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -193,6 +194,51 @@ class Tiles:
         tile, head = scheduler.tile_order(cost, p.batch * p.heads, section)
         return scheduler.deal(head * self.per_head + tile, cost[tile], thread_blocks)
 
+    def kernel(
+        self, body: Callable, scratch: dict[str, Any], padded_query_length: int, out_dtype: np.dtype
+    ) -> Callable:
+        """A forward kernel over all tiles, of its operands.
+
+        Args:
+          body: of refs of the schedule, of the key blocks, of the operands, of the output and of
+            the LSE, and of scratch by name.
+          scratch: types of shared memory and barriers.
+          padded_query_length: of the output.
+          out_dtype: of the output.
+
+        Returns:
+          A function of the operands, which begin with `key_blocks_of` where these depend on the
+          batch entry, that returns the output and the LSE `[B, N, rows]`.
+        """
+        p = self.problem
+        thread_blocks = min(self.config.thread_blocks, p.batch * p.heads * self.per_head)
+        schedule = self.schedule(thread_blocks)
+        out_shape = (p.batch, padded_query_length, p.heads, p.value_width)
+        kernel = plgpu.kernel(
+            body,
+            out_type=(
+                jax.ShapeDtypeStruct(out_shape, out_dtype),
+                jax.ShapeDtypeStruct((p.batch, p.heads, self.rows), jnp.float32),
+            ),
+            grid=(thread_blocks,),
+            grid_names=("block",),
+            num_threads=self.config.consumers + 1,
+            thread_name="warpgroup",
+            scratch_types=scratch,
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            ),
+        )
+        if p.by_batch:
+
+            def run(key_blocks, *operands):
+                order = scheduler.longest_first(schedule, key_blocks[:, :, 0], p.heads)
+                return kernel(order, key_blocks, *operands)
+
+            return run
+        tables = schedule, self.key_blocks()
+        return lambda *operands: kernel(*map(jnp.asarray, tables), *operands)
+
     def locate(self, number):
         """Tile, batch entry and head of a tile's number."""
         head_of_all, tile = div_rem(number, self.per_head)
@@ -270,8 +316,6 @@ def _build(
     dynamic, by_batch, has_far_edge = problem.dynamic, problem.by_batch, problem.has_far_edge
     key_blocks = None if by_batch else tiles.key_blocks()
     any_mask = has_far_edge or (key_blocks is not None and bool(key_blocks[:, 1].any()))
-    thread_blocks = min(config.thread_blocks, problem.batch * problem.heads * tiles.per_head)
-    schedule = tiles.schedule(thread_blocks)
     # By its bias or mask a row may have its maximum, or its first key, anywhere: all steps look for
     # it, and no second round is needed.
     exact_throughout = problem.has_elements
@@ -726,29 +770,4 @@ def _build(
 
             rounds(load_tiles)
 
-    out_shape = (problem.batch, padded_query_length, problem.heads, problem.value_width)
-    lse_shape = (problem.batch, problem.heads, tiles.rows)
-    kernel = plgpu.kernel(
-        attention_forward,
-        out_type=(
-            jax.ShapeDtypeStruct(out_shape, dtype),
-            jax.ShapeDtypeStruct(lse_shape, jnp.float32),
-        ),
-        grid=(thread_blocks,),
-        grid_names=("block",),
-        num_threads=consumers + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-    )
-    if by_batch:
-
-        def run(key_blocks, *operands):
-            cost = key_blocks[:, :, 0]
-            order = scheduler.longest_first(schedule, cost, problem.heads)
-            return kernel(order, key_blocks, *operands)
-
-        return run
-    return lambda *operands: kernel(*map(jnp.asarray, (schedule, key_blocks)), *operands)
+    return tiles.kernel(attention_forward, scratch, padded_query_length, dtype)

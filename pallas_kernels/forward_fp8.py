@@ -40,7 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import online_softmax, scheduler, segments
+from pallas_kernels import online_softmax, segments
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardFP8Config, Problem
 from pallas_kernels.forward import Tiles
@@ -49,7 +49,7 @@ from pallas_kernels.primitives import (
     NamedBarriers,
     any_from_256,
     fence_async_shared,
-    float8_box,
+    float8_operand,
     fresh_zero,
     interpreting,
     load_rows,
@@ -149,15 +149,12 @@ def _build(
     by_batch, has_far_edge = problem.by_batch, problem.has_far_edge
     key_blocks = None if by_batch else tiles.key_blocks()
     any_mask = has_far_edge or (key_blocks is not None and bool(key_blocks[:, 1].any()))
-    thread_blocks = min(config.thread_blocks, problem.batch * problem.heads * tiles.per_head)
-    schedule = tiles.schedule(thread_blocks)
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
     # Then addresses and entries of lists are made anew where they are used.
     registers_are_short = query_buffers == 1 or by_batch
     value_stages, block_kv, dtype = config.value_stages, config.block_kv, problem.dtype
     lag = stages - 1  # steps by which V is turned after it was asked for, where the next one goes
-    keys_box = float8_box(block_kv)
     key_columns = Columns.whole_float8(problem.width)
     value_columns = Columns.whole_float8(problem.value_width)
     staged_size = math.gcd(value_columns.size, config.staged_columns)
@@ -179,7 +176,7 @@ def _build(
         turned_smem=plgpu.SMEM(
             (value_stages, value_columns.size, block_kv),
             dtype,
-            transforms=(plgpu.TilingTransform((8, keys_box)), plgpu.SwizzleTransform(keys_box)),
+            transforms=float8_operand(block_kv),
         ),
         o_smem=staged_columns[0].smem(consumers, ROWS, dtype=out_dtype),
         q_full=plgpu.Barrier(
@@ -529,28 +526,4 @@ def _build(
             steps = lax.fori_loop(zero, tile_count(), whole_tile, zero)
             pl.loop(jnp.maximum(steps - lag, 0), steps)(turn_values)
 
-    out_shape = (problem.batch, padded_query_length, problem.heads, problem.value_width)
-    lse_shape = (problem.batch, problem.heads, tiles.rows)
-    kernel = plgpu.kernel(
-        attention_forward_fp8,
-        out_type=(
-            jax.ShapeDtypeStruct(out_shape, out_dtype),
-            jax.ShapeDtypeStruct(lse_shape, jnp.float32),
-        ),
-        grid=(thread_blocks,),
-        grid_names=("block",),
-        num_threads=consumers + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-    )
-    if by_batch:
-
-        def run(key_blocks, *operands):
-            order = scheduler.longest_first(schedule, key_blocks[:, :, 0], problem.heads)
-            return kernel(order, key_blocks, *operands)
-
-        return run
-    return lambda *operands: kernel(*map(jnp.asarray, (schedule, key_blocks)), *operands)
+    return tiles.kernel(attention_forward_fp8, scratch, padded_query_length, out_dtype)

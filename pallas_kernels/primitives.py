@@ -1383,11 +1383,8 @@ def transpose_float8(target, source) -> None:
         return
 
     keys, columns = source.shape
-    target_box, source_box = float8_box(keys), float8_box(columns)
-    transforms = [
-        (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width))
-        for width in (target_box, source_box)
-    ]
+    target_box, source_box = _float8_box(keys), _float8_box(columns)
+    transforms = float8_operand(keys), float8_operand(columns)
 
     def swizzled(chunk, row, box: int):
         """The place of 16 bytes in a row of a box."""
@@ -1464,8 +1461,14 @@ def transpose_float8(target, source) -> None:
 _LOADS = 4  # on their way at a time, of 4 registers each
 
 
-def float8_box(columns: int) -> int:
-    """Columns of a box of a float8 operand: as wide as TMA swizzles, if that divides them."""
+def float8_operand(columns: int) -> tuple:
+    """How TMA and wgmma have a float8 operand of so many columns in shared memory."""
+    box = _float8_box(columns)
+    return plgpu.TilingTransform((8, box)), plgpu.SwizzleTransform(box)
+
+
+def _float8_box(columns: int) -> int:
+    """Columns of a box: as wide as TMA swizzles, if that divides them."""
     return 128 if columns % 128 == 0 else 64
 
 
