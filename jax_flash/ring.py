@@ -57,6 +57,10 @@ def ring_attention(
     rates of an H100 with NVLink, from a few thousand positions a device on. For shorter sequences,
     see `ulysses_attention` and `all_gather_attention`.
 
+    XLA lets one collective run beside a kernel, and waits for others before it. Of large arrays it
+    makes one of all that a hop sends where XLA_FLAGS has
+    `--xla_gpu_collective_permute_combine_threshold_bytes=1000000000`.
+
     A causal mask gives the last device the most to do. `zigzag` says that the sequence is in an
     order that gives all the same, in which device i of n has the chunks i and 2n - 1 - i of 2n: see
     `to_zigzag`.
@@ -341,7 +345,7 @@ class _Hop:
     Attributes:
       rows: queries of a part.
       cols: keys of a part.
-      row_starts: first query of each pair, static or traced.
+      row_starts: first query of each pair.
       col_starts: first key of each pair.
       offset: `query_offset` of every pair, or a traced one for each, `[pairs]`.
       is_causal, window: whether the positions of a pair hide anything.
@@ -349,8 +353,8 @@ class _Hop:
 
     rows: int
     cols: int
-    row_starts: tuple
-    col_starts: tuple
+    row_starts: tuple[int, ...]
+    col_starts: tuple[int, ...]
     offset: Any = 0
     is_causal: bool = False
     window: tuple[int, int] | None = None
@@ -363,18 +367,8 @@ class _Hop:
         return _parts(x, self.col_starts, self.cols)
 
 
-def _parts(x, starts, size: int):
-    if size == x.shape[1] and len(starts) == 1:
-        return x
-    return jnp.concatenate([lax.dynamic_slice_in_dim(x, start, size, axis=1) for start in starts])
-
-
-def _add_parts(total, parts, starts):
-    """Adds `[pairs * B, size, ...]` to what stands in `[B, T, ...]` from each pair's start on."""
-    for start, part in zip(starts, jnp.split(parts, len(starts)), strict=True):
-        there = lax.dynamic_slice_in_dim(total, start, part.shape[1], axis=1)
-        total = lax.dynamic_update_slice_in_dim(total, there + part, start, axis=1)
-    return total
+def _parts(x, starts: tuple[int, ...], size: int):
+    return jnp.concatenate([lax.slice_in_dim(x, i, i + size, axis=1) for i in starts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,26 +398,29 @@ class _Ring:
                 needed.append(shift)
         return needed or [0]
 
-    def hop(self, shift: int, T: int, S: int) -> _Hop:
-        """The hop whose keys come from the device `shift` before this one."""
+    def hops(self, shift: int, T: int, S: int) -> tuple[Any, list[_Hop]]:
+        """Hops whose keys come from the device `shift` before; and the index of this device's own.
+
+        Devices that have different ones have as much to do in each.
+        """
         here = lax.axis_index(self.axis_name)
         whole = _Hop(T, S, (0,), (0,))
         if not self.is_causal and self.window is None:
-            return whole
+            return 0, [whole]
         if shift == 0 and T == S and not (self.zigzag and self.window is not None):
             # Also in zigzag order: a device's own positions only ever increase.
-            return dataclasses.replace(whole, is_causal=self.is_causal, window=self.window)
+            return 0, [dataclasses.replace(whole, is_causal=self.is_causal, window=self.window)]
         if self.zigzag and self.window is None and T == S:
-            # The later chunk sees the other device's earlier one. And, of a device before this one,
-            # the earlier chunk sees the same; of one behind, the later chunk sees the later one.
+            # Of a device before this one, both chunks see the earlier chunk. Of one behind, the
+            # later chunk sees both.
             half = T // 2
-            start = jnp.where(here >= shift, 0, half)
-            return _Hop(half, half, (half, start), (0, start))
+            before, behind = _Hop(T, half, (0,), (0,)), _Hop(half, T, (half,), (0,))
+            return jnp.where(here >= shift, 0, 1), [before, behind]
         rows, cols = self._chunk(T), self._chunk(S)
         first_rows = self._chunk_starts(here, T)
         first_cols = self._chunk_starts((here - shift) % self.devices, S)
         pairs = list(itertools.product(range(T // rows), range(S // cols)))
-        return _Hop(
+        of_pairs = _Hop(
             rows,
             cols,
             tuple(i * rows for i, _ in pairs),
@@ -432,13 +429,19 @@ class _Ring:
             is_causal=self.is_causal,
             window=self.window,
         )
+        return 0, [of_pairs]
 
-    def call(self, hop: _Hop, query, key, value, ids) -> Call:
-        """The attention of a hop, its pairs in the batch."""
+    def call(self, hop: _Hop, query, query_ids, there) -> Call:
+        """The attention of a hop, its pairs in the batch.
+
+        Args:
+          query_ids: a tuple of segment ids of queries, or of none.
+          there: keys, values and, where queries have ids, ids of keys.
+        """
         offset = hop.offset
         if not isinstance(offset, int):
             offset = jnp.repeat(offset, query.shape[0])
-        query_ids, key_ids = ids or (None, None)
+        key, value, *key_ids = there
         return _call(
             hop.of_rows(query),
             hop.of_cols(key),
@@ -447,8 +450,8 @@ class _Ring:
             is_causal=hop.is_causal,
             local_window_size=hop.window,
             query_offset=offset,
-            query_segment_ids=None if query_ids is None else hop.of_rows(query_ids),
-            key_value_segment_ids=None if key_ids is None else hop.of_cols(key_ids),
+            query_segment_ids=next(map(hop.of_rows, query_ids), None),
+            key_value_segment_ids=next(map(hop.of_cols, key_ids), None),
             logits_soft_cap=self.logits_soft_cap,
             return_residual=True,
             deterministic=self.deterministic,
@@ -463,9 +466,15 @@ class _Ring:
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), arrays)
 
     def steps(self, T: int, S: int) -> list[tuple[int, int]]:
-        """The shift of each hop, and how much further the keys of the next one come from."""
+        """The shift of each hop, and how much further the keys of the next come from, 0 if none."""
         shifts = self.shifts(T, S)
         return list(zip(shifts, [*np.diff(shifts).tolist(), 0], strict=True))
+
+    def of_hop(self, function, shift: int, query, there, *operands):
+        """`function(hop, query, there, *operands)` of the hop that this device has."""
+        which, hops = self.hops(shift, query.shape[1], there[0].shape[1])
+        branches = [functools.partial(function, hop) for hop in hops]
+        return lax.switch(which, branches, query, there, *operands)
 
     def _reach(self) -> tuple[float, float]:
         # Beyond any position, and within what numpy counts to.
@@ -494,67 +503,102 @@ def _attend(ring: _Ring, query, key, value, ids):
 
 
 def _attend_forward(ring: _Ring, query, key, value, ids):
-    T, S = query.shape[1], key.shape[1]
-    rows = jnp.zeros(query.shape[:3], jnp.float32)
-    results = rows[..., None] + jnp.zeros(value.shape[-1]), rows - jnp.inf
-    out, lse = vary_alike(results, (query, key, value, ids))
-    steps = ring.steps(T, S)
+    steps = ring.steps(query.shape[1], key.shape[1])
     there = ring.sent((key, value, *ids[1:]), steps[0][0])
+    results: Any = None
     for shift, further in steps:
         coming = ring.sent(there, further)
-        hop = ring.hop(shift, T, S)
-        call = ring.call(hop, query, there[0], there[1], (*ids[:1], *there[2:]))
-        part_out, part_lse = dispatch.attention(call, ring.implementation)
-        assert part_lse is not None  # as the call asks for it
-        out, lse = _joined_parts((out, lse), (part_out, part_lse), hop.row_starts)
+        forward = functools.partial(_forward_hop, ring, further == 0)
+        results = ring.of_hop(forward, shift, query, there, ids[:1], results)
         # What arrives is sent on once this hop is done: one is here and one on its way.
-        there, out, lse = lax.optimization_barrier((coming, out, lse))
-    out = checkpoint_name(out.astype(query.dtype), autodiff.OUT_NAME)
-    lse = checkpoint_name(lse, autodiff.LSE_NAME)
+        there, results = lax.optimization_barrier((coming, results))
+    out = checkpoint_name(results[0], autodiff.OUT_NAME)
+    lse = checkpoint_name(results[1], autodiff.LSE_NAME)
     return (out, lse), (query, key, value, ids, out, lse)
+
+
+def _forward_hop(ring: _Ring, is_last: bool, hop: _Hop, query, there, query_ids, results):
+    """Output and LSE over the keys of a hop and of those before it.
+
+    Args:
+      is_last: to round the output here spares a pass over it.
+      results: over the keys of hops before, or None.
+    """
+    T = query.shape[1]
+    call = ring.call(hop, query, query_ids, there)
+    part_out, part_lse = dispatch.attention(call, ring.implementation)
+    assert part_lse is not None  # as the call asks for it
+    outs = _spread(part_out, hop.row_starts, T)
+    lses = _spread(part_lse, hop.row_starts, T, elsewhere=-jnp.inf)
+    out, lse = _merged(xla.joined, results, *zip(outs, lses, strict=True))
+    return out.astype(query.dtype) if is_last else out, lse
 
 
 def _attend_backward(ring: _Ring, residuals, cotangents):
     query, key, value, ids, out, lse = residuals
-    T, S = query.shape[1], key.shape[1]
-    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (query, key, value)]
-    d_query, *d_there = vary_alike(zeros, (query, key, value, ids))
-    # Else XLA may take the hops for those of the forward pass, and keep all keys from there on.
-    key, value, _ = lax.optimization_barrier((key, value, cotangents))
-    steps = ring.steps(T, S)
+    # Else XLA may take the hops for those of the forward pass, and keep all keys from there on; or
+    # send keys while that pass sends its own.
+    key, value, *_ = lax.optimization_barrier((key, value, out, cotangents))
+    steps = ring.steps(query.shape[1], key.shape[1])
     there = ring.sent((key, value, *ids[1:]), steps[0][0])
     before = steps[0][0]
+    d_query: Any = None
+    d_there: Any = (None, None)
     for shift, further in steps:
         # Gradients of a hop go after their keys while those of the next hop are made.
         coming, d_there = ring.sent(there, further), ring.sent(d_there, shift - before)
-        hop = ring.hop(shift, T, S)
-        call = ring.call(hop, query, there[0], there[1], (*ids[:1], *there[2:]))
-        of_hop = map(hop.of_rows, (out, lse, *cotangents))
-        d_part, *d_cols = _part_gradients(call, ring.implementation, *of_hop)
-        d_query = _add_parts(d_query, d_part, hop.row_starts)
-        d_there = [
-            _add_parts(d, part, hop.col_starts) for d, part in zip(d_there, d_cols, strict=True)
-        ]
+        backward = functools.partial(_backward_hop, ring, further == 0)
+        of_rows = out, lse, *cotangents
+        d_query, d_part = ring.of_hop(backward, shift, query, there, ids[:1], of_rows, d_query)
+        # Not in the hop, which would wait for what is on its way.
+        d_there = [_merged(_sum, *parts) for parts in zip(d_there, d_part, strict=True)]
+        if further == 0:
+            d_there = [d.astype(query.dtype) for d in d_there]
         there, d_there, d_query = lax.optimization_barrier((coming, d_there, d_query))
         before = shift
-    d_key, d_value = ring.sent(d_there, ring.devices - before)
-    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), None
+    return d_query, *ring.sent(d_there, ring.devices - before), None
+
+
+def _backward_hop(ring: _Ring, is_last: bool, hop: _Hop, query, there, query_ids, of_rows, d_query):
+    """Gradients: of the query by a hop and those before it; of keys and values by this hop.
+
+    Args:
+      is_last: as for `_forward_hop`.
+      of_rows: output, LSE and their cotangents.
+      d_query: by hops before, or None.
+    """
+    T, S = query.shape[1], there[0].shape[1]
+    call = ring.call(hop, query, query_ids, there)
+    d_rows, *d_cols = _part_gradients(call, ring.implementation, *map(hop.of_rows, of_rows))
+    d_query = _merged(_sum, d_query, *_spread(d_rows, hop.row_starts, T))
+    d_there = [_merged(_sum, None, *_spread(d, hop.col_starts, S)) for d in d_cols]
+    return d_query.astype(query.dtype) if is_last else d_query, d_there
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _joined_parts(total, parts, starts):
-    """Output and LSE `[B, T, ...]` over their own keys and those of the parts of each pair."""
-    for index, start in enumerate(starts):
-        part = [jnp.split(x, len(starts))[index] for x in parts]
-        size = part[1].shape[1]
-        there = [lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in total]
-        total = [
-            lax.dynamic_update_slice_in_dim(x, joined, start, axis=1)
-            for x, joined in zip(total, xla.joined(there, part), strict=True)
-        ]
-    return total
+def _spread(parts, starts: tuple[int, ...], length: int, elsewhere: float = 0.0):
+    """Of `[pairs * B, size, ...]` the part of each pair in `[B, length, ...]`, where it starts."""
+    after = length - parts.shape[1]
+    widths = [(0, 0)] * parts.ndim
+    return [
+        jnp.pad(part, [(0, 0), (start, after - start), *widths[2:]], constant_values=elsewhere)
+        for start, part in zip(starts, jnp.split(parts, len(starts)), strict=True)
+    ]
+
+
+def _merged(merge, before, *parts):
+    """`merge(before, *parts)`; without `before` where it is None, and one part alone as it is."""
+    if before is not None:
+        return merge(before, *parts)
+    return merge(*parts) if len(parts) > 1 else parts[0]
+
+
+def _sum(*parts):
+    """In float32 at least."""
+    dtype = jnp.promote_types(parts[0].dtype, jnp.float32)
+    return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
 
 
 def _part_gradients(call: Call, implementation: str | None, out, lse, d_out, d_lse):

@@ -13,6 +13,8 @@ are walked in chunks, each of which is attention of its own and joins the others
 exact in bfloat16, so the products are of values alone, and scales multiply logits and weights.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -258,8 +260,8 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
 
 
 def joined(*parts) -> tuple[jax.Array, jax.Array]:
-    """Output and LSE over the keys of two parts."""
-    lse = jnp.logaddexp(*(part_lse for _, part_lse in parts))
+    """Output and LSE over the keys of several parts."""
+    lse = functools.reduce(jnp.logaddexp, [part_lse for _, part_lse in parts])
     out = jnp.float32(0.0)
     for part_out, part_lse in parts:
         weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(part_lse - lse))
