@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import chex
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_flash
 from jax_flash import ring
+from tests.support import compile as support
 from tests.support.interpret import interpret_mode
 from tests.support.sharded import collectives, mesh_of, plain_kernels
 
@@ -154,6 +156,28 @@ def test_ring_on_the_kernels_in_interpret_mode():
         )
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_causal_in_zigzag_order(devices, dtype):
+    """Devices before the one that keys are from have another hop than those behind it."""
+    arrays = operands(heads=(2, 1), dtype=dtype)
+    run = sharded(
+        jax_flash.ring_attention,
+        mesh_of((devices,)),
+        zigzag=True,
+        is_causal=True,
+        implementation="xla",
+    )
+    results = jax.jit(functools.partial(with_gradients, run))(*arrays)
+    exact = with_gradients(whole(is_causal=True), *(x.astype(jnp.float32) for x in arrays))
+    assert [x.dtype for x in results] == [dtype, jnp.float32, dtype, dtype, dtype]
+    for actual, expected in zip(results, exact, strict=True):
+        tolerance = 0.03 if dtype == jnp.bfloat16 else 1e-5
+        np.testing.assert_allclose(
+            actual.astype(jnp.float32), expected, atol=tolerance * np.abs(expected).max()
+        )
+
+
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("shape", [(8,), (2, 4), (4, 2)])
@@ -185,14 +209,16 @@ def test_ring_of_unlike_lengths(T, S, is_causal):
     )
 
 
-def test_rows_that_see_nothing():
+@pytest.mark.parametrize("order", [{}, dict(zigzag=True, is_causal=True)], ids=str)
+def test_rows_that_see_nothing(order):
     ids = jnp.zeros((B, 32), int).at[:, 3:9].set(7), jnp.zeros((B, 32), int)
     arrays = operands()
-    run = sharded(jax_flash.ring_attention, mesh_of((4,)), ids=ids, implementation="xla")
+    run = sharded(jax_flash.ring_attention, mesh_of((4,)), ids=ids, implementation="xla", **order)
     results = jax.jit(functools.partial(with_gradients, run))(*arrays)
     chex.assert_tree_all_finite(results[2:])
     assert (results[1][:, 3:9] == -jnp.inf).all() and not results[0][:, 3:9].any()
-    chex.assert_trees_all_close(results, with_gradients(whole(ids=ids), *arrays), atol=1e-4)
+    mask = whole(ids=ids, is_causal="is_causal" in order)
+    chex.assert_trees_all_close(results, with_gradients(mask, *arrays), atol=1e-4)
 
 
 def program(run, *arrays):
@@ -208,6 +234,41 @@ def test_a_window_is_sent_no_further_than_it_reaches():
     # Forward and backward, which share none: keys and values each hop; and gradients, to the end.
     assert collectives(of_all) == {"collective-permute": 7 * 2 + 7 * 2 + 8 * 2}
     assert collectives(of_window) == {"collective-permute": 2 * 2 + 2 * 2 + 3 * 2}
+
+
+@pytest.mark.compiler
+def test_compiled_for_gpus_hops_run_while_arrays_travel():
+    """And nothing is cut or joined for them."""
+    mesh = mesh_of((3,), devices=support.compile_only_devices(3))
+    run = functools.partial(
+        jax_flash.ring_attention,
+        axis_name="x",
+        zigzag=True,
+        is_causal=True,
+        implementation="mosaic_gpu",
+    )
+    run = jax.shard_map(run, mesh=mesh, in_specs=P(None, "x"), out_specs=P(None, "x"))
+
+    def with_gradients(query, key, value, d_out):
+        out, vjp = jax.vjp(run, query, key, value)
+        return out, vjp(d_out)
+
+    sharding = jax.NamedSharding(mesh, P(None, "x"))
+    query, key = (
+        jax.ShapeDtypeStruct((1, 3 * 1040, heads, 64), jnp.bfloat16, sharding=sharding)
+        for heads in (4, 2)
+    )
+    text = jax.jit(with_gradients).lower(query, key, key, query).compile().as_text()
+    on_their_way, of_hops = 0, []
+    for found in re.findall(
+        r" (collective-permute-start|collective-permute-done|conditional)\(", text
+    ):
+        if found == "conditional":
+            of_hops.append(on_their_way > 0)
+        on_their_way += {"collective-permute-start": 1, "collective-permute-done": -1}.get(found, 0)
+    # The second and the third hop, forward and backward.
+    assert of_hops == [True, False, True, True]
+    assert not re.search(r" (concatenate|copy)\(", text)
 
 
 @pytest.mark.parametrize(
@@ -262,9 +323,12 @@ def test_all_gather(shape):
     )
 
 
-def test_vmap_and_checkpoint():
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_vmap_and_checkpoint(zigzag):
     arrays = operands()
-    run = sharded(jax_flash.ring_attention, mesh_of((4,)), is_causal=True, implementation="xla")
+    run = sharded(
+        jax_flash.ring_attention, mesh_of((4,)), zigzag=zigzag, is_causal=True, implementation="xla"
+    )
     more = jax.tree.map(lambda x: jnp.stack([x, x[::-1] * 2]), arrays)
     mapped = jax.vmap(functools.partial(with_gradients, jax.checkpoint(run)))
     expected = jax.vmap(functools.partial(with_gradients, whole(is_causal=True)))
