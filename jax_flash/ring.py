@@ -57,10 +57,6 @@ def ring_attention(
     rates of an H100 with NVLink, from a few thousand positions a device on. For shorter sequences,
     see `ulysses_attention` and `all_gather_attention`.
 
-    XLA lets one collective run beside a kernel, and waits for others before it. Of large arrays it
-    makes one of all that a hop sends where XLA_FLAGS has
-    `--xla_gpu_collective_permute_combine_threshold_bytes=1000000000`.
-
     A causal mask gives the last device the most to do. `zigzag` says that the sequence is in an
     order that gives all the same, in which device i of n has the chunks i and 2n - 1 - i of 2n: see
     `to_zigzag`.
