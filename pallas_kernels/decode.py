@@ -1,27 +1,43 @@
 """Attention of a few new tokens of each sequence to a long cache of keys, for Hopper GPUs.
 
 All there is to do is to read the cache once, at the speed of memory. The query heads that share a
-key head, times the new tokens, are the rows of a tile of 64, so that a key is read once for all of
-them, and the keys of a sequence are split over thread blocks until these fill the GPU:
+key head, times the new tokens, are the rows of a tile, so that a key is read once for all of them,
+and the keys of a sequence are split over thread blocks until these fill the GPU:
 
     thread block = (sequence, split of its keys, key head, tile of rows), one warpgroup
 
     K0 V0, K1 V1, K2 V2, and Q            TMA into circular buffers, what shared memory holds
-    S = Q K0    softmax    O += P V0      K3 into K0's place after S, V3 into V0's after O
-    S = Q K1    softmax    O += P V1      ...
+    S' = K0 Q'    weights    O' += V0' P'      K3 into K0's place after S', V3 into V0's after O'
+    S' = K1 Q'    weights    O' += V1' P'      ...
+
+There are few rows, 4 or 8 as a rule, and a wgmma has 64. So its rows are keys, and those of the
+queries are columns, 8 at least: exponentials, masks and sums are of the rows that there are. What a
+step costs decides even though memory is what it waits for: a thread block that is late, or has the
+longest sequence, can go no faster than its steps.
 
 The one warpgroup loads and computes: what it refills is a step or more ahead of what it needs, and
 while it waits or computes, the loads of another thread block of the SM are in flight. Thread blocks
 that the GPU has no room for yet start as others end, which evens out sequences of unlike lengths.
+Where nothing else decides what comes first, the first blocks are loaded before the length is known.
 
 A split covers its share of the key blocks that its own sequence needs, so that the result of a
 sequence does not depend on the others in the batch. The parts are put together in `combine.py`.
-Every step has a mask and looks for new maxima: there is time for both.
 
-A float8 cache comes as it is. The warpgroup widens each block of K, and then of V, into one buffer
-that wgmma reads: as float16, which takes one instruction for two elements. Queries in bfloat16 are
-brought into its range, row by row, by powers of 2. These, and the scales of keys, go into the
-logits; the scales of values go into the output.
+A row's maximum is over keys, which all warps have. It is looked for in the first step alone, and a
+sum that grew too large sends the thread block over its keys again, now looking in every step
+(`online_softmax.py`).
+
+A float8 cache comes as it is, and so it goes into products, which takes queries and weights in
+float8 too: each of them in two parts (`primitives.py`, "float8 in two parts"), so that a tile has
+twice the columns.
+
+    Q, by row a power of 2       (2 rows, width)    S' = K Q'      logits = S'1 + S'2 / 16
+    weights, up to 2^8.5         (2 rows, 64)       P = V' W'      O' = O' c + P1 + P2 / 16
+
+V stands with its keys side by side for that: a block is turned in shared memory before its product.
+And as Hopper adds up FP8 products with some 14 bits, those of a step are a product of their own,
+added to the output in float32 registers. As e4m3 ends at 448, every step looks for maxima. The
+units of queries and the scales of keys go into the logits, those of values into the output.
 
 Barriers. Full: an mbarrier a slot of K and of V, completed by TMA. Queries come through registers,
 as the rows of a tile do not stand in a row in memory where there are several tokens.
@@ -40,57 +56,73 @@ from jax import lax
 
 from pallas_kernels import combine, online_softmax
 from pallas_kernels.config import SM_COUNT
-from pallas_kernels.online_softmax import LOG2E, spread
+from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
     OPERAND,
     div_rem,
-    fresh_rows,
+    float8_operand,
     fresh_zero,
     interpreting,
-    keep_columns_from,
-    keep_columns_to,
+    join_parts,
     keep_operand_rows,
-    load_grouped,
-    load_rows,
     store_grouped,
-    store_operand,
-    store_rows,
-    widen_operand,
+    store_queries,
+    store_queries_float8,
+    store_weights_float8,
+    transpose_float8,
+    vote_any,
     zero_tile,
 )
 
-ROWS = 64  # of a tile: the M of a wgmma
-_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+BLOCK_KV = 64  # keys a step
+_TILE = plgpu.Layout.WGMMA
+_PER_ROW = _TILE.reduce(0)  # rows of queries are the columns of a tile
 _SPLIT_STEPS = 2  # at least, of a split where the heuristic decides
+_SHARED_MEMORY = 233472  # bytes of an SM, of which a thread block leaves 1 KB to the system
+_BESIDE_OPERANDS = 1024 + 2048 + 512  # bytes: that, what Mosaic reduces in, and barriers
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Settings of one width and size of the cache's elements.
+    """Settings of one width and one size of the cache's elements.
 
     Attributes:
-      block_kv: keys a step; a multiple of 64, as the second product needs.
-      stages: slots of the circular buffers of K and of V.
+      width: of a head.
+      itemsize: bytes of an element of the cache.
+      most_rows: of a tile.
       blocks_per_sm: how many thread blocks an SM has room for.
       busy_blocks: how many it needs to read its share of the memory's rate.
     """
 
-    block_kv: int
-    stages: int
+    width: int
+    itemsize: int
+    most_rows: int
     blocks_per_sm: int
     busy_blocks: int
 
+    def stages(self, rows: int) -> int:
+        """Slots of the circular buffers of K and V: what shared memory holds beside `rows` rows."""
+        block = BLOCK_KV * self.width * self.itemsize
+        # Queries and weights of 16 bits, or in two parts of 8.
+        others = 2 * rows * (self.width + BLOCK_KV)
+        if self.itemsize == 1:
+            others += block + 4 * rows  # V turned, and the units of rows
+        room = _SHARED_MEMORY // self.blocks_per_sm - _BESIDE_OPERANDS - others
+        return min(_MOST_STAGES, room // (2 * block))
 
-# (Width, bytes of an element of the cache) -> settings. Two thread blocks of 112 KB each where they
-# fit. Width 64: 64 keys a step would be half of the bytes for nearly the time of 128. A float8
-# cache brings half of the bytes for more work: three thread blocks of 64 and 72 KB.
+
+_MOST_STAGES = 8
+_MOST_PART = 4096  # elements of an output of float8 that are one product, of 64 registers
 CONFIG = {
-    (64, 2): DecodeConfig(block_kv=128, stages=3, blocks_per_sm=2, busy_blocks=2),
-    (128, 2): DecodeConfig(block_kv=64, stages=3, blocks_per_sm=2, busy_blocks=1),
-    (256, 2): DecodeConfig(block_kv=64, stages=3, blocks_per_sm=1, busy_blocks=1),
-    (64, 1): DecodeConfig(block_kv=128, stages=3, blocks_per_sm=3, busy_blocks=3),
-    (128, 1): DecodeConfig(block_kv=64, stages=2, blocks_per_sm=3, busy_blocks=3),
-    (256, 1): DecodeConfig(block_kv=64, stages=4, blocks_per_sm=1, busy_blocks=1),
+    (config.width, config.itemsize): config
+    for config in (
+        DecodeConfig(width=64, itemsize=2, most_rows=64, blocks_per_sm=2, busy_blocks=1),
+        DecodeConfig(width=128, itemsize=2, most_rows=64, blocks_per_sm=2, busy_blocks=1),
+        DecodeConfig(width=256, itemsize=2, most_rows=32, blocks_per_sm=1, busy_blocks=1),
+        DecodeConfig(width=64, itemsize=1, most_rows=32, blocks_per_sm=3, busy_blocks=3),
+        DecodeConfig(width=128, itemsize=1, most_rows=32, blocks_per_sm=2, busy_blocks=2),
+        DecodeConfig(width=256, itemsize=1, most_rows=32, blocks_per_sm=1, busy_blocks=1),
+    )
 }
 WIDTHS = tuple(width for width, itemsize in CONFIG if itemsize == 2)
 
@@ -141,8 +173,13 @@ class DecodeProblem:
         return self.tokens * self.group
 
     @property
+    def tile_rows(self) -> int:
+        """Rows of a tile: the N of its products."""
+        return min(self.config.most_rows, max(8, 1 << (self.rows - 1).bit_length()))
+
+    @property
     def row_tiles(self) -> int:
-        return -(-self.rows // ROWS)
+        return -(-self.rows // self.tile_rows)
 
     @property
     def key_heads_of_all(self) -> int:
@@ -154,12 +191,15 @@ def splits_for(problem: DecodeProblem) -> int:
     config = problem.config
     tiles = problem.key_heads_of_all * problem.row_tiles
     # Copies of pages smaller than a block take longer: one thread block an SM is not enough.
-    small_pages = problem.page_size is not None and problem.page_size < config.block_kv
+    small_pages = problem.page_size is not None and problem.page_size < BLOCK_KV
     busy_blocks = config.blocks_per_sm if small_pages else config.busy_blocks
     if tiles >= 0.8 * SM_COUNT * busy_blocks:
         return 1
-    blocks = -(-problem.capacity // config.block_kv)
-    most = max(1, min(combine.MOST_SPLITS, SM_COUNT * config.blocks_per_sm // tiles))
+    blocks = -(-problem.capacity // BLOCK_KV)
+    most = max(1, SM_COUNT * busy_blocks // tiles)
+    if most * tiles < 0.8 * SM_COUNT * busy_blocks:
+        most += (most + 1) * tiles <= SM_COUNT * config.blocks_per_sm
+    most = min(most, combine.MOST_SPLITS)
     share = max(_SPLIT_STEPS, -(-blocks // most))
     return -(-blocks // share)
 
@@ -199,6 +239,8 @@ def attention(
     sinks_of_rows = None
     if sinks is not None and splits == 1:  # else they take part when the splits are put together
         sinks_of_rows = jnp.tile(sinks.reshape(p.kv_heads, p.group), (1, p.tokens)) * LOG2E
+        padding = p.row_tiles * p.tile_rows - p.rows
+        sinks_of_rows = jnp.pad(sinks_of_rows, ((0, 0), (0, padding)))
     optional = {
         "page_table": page_table,
         "sinks": sinks_of_rows,
@@ -218,49 +260,44 @@ def attention(
     return combine.combine(parts, lse_parts, sinks, kv_heads=p.kv_heads, dtype=p.dtype), lse
 
 
-def _to_float16(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`(64, n)` bfloat16 rows as float16, and what to multiply them with to have them back.
-
-    That is a power of 2 for each row, so that all but elements below 2^-28 of the row's largest
-    are exact, and the others off by less than 2^-39 of it.
-    """
-    wide = rows.astype(jnp.float32)
-    largest = jnp.maximum(wide, -wide).max(axis=1)
-    exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
-    power = lax.bitcast_convert_type(exponent, jnp.float32)
-    unit = jnp.clip(power, 2.0**-100, 2.0**127) * 2.0**-14
-    return (wide * spread(1.0 / unit, wide.shape)).astype(jnp.float16), unit
-
-
 @functools.lru_cache
 def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], interpret: bool):
-    p, config = problem, problem.config
-    block_kv, stages, width, dtype = config.block_kv, config.stages, p.width, p.dtype
+    p = problem
+    config, rows, width, dtype = p.config, p.tile_rows, p.width, p.dtype
+    stages = config.stages(rows)
     # Capped logits are in log2 units already.
     factor = p.scale * LOG2E if p.soft_cap is None else 1.0
-    is_float8 = p.cache_dtype != dtype
-    product_dtype = np.dtype(jnp.float16) if is_float8 else dtype
-    headroom, limit = online_softmax.weight_range(product_dtype)
+    is_float8 = p.cache_dtype.itemsize == 1
+    headroom, limit = online_softmax.weight_range(p.cache_dtype)
     page_size = p.page_size
-    copies = 1 if page_size is None else max(1, block_kv // page_size)
-    rows_of_copy = block_kv // copies
+    copies = 1 if page_size is None else max(1, BLOCK_KV // page_size)
+    rows_of_copy = BLOCK_KV // copies
+    # The first key blocks can be loaded before a length is known.
+    early = splits == 1 and p.window is None and page_size is None
+    blocks_of_cache = -(-p.capacity // BLOCK_KV)
 
-    smem = functools.partial(plgpu.SMEM, dtype=product_dtype, transforms=OPERAND)
-    slots = (stages, block_kv, width)
-    cache_smem = plgpu.SMEM(slots, p.cache_dtype) if is_float8 else smem(slots)
+    def smem(*shape):
+        transforms = float8_operand(shape[-1]) if is_float8 else OPERAND
+        return plgpu.SMEM(shape, p.cache_dtype, transforms=transforms)
+
+    columns = 2 * rows if is_float8 else rows  # of a product: queries in two parts
+    # Of the output, as many columns as one product adds to.
+    part = min(width, _MOST_PART // rows) if is_float8 else width
     scratch: dict[str, Any] = dict(
-        q_smem=smem((ROWS, width)),
-        k_smem=cache_smem,
-        v_smem=cache_smem,
+        q_smem=smem(columns, width),
+        k_smem=smem(stages, BLOCK_KV, width),
+        v_smem=smem(stages, BLOCK_KV, width),
+        p_smem=smem(columns, BLOCK_KV),
         k_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         v_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
     )
     if is_float8:
-        scratch["wide_smem"] = smem((1, block_kv, width))
+        scratch["turned_smem"] = smem(width, BLOCK_KV)
+        scratch["units_smem"] = plgpu.SMEM((rows,), jnp.float32)
 
     def decode_attention(
         lengths_ref, q_ref, k_ref, v_ref, *more_refs,
-        q_smem, k_smem, v_smem, k_full, v_full, wide_smem=None,
+        q_smem, k_smem, v_smem, p_smem, k_full, v_full, turned_smem=None, units_smem=None,
     ):  # fmt: skip
         *optional_refs, out_ref, lse_ref = more_refs
         given = dict(zip(optional, optional_refs, strict=True))
@@ -272,14 +309,40 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
         zero = jnp.int32(0)
         slot = lambda step: lax.rem(step, jnp.int32(stages))
 
+        def load(step, end, begin, pages, ref, buffers, full):
+            """Loads the key block of a step, if it comes before the end."""
+
+            @pl.when(step < end)
+            def _():
+                first, buffer = (begin + step) * BLOCK_KV, buffers.at[slot(step)]
+                for n in range(copies):
+                    if page_size is None:
+                        source = ref.at[batch, pl.ds(first, BLOCK_KV), head]
+                    else:
+                        row = lax.rem(first + n * rows_of_copy, jnp.int32(page_size))
+                        source = ref.at[pages[n], pl.ds(row, rows_of_copy), head]
+                    target = buffer.at[pl.ds(n * rows_of_copy, rows_of_copy)]
+                    plgpu.copy_gmem_to_smem(source, target, full.at[slot(step)])
+
+        if early:
+            for step in map(jnp.int32, range(stages)):
+                load(step, blocks_of_cache, zero, (), k_ref, k_smem, k_full)
+                load(step, blocks_of_cache, zero, (), v_ref, v_smem, v_full)
+        queries = q_ref.at[batch, :, heads]
+        if is_float8:
+            store_queries_float8(q_smem, units_smem, queries, tile * rows)
+        else:
+            store_queries(q_smem, queries, tile * rows)
+        plgpu.commit_smem()
+
         length = lengths_ref[batch]
         end_key = jnp.clip(length, 0, p.capacity)
         first_position = length - p.tokens
         first_key = zero
         if p.window is not None:
             first_key = jnp.clip(first_position - p.window, 0, end_key)
-        first_block = lax.div(first_key, jnp.int32(block_kv))
-        end_block = lax.div(end_key + (block_kv - 1), jnp.int32(block_kv))
+        first_block = lax.div(first_key, jnp.int32(BLOCK_KV))
+        end_block = lax.div(end_key + (BLOCK_KV - 1), jnp.int32(BLOCK_KV))
         share = lax.div(end_block - first_block + (splits - 1), jnp.int32(splits))
         begin = first_block + split * share
         steps = jnp.clip(end_block - begin, 0, share)
@@ -288,53 +351,31 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             """The page of each copy of a key block; looked up a step before they are needed."""
             if page_size is None:
                 return ()
-            firsts = [(begin + step) * block_kv + n * rows_of_copy for n in range(copies)]
+            firsts = [(begin + step) * BLOCK_KV + n * rows_of_copy for n in range(copies)]
             # A page that holds nothing that counts may have any number.
             keys = [jnp.maximum(jnp.clip(key, first_key, end_key - 1), 0) for key in firsts]
             pages = [given["page_table"][batch, div_rem(key, page_size)[0]] for key in keys]
             return tuple(jnp.clip(page, 0, k_ref.shape[0] - 1) for page in pages)
 
-        def load(step, pages, ref, buffers, full):
-            """Loads the key block of a step, if there is one."""
+        load_key = lambda step, end, pages: load(step, end, begin, pages, k_ref, k_smem, k_full)
+        load_value = lambda step, end, pages: load(step, end, begin, pages, v_ref, v_smem, v_full)
 
-            @pl.when(step < steps)
-            def _():
-                first, buffer = (begin + step) * block_kv, buffers.at[slot(step)]
-                for n in range(copies):
-                    if page_size is None:
-                        source = ref.at[batch, pl.ds(first, block_kv), head]
-                    else:
-                        row = lax.rem(first + n * rows_of_copy, jnp.int32(page_size))
-                        source = ref.at[pages[n], pl.ds(row, rows_of_copy), head]
-                    target = buffer.at[pl.ds(n * rows_of_copy, rows_of_copy)]
-                    plgpu.copy_gmem_to_smem(source, target, full.at[slot(step)])
+        def first_loads(end):
+            for step in map(jnp.int32, range(stages)):
+                pages = pages_of(step)
+                load_key(step, end, pages)
+                load_value(step, end, pages)
 
-        load_key = lambda step, pages: load(step, pages, k_ref, k_smem, k_full)
-        load_value = lambda step, pages: load(step, pages, v_ref, v_smem, v_full)
+        if not early:
+            first_loads(steps)
 
-        def in_each_row(scalar):
-            return plgpu.layout_cast(jnp.broadcast_to(scalar, (ROWS,)), _PER_ROW)
+        position = first_position  # of each row's token
+        if p.tokens > 1:
+            row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=_PER_ROW) + tile * rows
+            group = plgpu.layout_cast(jnp.full((rows,), p.group, jnp.int32), _PER_ROW)
+            position = lax.div(row, group) + first_position
 
-        queries = load_grouped(q_ref.at[batch, :, heads], tile * ROWS)  # on their way meanwhile
-        for step in map(jnp.int32, range(stages)):
-            pages = pages_of(step)
-            load_key(step, pages)
-            load_value(step, pages)
-        row_factor = None
-        if "key_scale" in given:
-            row_factor = in_each_row(given["key_scale"][head])
-        if product_dtype != dtype:
-            queries, units = _to_float16(queries)
-            row_factor = units if row_factor is None else units * row_factor
-        store_operand(q_smem, queries)
-        plgpu.commit_smem()
-
-        def positions():
-            """Of the tokens of the rows; made anew in each step, as they would cost registers."""
-            if p.tokens == 1:
-                return in_each_row(first_position)
-            row = fresh_rows() + tile * ROWS
-            return lax.div(row, in_each_row(jnp.int32(p.group))) + first_position
+        key_scale = given["key_scale"][head] if "key_scale" in given else None
 
         def capped(logits):
             """What `factor` brings to log2 units."""
@@ -344,82 +385,151 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             powers = jnp.exp2(logits * (2 * LOG2E * p.scale / p.soft_cap))
             return p.soft_cap * LOG2E * (1.0 - 2.0 / (1.0 + powers))
 
-        def widened(narrow):
-            """The buffer with a float8 block as float16."""
-            plgpu.commit_smem()  # all warps have done with what stands there
-            wide = wide_smem.at[fresh_zero()]
-            widen_operand(wide, narrow)
-            plgpu.commit_smem()
-            return wide
+        def masked(logits, first):
+            """Hides keys from the rows that do not see them."""
+
+            def hidden():
+                key = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=_TILE)
+                # Not kept in registers from step to step, of which float8 has none to spare.
+                own = position + fresh_zero() if is_float8 else position
+                last = jnp.minimum(own, p.capacity - 1) - first
+                seen = key <= spread(last, logits.shape)
+                if p.window is not None:
+                    seen &= key >= spread(own - p.window - first, logits.shape)
+                return jnp.where(seen, logits, -jnp.inf)
+
+            is_edge = first + BLOCK_KV > jnp.minimum(first_position + 1, p.capacity)
+            if p.window is not None:
+                is_edge |= first < first_position + p.tokens - 1 - p.window
+            return lax.cond(is_edge, hidden, lambda: logits)
 
         def compute(o_acc, s_acc):
-            def key_step(step, carry):
-                state, pages = carry
-                first = (begin + step) * block_kv
-                this = slot(step)
-                plgpu.barrier_wait(k_full.at[this])
-                keys = k_smem.at[this]
-                if is_float8:
-                    keys = widened(keys)
-                    load_key(step + stages, pages)
-                s_acc[...] = zero_tile(ROWS, block_kv)
-                plgpu.wgmma(s_acc, q_smem, keys.transpose((1, 0)))
-                logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                if not is_float8:
-                    load_key(step + stages, pages)
-                if row_factor is not None:
-                    logits *= spread(row_factor, logits.shape)
-                logits = capped(logits)
-                position = positions()
-                last = jnp.minimum(position, p.capacity - 1)
-                logits = keep_columns_to(logits, last - first, -jnp.inf)
-                if p.window is not None:
-                    logits = keep_columns_from(logits, position - p.window - first, -jnp.inf)
-                weights, correction, state = online_softmax.advance(
-                    logits, factor, headroom, limit, state
-                )
-                plgpu.barrier_wait(v_full.at[this])
+            def attend(end, state, in_doubt):
+                """All steps before the end. `in_doubt`: the reference may have to rise."""
 
-                values = v_smem.at[this]
-                if is_float8:
-                    values = widened(values)
-                    load_value(step + stages, pages)
+                def key_step(step, carry):
+                    reference, sums, output, pages = carry
+                    first = (begin + step) * BLOCK_KV
+                    this = slot(step)
+                    plgpu.barrier_wait(k_full.at[this])
+                    s_acc[...] = zero_tile(BLOCK_KV, columns)
+                    plgpu.wgmma(s_acc, k_smem.at[this], q_smem.transpose((1, 0)))
+                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+                    load_key(step + stages, end, pages)
+                    if is_float8:
+                        logits = join_parts(logits)
+                        # Loaded in each step: registers are few where rows are many.
+                        units = plgpu.load(units_smem, layout=_PER_ROW, optimized=False)
+                        logits *= spread(units, logits.shape)
+                    if key_scale is not None:
+                        logits *= spread(key_scale, logits.shape)
+                    logits = masked(capped(logits), first)
 
-                @pl.when((first < first_key) | (first + block_kv > end_key))
-                def _():
-                    # 0 times what stands there may be NaN.
-                    keep_operand_rows(values, first_key - first, end_key - first)
-                    plgpu.commit_smem()
+                    def risen():
+                        maximum = logits.max(axis=0) * factor
+                        return online_softmax.risen(reference, maximum, headroom, limit)
 
-                output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-                o_acc[...] = output * spread(correction, output.shape)
-                plgpu.wgmma(o_acc, weights.astype(product_dtype), values)
-                plgpu.wgmma_wait(0)
-                if not is_float8:
-                    load_value(step + stages, pages)
-                return state, pages_of(step + 1 + stages)
+                    if in_doubt:
+                        before, reference = reference, risen()
+                        correction = jnp.exp2(before - reference)
+                        sums *= spread(correction, sums.shape)
+                        if is_float8:
+                            output = [x * spread(correction, x.shape) for x in output]
+                        else:
+                            so_far = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+                            o_acc[...] = so_far * spread(correction, so_far.shape)
+                    else:
+                        reference = lax.cond(step == 0, risen, lambda: reference)
+                    weights = jnp.exp2(logits * factor - spread(reference, logits.shape))
+                    sums += weights
+                    if is_float8:
+                        store_weights_float8(p_smem, weights)
+                    else:
+                        p_smem.transpose((1, 0))[...] = weights.astype(dtype)
+                    plgpu.barrier_wait(v_full.at[this])
+                    values = v_smem.at[this]
 
-            carry = online_softmax.nothing_seen(ROWS), pages_of(jnp.int32(stages))
-            state, _ = lax.fori_loop(zero, steps, key_step, carry)
+                    @pl.when((first < first_key) | (first + BLOCK_KV > end_key))
+                    def _():
+                        # 0 times what stands there may be NaN.
+                        keep_operand_rows(values, first_key - first, end_key - first)
+                        if is_float8:
+                            plgpu.commit_smem()  # before other threads turn it
+
+                    if is_float8:
+                        transpose_float8(turned_smem, values)
+                        plgpu.commit_smem()
+                        for n in range(len(output)):
+                            if n == len(output) - 1:
+                                # Its branch keeps the compiler from zeroing both accumulators.
+                                load_value(step + stages, end, pages)
+                            o_acc[...] = zero_tile(part, columns)
+                            turned = turned_smem.at[pl.ds(n * part, part)]
+                            plgpu.wgmma(o_acc, turned, p_smem.transpose((1, 0)))
+                            output[n] += join_parts(plgpu.wgmma_accumulator_load(o_acc, wait_n=0))
+                    else:
+                        plgpu.commit_smem()
+                        plgpu.wgmma(o_acc, values.transpose((1, 0)), p_smem.transpose((1, 0)))
+                        plgpu.wgmma_wait(0)
+                        load_value(step + stages, end, pages)
+                    return reference, sums, output, pages_of(step + 1 + stages)
+
+                carry = *state, pages_of(jnp.int32(stages))
+                return lax.fori_loop(zero, end, key_step, carry)[:3]
+
+            # The output of 16-bit caches stays where products are added up.
+            zeros = zero_tile(part, rows)
+            if not is_float8:
+                o_acc[...] = zeros
+            # With a window, the first keys of a later token may come after the first step.
+            in_doubt = is_float8 or (p.window is not None and p.tokens > 1)
+            start = *nothing_seen(rows), [zeros] * (width // part) if is_float8 else []
+            reference, sums, output = attend(steps, start, in_doubt)
+            if early:
+                for step in range(min(stages, blocks_of_cache)):
+
+                    @pl.when(step >= steps)
+                    def _(step=step):  # nothing may be on its way at the end
+                        plgpu.barrier_wait(k_full.at[step])
+                        plgpu.barrier_wait(v_full.at[step])
+
+            if not in_doubt:
+                is_low = jnp.where(sums.sum(axis=0) < 2.0**limit, 0.0, 1.0)
+                again = vote_any(is_low.max() > 0)
+                end = jnp.where(again, steps, 0)
+                first_loads(end)
+                so_far = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+                o_acc[...] = jnp.where(again, zeros, so_far)
+                state = [
+                    jnp.where(again, new, old)
+                    for new, old in zip(start[:2], (reference, sums), strict=True)
+                ]
+                reference, sums, _ = attend(end, (*state, []), True)
             sink = None
             if "sinks" in given:
-                sink = load_rows(given["sinks"].at[head], tile * ROWS, p.rows - 1)
-            inverse, lse, _ = online_softmax.finish(state, limit, sink)
+                sink = plgpu.load(
+                    given["sinks"].at[head, pl.ds(tile * rows, rows)],
+                    layout=_PER_ROW,
+                    optimized=False,
+                )
+            inverse, lse = online_softmax.normaliser(reference, sums.sum(axis=0), sink)
             if "value_scale" in given:
                 inverse *= given["value_scale"][head]
-            store_rows(lse_ref.at[split, head_of_all, pl.ds(tile * ROWS, ROWS)], lse)
-            output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-            output = (output * spread(inverse, output.shape)).astype(out_ref.dtype)
-            store_grouped(out_ref.at[split, batch, :, heads], output, tile * ROWS)
+            lse_ref[split, head_of_all, pl.ds(tile * rows, rows)] = lse
+            if not is_float8:
+                output = [plgpu.wgmma_accumulator_load(o_acc, wait_n=0)]
+            for n, x in enumerate(output):
+                target = out_ref.at[split, batch, :, heads, pl.ds(n * part, part)]
+                store_grouped(target, x * spread(inverse, x.shape), tile * rows)
 
         pl.run_scoped(
             compute,
-            plgpu.ACC((ROWS, width), jnp.float32),
-            plgpu.ACC((ROWS, block_kv), jnp.float32),
+            plgpu.ACC((part, columns), jnp.float32),
+            plgpu.ACC((BLOCK_KV, columns), jnp.float32),
         )
 
     out_shape = (splits, p.batch, p.tokens, p.heads, width)
-    lse_shape = (splits, p.key_heads_of_all, p.row_tiles * ROWS)
+    lse_shape = (splits, p.key_heads_of_all, p.row_tiles * rows)
     return plgpu.kernel(
         decode_attention,
         out_type=(
@@ -432,8 +542,19 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            reduction_scratch_bytes=0,  # rows are reduced by shuffles
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )
+
+
+def spread(columns: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Broadcasts a scalar, or one value a column, over `shape`."""
+    if jnp.ndim(columns) == 0:
+        return columns
+    return lax.broadcast_in_dim(columns, shape, [1])
+
+
+def nothing_seen(rows: int) -> tuple[jax.Array, jax.Array]:
+    """Reference and sums of rows before their first key block."""
+    reference = jnp.full((rows,), online_softmax.NOTHING_SEEN, jnp.float32)
+    return plgpu.layout_cast(reference, _PER_ROW), zero_tile(BLOCK_KV, rows)

@@ -27,7 +27,7 @@ from jax import lax
 LOG2E = math.log2(math.e)
 
 # Stands for the maximum of a row that has seen nothing: finite, so that -inf minus it is -inf.
-_NOTHING_SEEN = -1e30
+NOTHING_SEEN = -1e30
 # The reference of a row that will see nothing: weights are 0 whatever its logits, also unmasked.
 _NOTHING_TO_SEE = 1e30
 
@@ -45,6 +45,9 @@ class Range(NamedTuple):
 
 def weight_range(dtype: np.dtype) -> Range:
     """The range for weights that are cast to `dtype`."""
+    if dtype == jnp.float8_e4m3fn:
+        # The largest weight is near the largest number, 448, from which 2^17 are to the smallest.
+        return Range(headroom=-8.0, limit=8.5)
     if dtype == jnp.float16:
         # Weights below 2^-14 lose precision, from 2^16 on they are infinite.
         return Range(headroom=6.0, limit=15.0)
@@ -67,7 +70,7 @@ def spread(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def nothing_seen(rows: int) -> RowState:
     """The state of `rows` rows before their first tile, which is then one for `advance`."""
-    reference = jnp.full((rows,), _NOTHING_SEEN, jnp.float32)
+    reference = jnp.full((rows,), NOTHING_SEEN, jnp.float32)
     sums = jnp.zeros((rows, 8), jnp.float32)
     return RowState(
         plgpu.layout_cast(reference, plgpu.Layout.WGMMA.reduce(1)),
@@ -79,7 +82,7 @@ def start(
     logits: jax.Array, factor: float | jax.Array, headroom: float
 ) -> tuple[jax.Array, RowState]:
     """The first tile of a row: its weights and the state. `(64,)` factors are those of rows."""
-    reference = jnp.maximum(logits.max(axis=1) * factor, _NOTHING_SEEN) + headroom
+    reference = jnp.maximum(logits.max(axis=1) * factor, NOTHING_SEEN) + headroom
     weights = _weights(logits, factor, reference)
     return weights, RowState(reference, _partial_sums(weights))
 
@@ -101,16 +104,21 @@ def advance(
 ) -> tuple[jax.Array, jax.Array, RowState]:
     """A further tile: its weights, what earlier weights must be multiplied with, and the state."""
     maximum = logits.max(axis=1) * factor
-    is_low = maximum >= state.reference + limit
-    # Raised by a whole number, which scales weights without changing how they round: but for ties,
-    # what a row gets depends on neither headroom nor limit.
-    raised = state.reference + ((maximum - state.reference + _TO_WHOLE) - _TO_WHOLE)
-    new = jnp.where(state.reference < 0.5 * _NOTHING_SEEN, maximum, raised) + headroom
-    reference = jnp.where(is_low, new, state.reference)
+    reference = risen(state.reference, maximum, headroom, limit)
     correction = jnp.exp2(state.reference - reference)
     weights = _weights(logits, factor, reference)
     sums = state.sums * spread(correction, state.sums.shape) + _partial_sums(weights)
     return weights, correction, RowState(reference, sums)
+
+
+def risen(reference: jax.Array, maximum: jax.Array, headroom: float, limit: float) -> jax.Array:
+    """The reference of rows after a further tile, whose `maximum` is in log2 units."""
+    is_low = maximum >= reference + limit
+    # Raised by a whole number, which scales weights without changing how they round: but for ties,
+    # what a row gets depends on neither headroom nor limit.
+    raised = reference + ((maximum - reference + _TO_WHOLE) - _TO_WHOLE)
+    new = jnp.where(reference < 0.5 * NOTHING_SEEN, maximum, raised) + headroom
+    return jnp.where(is_low, new, reference)
 
 
 def go_on(
@@ -137,16 +145,25 @@ def finish(
     """
     total = state.sums.sum(axis=1)
     too_low = jnp.logical_not(total < 2.0**limit)
-    reference: jax.Array = state.reference
+    return *normaliser(state.reference, total, sink), too_low
+
+
+def normaliser(
+    reference: jax.Array, total: jax.Array, sink: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """What to multiply the output with, and the LSE, of rows whose weights add up to `total`.
+
+    `sink` is as for `finish`.
+    """
+    own_reference = reference
     correction: jax.Array | float = 1.0
     if sink is not None:
         # It may stand above all weights, by more than float32 holds.
         reference = jnp.maximum(reference, sink)
-        correction = jnp.exp2(state.reference - reference)
+        correction = jnp.exp2(own_reference - reference)
         total = jnp.where(total == 0.0, 0.0, total * correction + jnp.exp2(sink - reference))
     inverse = jnp.where(total > 0.0, correction / total, 0.0)
-    lse = reference * (1.0 / LOG2E) + jnp.log(total)
-    return inverse, lse, too_low
+    return inverse, reference * (1.0 / LOG2E) + jnp.log(total)
 
 
 def _weights(logits, factor, reference):

@@ -161,6 +161,26 @@ class BlockVote:
         return vote(seen) > 0
 
 
+def vote_any(flag: jax.Array) -> jax.Array:
+    """A scalar that is the same in all threads, as one that the compiler knows to be."""
+    if interpreting():
+        return flag
+
+    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,), return_type=shape)
+    def vote(_, flag):
+        text = (
+            "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
+            " selp.s32 $0, 1, 0, p; }"
+        )
+        i32 = ir.IntegerType.get_signless(32)
+        value = _asm(text, "=r,r", [flag.registers[()]], i32)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return vote(flag.astype(jnp.int32)) > 0
+
+
 def fence_async_shared() -> None:
     """Orders this thread's accesses to shared memory before later ones by wgmma and TMA.
 
@@ -609,90 +629,130 @@ def store_column_sums(ref, tile: jax.Array) -> None:
     store(ref, tile)
 
 
-def load_grouped(ref, first) -> jax.Array:
-    """`(64, n)` tile of a `(tokens, heads, n)` 16-bit view of global memory, token by token.
+def store_queries(target, source, first) -> None:
+    """Brings rows of a `(tokens, heads, n)` 16-bit view of global memory to shared memory.
 
-    Row r is head (first + r) % heads of token (first + r) // heads; rows after the last read as it.
+    The target is `(rows, n)` in the form of `OPERAND`. Its row r is head (first + r) % heads of
+    token (first + r) // heads; rows after the last are the last. `commit_smem` must follow.
     """
-    tokens, heads, columns = ref.shape
-    last = tokens * heads - 1
+    rows, columns = target.shape
     if interpreting():
-        rows = ref[...].reshape(tokens * heads, columns)
-        return rows[jnp.minimum(first + jnp.arange(64), last)]
+        target[...] = _grouped_rows(source, first, rows)
+        return
 
-    zeros = plgpu.layout_cast(jnp.zeros((64, columns), ref.dtype), _TILE)
-    shape = plgpu.ShapeDtypeStruct((64, columns), ref.dtype, layout=_TILE)
-    splat = plgpu.Layout.WG_SPLAT
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def store(_, target, source, first):
+        for row, chunk, words in _chunks_of_rows(source, first, rows):
+            # The swizzle exchanges the 16 bytes that a thread moves with others of 128.
+            row_in_tile = arith.andi(row, _i32(7))
+            swizzled = arith.xori(arith.andi(chunk, _i32(7)), row_in_tile)
+            there = _shared_address(
+                target,
+                (arith.shrui(row, _i32(3)), 16 * columns),
+                (arith.shrui(chunk, _i32(3)), 1024),
+                (row_in_tile, 128),
+                (swizzled, 16),
+            )
+            _asm(
+                "{ .reg .pred p; setp.lt.s32 p, $1, " + str(rows) + ";"
+                " @p st.shared.v4.b32 [$0], {$2, $3, $4, $5}; }",
+                "r,r,r,r,r,r,~{memory}",
+                [there, row, *words],
+            )
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, _TILE), return_type=shape)
-    def load(_, ref, first, like):
-        row = arith.addi(first.registers[()], _own_row())
-        addresses = [_grouped_address(ref, _clamped(row, half, _i32(last))) for half in range(2)]
-        i32 = ir.IntegerType.get_signless(32)
-        out = like.registers.copy()
-        for index, group, half, pair in _fragments(like.registers):
-            text = f"ld.global.nc.b32 $0, [$1+{16 * group}];"
-            out[index] = llvm.bitcast(pair.type, _asm(text, "=r,l", [addresses[half]], i32))
-        return _like(like, out)
+    store(target, source, jnp.int32(first))
 
-    return load(ref, jnp.int32(first), zeros)
+
+def _grouped_rows(ref, first, rows: int):
+    """`(rows, n)` of a `(tokens, heads, n)` view, as for `store_queries`."""
+    tokens, heads, _ = ref.shape
+    last = tokens * heads - 1
+    places = [div_rem(jnp.minimum(first + n, last), heads) for n in range(rows)]
+    return jnp.stack([ref[place] for place in places])
+
+
+def _chunks_of_rows(ref, first, rows: int):
+    """Yields (row, chunk, 4 words) of what this thread loads of those rows, 16 bytes at a time.
+
+    A chunk is 8 columns; neighbouring threads have those of one row. Threads that are too many have
+    rows of numbers from `rows` on, which hold something.
+    """
+    view = ir.MemRefType(ref.type)
+    _, heads, columns = view.shape
+    chunks, last = columns // 8, view.shape[0] * heads - 1
+    i32 = ir.IntegerType.get_signless(32)
+    four = llvm.StructType.get_literal([i32] * 4)
+    strides, _ = view.get_strides_and_offset()
+    for n in range(-(-rows * chunks // WARPGROUP_THREADS)):
+        place = arith.addi(_thread(), _i32(n * WARPGROUP_THREADS))
+        row, chunk = arith.divui(place, _i32(chunks)), arith.remui(place, _i32(chunks))
+        own = arith.minsi(arith.addi(first.registers[()], row), _i32(last))
+        token, head = arith.divui(own, _i32(heads)), arith.remui(own, _i32(heads))
+        offset = arith.addi(
+            arith.muli(token, _i32(2 * strides[0])), arith.muli(head, _i32(2 * strides[1]))
+        )
+        address = _global_address(ref, arith.addi(offset, arith.muli(chunk, _i32(16))))
+        text = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
+        loaded = _asm(text, "=r,=r,=r,=r,l", [address], four)
+        yield row, chunk, [llvm.extractvalue(i32, loaded, [e]) for e in range(4)]
 
 
 def store_grouped(ref, tile: jax.Array, first) -> None:
-    """Stores a `(64, n)` tile to where `load_grouped` reads it, but for rows after the last."""
-    tokens, heads, _ = ref.shape
-    rows = tokens * heads
-    if interpreting():
-        if rows <= 64:  # all of one tile
-            ref[...] = tile[:rows].reshape(ref.shape)
-            return
-        for n in range(64):
+    """Stores a `(n, rows)` float32 tile to a `(tokens, heads, n)` view of global memory.
 
-            @pl.when(first + n < rows)
+    Its column r goes to head (first + r) % heads of token (first + r) // heads, but for those after
+    the last, in the dtype of the view.
+    """
+    tokens, heads, _ = ref.shape
+    last = tokens * heads - 1
+    if interpreting():
+        for n in range(tile.shape[1]):
+
+            @pl.when(first + n <= last)
             def _(n=n):
                 token, head = div_rem(first + n, heads)
-                ref[token, head] = tile[n]
+                ref[token, head] = tile[:, n].astype(ref.dtype)
 
         return
 
+    tile = tile.astype(ref.dtype)
+
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE, plgpu.Layout.WG_SPLAT))
     def store(_, ref, tile, first):
-        row = arith.addi(first.registers[()], _own_row())
-        rows_of_halves = [arith.addi(row, _i32(8 * half)) for half in range(2)]
-        addresses = [_grouped_address(ref, x) for x in rows_of_halves]
-        bytes_each = mgpu_utils.bytewidth(ir.MemRefType(ref.type).element_type)
-        i32 = ir.IntegerType.get_signless(32)
-        for _, group, half, pair in _fragments(tile.registers):
-            if bytes_each == 4:
-                values, kind, constraint = [_extract(pair, e) for e in range(2)], "v2.f32", "f,f"
-            else:
-                values, kind, constraint = [llvm.bitcast(i32, pair)], "b32", "r"
-            names = ", ".join(f"${2 + n}" for n in range(len(values)))
-            _asm(
-                f"{{ .reg .pred p; setp.lt.s32 p, $1, {rows};"
-                f" @p st.global.{kind} [$0+{8 * bytes_each * group}], {{{names}}}; }}",
-                f"l,r,{constraint},~{{memory}}",
-                [addresses[half], rows_of_halves[half], *values],
-            )
+        strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
+        size = mgpu_utils.bytewidth(ir.MemRefType(ref.type).element_type)
+        kind, constraint = ("b32", "f") if size == 4 else ("b16", "h")
+        i16 = ir.IntegerType.get_signless(16)
+        for e in range(2):
+            column = arith.addi(arith.muli(arith.andi(_thread(), _i32(3)), _i32(2)), _i32(e))
+            column = arith.addi(column, first.registers[()])
+            for (box, group, *rest), pair in np.ndenumerate(tile.registers):
+                row = arith.addi(column, _i32(8 * group))
+                token, head = arith.divui(row, _i32(heads)), arith.remui(row, _i32(heads))
+                place = arith.addi(
+                    arith.muli(token, _i32(strides[0])), arith.muli(head, _i32(strides[1]))
+                )
+                own = arith.addi(_own_row(), _i32(64 * box + 8 * sum(rest)))
+                offset = arith.muli(arith.addi(place, own), _i32(size))
+                value = _extract(pair, e)
+                _asm(
+                    f"{{ .reg .pred p; setp.le.s32 p, $1, {last}; @p st.global.{kind} [$0], $2; }}",
+                    f"l,r,{constraint},~{{memory}}",
+                    [
+                        _global_address(ref, offset),
+                        row,
+                        value if size == 4 else llvm.bitcast(i16, value),
+                    ],
+                )
 
     store(ref, tile, jnp.int32(first))
 
 
-def _grouped_address(ref, row):
-    """Address of this thread's first two columns of a row of a `(tokens, heads, n)` view."""
-    view = ir.MemRefType(ref.type)
-    strides, _ = view.get_strides_and_offset()
-    heads = _i32(view.shape[1])
-    place = arith.muli(arith.divui(row, heads), _i32(strides[0]))
-    place = arith.addi(place, arith.muli(arith.remui(row, heads), _i32(strides[1])))
-    place = arith.addi(place, arith.muli(arith.andi(_thread(), _i32(3)), _i32(2)))
-    return _global_address(ref, arith.muli(place, _i32(mgpu_utils.bytewidth(view.element_type))))
-
-
 def keep_operand_rows(ref, first, end) -> None:
-    """Zeroes the rows outside of [first, end) of a 16-bit `(rows, n)` tile that TMA has brought.
+    """Zeroes the rows outside of [first, end) of a `(rows, n)` tile that TMA has brought.
 
-    In shared memory in the form of `OPERAND`, up to 128 rows. `commit_smem` must follow.
+    In shared memory in the form of `OPERAND`, or if float8 of `float8_operand`, up to 128 rows.
+    `commit_smem` must follow.
     """
     if interpreting():
         row = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
@@ -700,15 +760,24 @@ def keep_operand_rows(ref, first, end) -> None:
         return
 
     splat = plgpu.Layout.WG_SPLAT
+    transforms = OPERAND if ref.dtype.itemsize == 2 else float8_operand(ref.shape[1])
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), splat, splat))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), splat, splat))
     def zero(_, ref, first, end):
-        # 8 rows of 128 bytes are a tile. The swizzle moves nothing from one row to another.
-        _, column_tiles, _, _ = ir.MemRefType(ref.type).shape
+        # 8 rows of 64 or 128 bytes are a tile. The swizzle moves nothing from one row to another.
+        view = ir.MemRefType(ref.type)
+        _, column_tiles, _, columns = view.shape
+        row_bytes = columns * mgpu_utils.bytewidth(view.element_type)
         row = _thread()
         tile, row_in_tile = arith.shrui(row, _i32(3)), arith.andi(row, _i32(7))
-        address = _shared_address(ref, (tile, 1024 * column_tiles), (row_in_tile, 128))
-        places = [1024 * tile + 16 * chunk for tile in range(column_tiles) for chunk in range(8)]
+        address = _shared_address(
+            ref, (tile, 8 * row_bytes * column_tiles), (row_in_tile, row_bytes)
+        )
+        places = [
+            8 * row_bytes * tile + chunk
+            for tile in range(column_tiles)
+            for chunk in range(0, row_bytes, 16)
+        ]
         stores = " ".join(
             f"@p st.shared.v4.b32 [$0+{place}], {{zero, zero, zero, zero}};" for place in places
         )
@@ -721,71 +790,6 @@ def keep_operand_rows(ref, first, end) -> None:
         )
 
     zero(ref, jnp.int32(first), jnp.int32(end))
-
-
-def widen_operand(target, source) -> None:
-    """Writes a float8_e4m3fn `(rows, n)` tile of shared memory to a float16 one in form `OPERAND`.
-
-    `commit_smem` must follow.
-    """
-    if interpreting():
-        target[...] = source[...].astype(target.dtype)
-        return
-
-    rows, columns = source.shape
-    # A thread's 8 elements become 16 bytes, so that neighbouring threads fill a row of a tile, in
-    # different banks.
-    chunks = columns // 8
-    rows_at_once = WARPGROUP_THREADS // chunks
-    passes_of_tile = max(1, 8 // rows_at_once)  # over which the swizzle repeats
-
-    def text(passes: range) -> str:
-        """PTX that widens a chunk of each row; $0 is whence, the others are where to."""
-        loads, lines = [], []
-        for n in passes:
-            loads.append(f".reg .b32 w{n}_<2>;")
-            offset = n * rows_at_once * columns
-            loads.append(f"ld.shared.v2.b32 {{w{n}_0, w{n}_1}}, [$0+{offset}];")
-            for word in range(2):
-                lines.append(f"mov.b32 {{half0, half1}}, w{n}_{word};")
-                for half in range(2):
-                    lines.append(f"cvt.rn.f16x2.e4m3x2 o{2 * word + half}, half{half};")
-            of_tile = n % passes_of_tile
-            offset = (n - of_tile) * rows_at_once * columns * 2
-            lines.append(f"st.shared.v4.b32 [${1 + of_tile}+{offset}], {{o0, o1, o2, o3}};")
-        return f"{{ .reg .b32 o<4>; .reg .b16 half0, half1; {' '.join(loads + lines)} }}"
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), plgpu.RefType()))
-    def widen(_, target, source):
-        thread = _thread()
-        own_row = arith.divui(thread, _i32(chunks))
-        chunk = arith.remui(thread, _i32(chunks))
-        targets = []
-        for n in range(passes_of_tile):
-            # As in store_operand: 8 rows of 128 bytes are a tile, with 16-byte chunks swizzled.
-            row = arith.addi(own_row, _i32(n * rows_at_once))
-            row_in_tile = arith.andi(row, _i32(7))
-            swizzled = arith.xori(arith.andi(chunk, _i32(7)), row_in_tile)
-            place = (
-                (arith.shrui(row, _i32(3)), 16 * columns),
-                (row_in_tile, 128),
-                (arith.shrui(chunk, _i32(3)), 1024),
-                (swizzled, 16),
-            )
-            targets.append(_shared_address(target, *place))
-        whence = _shared_address(source, (thread, 8))
-        # Their loads are issued before the first is used; more of them would spill at width 256.
-        batch = 8 if columns <= 128 else 4
-        passes = range(rows // rows_at_once)
-        for first in passes[::batch]:
-            constraints = ",".join(["r"] * (1 + passes_of_tile))
-            _asm(
-                text(passes[first : first + batch]),
-                f"{constraints},~{{memory}}",
-                [whence, *targets],
-            )
-
-    widen(target, source)
 
 
 def load_rows(ref, first, last) -> jax.Array:
@@ -1470,6 +1474,189 @@ def float8_operand(columns: int) -> tuple:
 def _float8_box(columns: int) -> int:
     """Columns of a box: as wide as TMA swizzles, if that divides them."""
     return 128 if columns % 128 == 0 else 64
+
+
+# --- float8 in two parts --------------------------------------------------------------------------
+
+# A number in e4m3 has 4 bits; what they leave over, 16 times, is another one: together 8 bits and a
+# sign, as many as bfloat16 has. An operand in two parts has the first parts of its rows, and behind
+# them the second parts, as rows of their own.
+
+_SECOND_PART = 16.0
+
+
+def join_parts(product: jax.Array) -> jax.Array:
+    """`(m, n)` product of which `(m, 2n)` is that with an operand of n rows in two parts."""
+    columns = product.shape[1] // 2
+    return product[:, :columns] + product[:, columns:] * (1 / _SECOND_PART)
+
+
+def _in_two_parts(rows):
+    first = to_float8(rows)
+    second = to_float8((rows - first.astype(jnp.float32)) * _SECOND_PART)
+    return jnp.concatenate([first, second])
+
+
+def store_queries_float8(target, units_ref, source, first) -> None:
+    """As `store_queries`, to an operand in two parts, with the unit of each row.
+
+    bfloat16 is exact down to 2^-13 of a row's largest element; float16 loses two bits.
+
+    Args:
+      target: `(2 * rows, n)` e4m3, in the form of `float8_operand(n)`.
+      units_ref: `(rows,)` float32 in shared memory, powers of 2 to multiply logits with. Infinite
+        for a row with an element that is not finite, whose parts are NaN then.
+      source: `(tokens, heads, n)` 16-bit view of global memory.
+      first: as for `store_queries`.
+    """
+    rows, columns = units_ref.shape[0], target.shape[1]
+    # The largest is from 2^7 on, and below 2^8.
+    smallest = 2.0**-107
+    if interpreting():
+        wide = _grouped_rows(source, first, rows).astype(jnp.float32)
+        bits = lax.bitcast_convert_type(wide, jnp.int32) & 0x7FFFFFFF
+        power = lax.bitcast_convert_type(bits.max(axis=1) & 0x7F800000, jnp.float32)
+        units = jnp.maximum(power * 2.0**-7, smallest)
+        units_ref[...] = units
+        target[...] = _in_two_parts(wide * (1.0 / units)[:, None])
+        return
+
+    box = _float8_box(columns)
+    is_bfloat16 = source.dtype == jnp.bfloat16
+    types = plgpu.RefType(float8_operand(columns)), plgpu.RefType(), plgpu.RefType()
+
+    @plgpu.inline_mgpu(arg_types=(*types, plgpu.Layout.WG_SPLAT))
+    def store(_, target, units_ref, source, first):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        element = ir.BF16Type.get() if is_bfloat16 else ir.F16Type.get()
+        pair_type = ir.VectorType.get((2,), element)
+        for row, chunk, words in _chunks_of_rows(source, first, rows):
+            pairs = [llvm.bitcast(pair_type, word) for word in words]
+            wide = [arith.extf(f32, _extract(pair, e)) for pair in pairs for e in range(2)]
+            magnitudes = [arith.andi(arith.bitcast(i32, x), _i32(0x7FFFFFFF)) for x in wide]
+            largest = functools.reduce(arith.maxsi, magnitudes)
+            distance = columns // 16
+            while distance:  # over the threads that have the row
+                text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+                largest = arith.maxsi(largest, _asm(text, "=r,r", [largest], i32))
+                distance //= 2
+            power = arith.bitcast(f32, arith.andi(largest, _i32(0x7F800000)))
+            scale = arith.constant(f32, ir.FloatAttr.get(f32, 2.0**-7))
+            floor = arith.constant(f32, ir.FloatAttr.get(f32, smallest))
+            unit = arith.maximumf(arith.mulf(power, scale), floor)
+            # 1 / unit, which for infinity is 0.
+            exponent = arith.subi(_i32(254 << 23), arith.bitcast(i32, unit))
+            inverse = arith.bitcast(f32, arith.maxsi(exponent, _i32(0)))
+            scaled = [arith.mulf(x, inverse) for x in wide]
+            quads = [_split_float8(scaled[n : n + 4]) for n in (0, 4)]
+            row_in_tile, of_16 = arith.andi(row, _i32(7)), arith.shrui(chunk, _i32(1))
+            swizzle = row_in_tile if box == 128 else arith.shrui(row_in_tile, _i32(1))
+            there = _shared_address(
+                target,
+                (arith.shrui(row, _i32(3)), 8 * columns),
+                (arith.divui(of_16, _i32(box // 16)), 8 * box),
+                (row_in_tile, box),
+                (arith.xori(arith.andi(of_16, _i32(box // 16 - 1)), swizzle), 16),
+                (arith.andi(chunk, _i32(1)), 8),
+            )
+            _asm(
+                "{ .reg .pred p; setp.lt.s32 p, $1, " + str(rows) + ";"
+                " @p st.shared.v2.b32 [$0], {$2, $3};"
+                f" @p st.shared.v2.b32 [$0+{rows * columns}], {{$4, $5}};"
+                " setp.eq.and.s32 p, $6, 0, p; @p st.shared.f32 [$7], $8; }",
+                "r,r,r,r,r,r,r,r,f,~{memory}",
+                [
+                    there,
+                    row,
+                    *(quad[part] for part in range(2) for quad in quads),
+                    chunk,
+                    _shared_address(units_ref, (row, 4)),
+                    unit,
+                ],
+            )
+
+    store(target, units_ref, source, jnp.int32(first))
+
+
+def store_weights_float8(target, weights: jax.Array) -> None:
+    """Stores `(64, rows)` float32 weights, transposed, to an operand in two parts.
+
+    The target is `(2 * rows, 64)` e4m3 in shared memory, in the form of `float8_operand(64)`. On a
+    GPU its columns are in the order of those that `transpose_float8` stores. `commit_smem` must
+    follow.
+    """
+    if interpreting():
+        target[...] = _in_two_parts(weights.T)
+        return
+
+    keys, rows = weights.shape
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(float8_operand(keys)), _TILE))
+    def store(_, target, weights):
+        # Of 16 keys a thread has key g = lane / 4 and g + 8, of two columns. Their places are
+        # 4 (g / 2) + g % 2 and 2 behind: the threads of g and g ^ 1 have the 4 bytes of a word,
+        # that of one column for each of them.
+        lane = arith.andi(_thread(), _i32(31))
+        key = arith.shrui(lane, _i32(2))
+        is_odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(key, _i32(1)), _i32(0))
+        # Bytes of a word of both columns: column 0 of g and g + 8, then column 1.
+        give = arith.select(is_odd, _i32(0x5410), _i32(0x7632))
+        first, second = (
+            arith.select(is_odd, _i32(odd), _i32(even))
+            for even, odd in ((0x5140, 0x3524), (0x7160, 0x3726))
+        )
+        row = arith.addi(arith.muli(arith.andi(lane, _i32(3)), _i32(2)), arith.andi(key, _i32(1)))
+        warp = arith.shrui(_thread(), _i32(5))
+        there = _shared_address(
+            target,
+            (row, keys),
+            (arith.xori(warp, arith.shrui(row, _i32(1))), 16),
+            (arith.shrui(key, _i32(1)), 4),
+        )
+        pairs = {(group, half): pair for _, group, half, pair in _fragments(weights.registers)}
+        for group in range(rows // 8):
+            values = [_extract(pairs[group, half], e) for e in range(2) for half in range(2)]
+            parts = _split_float8(values)
+            text = (
+                "{ .reg .b32 give, got, word;"
+                " prmt.b32 give, $1, $2, $3;"
+                " shfl.sync.bfly.b32 got, give, 4, 31, 0xffffffff;"
+                " prmt.b32 word, $1, got, $4;"
+                f" st.shared.b32 [$0+{8 * keys * group}], word;"
+                " prmt.b32 word, $2, got, $5;"
+                f" st.shared.b32 [$0+{8 * keys * group + keys * rows}], word; }}"
+            )
+            _asm(text, "r,r,r,r,r,r,~{memory}", [there, *parts, give, first, second])
+
+    store(target, weights)
+
+
+def _split_float8(values: list) -> list:
+    """Two words of 4 e4m3 each, the first parts and the second, of 4 float32."""
+    i32 = ir.IntegerType.get_signless(32)
+    # float16 has all the bits of both parts.
+    parts = llvm.inline_asm(
+        llvm.StructType.get_literal([i32] * 2),
+        values,
+        "{ .reg .b16 low, high; .reg .b32 x<2>, first<2>, sixteen;"
+        " mov.b32 sixteen, 0x4c004c00;"
+        " cvt.rn.f16x2.f32 x0, $3, $2;"
+        " cvt.rn.f16x2.f32 x1, $5, $4;"
+        " cvt.rn.satfinite.e4m3x2.f16x2 low, x0;"
+        " cvt.rn.satfinite.e4m3x2.f16x2 high, x1;"
+        " cvt.rn.f16x2.e4m3x2 first0, low;"
+        " cvt.rn.f16x2.e4m3x2 first1, high;"
+        " mov.b32 $0, {low, high};"
+        " sub.rn.f16x2 x0, x0, first0;"
+        " sub.rn.f16x2 x1, x1, first1;"
+        " mul.rn.f16x2 x0, x0, sixteen;"
+        " mul.rn.f16x2 x1, x1, sixteen;"
+        " cvt.rn.satfinite.e4m3x2.f16x2 low, x0;"
+        " cvt.rn.satfinite.e4m3x2.f16x2 high, x1;"
+        " mov.b32 $1, {low, high}; }",
+        "=&r,=&r,f,f,f,f",
+    )
+    return [llvm.extractvalue(i32, parts, [part]) for part in range(2)]
 
 
 # --- MLIR in few words ---------------------------------------------------------------------------

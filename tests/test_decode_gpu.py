@@ -10,7 +10,13 @@ import pytest
 
 import jax_flash
 from tests.test_decode import inputs, paged, written
-from tests.test_decode_kernel import SCALES, attention, check, check_float8_queries_of_any_size
+from tests.test_decode_kernel import (
+    SCALES,
+    attention,
+    check,
+    check_float8_queries_of_any_size,
+    relative_error_of_float8,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +47,38 @@ def test_pages(H, page_size):
 def test_float8_caches(H, dtype):
     options = dict(page_size=16, local_window_size=600) if dtype == "float16" else {}
     check(inputs(6, 2, 1024, 8, 2, H, dtype), LENGTHS, scales=SCALES, **options)
+
+
+@pytest.mark.parametrize(("T", "num_splits", "page_size"), [(1, 1, None), (3, 2, 16), (40, 3, 64)])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_float8_caches_with_all_options(H, T, num_splits, page_size):
+    check(
+        inputs(6, T, 1024, 8, 2, H, "bfloat16"),
+        LENGTHS,
+        scales=SCALES,
+        num_splits=num_splits,
+        page_size=page_size,
+        local_window_size=300,
+        logits_soft_cap=5.0,
+        sinks=np.linspace(-3.0, 12.0, 8, dtype=np.float32),
+    )
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("case", [{}, dict(outlier=64.0), dict(favourite=9.0), dict(mean=1.0)])
+def test_float8_has_the_error_of_bfloat16(H, case):
+    """Also over many keys: products of FP8 add up 14 bits."""
+    assert relative_error_of_float8(H, 32768, [32768, 30001], **case) < 3e-3
+
+
+def test_float8_gives_the_same_bits_in_every_run():
+    query, *caches = inputs(9, 1, 4000, 8, 2, 128, "bfloat16")
+    caches = [x.astype(jnp.float8_e4m3fn) for x in caches]
+    run = functools.partial(attention, key_scale=jnp.ones(2), value_scale=jnp.ones(2))
+    lengths = jnp.array([1300, 3999, 5, 0, 700, 800, 2900, 4000, 1100])
+    first = run(query, *caches, lengths)
+    for _ in range(50):
+        chex.assert_trees_all_equal(run(query, *caches, lengths), first)
 
 
 def test_float8_queries_of_any_size():

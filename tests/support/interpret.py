@@ -261,13 +261,14 @@ def _wgmma(original):
             with shared.lock:
                 shared.clocks[thread].update(clock)
         if _is_ref(a):
-            return original(**kw)
+            with np.errstate(over="ignore", invalid="ignore"):  # a warning would stop a warpgroup
+                return original(**kw)
 
         info = memory.GPULoggingInfo(kw["mesh_location"], thread, source_info)
         b, _, _ = shared.get_buffer_content(*operand("b"), thread, logging_info=info)
         accumulator, where = operand("acc")
         old, _, _ = shared.get_buffer_content(accumulator, where, thread, logging_info=info)
-        with np.errstate(over="ignore", invalid="ignore"):  # a warning here would stop a warpgroup
+        with np.errstate(over="ignore", invalid="ignore"):
             new = old + np.matmul(a, b, dtype=old.dtype)
         shared.store_buffer_content(accumulator, where, new, thread, logging_info=info)
         return kw["token"]
