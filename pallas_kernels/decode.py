@@ -80,6 +80,7 @@ _PER_ROW = _TILE.reduce(0)  # rows of queries are the columns of a tile
 _SPLIT_STEPS = 2  # at least, of a split where the heuristic decides
 _SHARED_MEMORY = 233472  # bytes of an SM, of which a thread block leaves 1 KB to the system
 _BESIDE_OPERANDS = 1024 + 2048 + 512  # bytes: that, what Mosaic reduces in, and barriers
+_MOST_STAGES = 8  # slots of the circular buffers of K and V
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,7 @@ class DecodeConfig:
       most_rows: of a tile.
       blocks_per_sm: how many thread blocks an SM has room for.
       busy_blocks: how many it needs to read its share of the memory's rate.
+      lone_stages: slots of K and of V, at most, of thread blocks that have an SM each.
     """
 
     width: int
@@ -99,29 +101,34 @@ class DecodeConfig:
     most_rows: int
     blocks_per_sm: int
     busy_blocks: int
+    lone_stages: int = _MOST_STAGES
 
-    def stages(self, rows: int) -> int:
-        """Slots of the circular buffers of K and V: what shared memory holds beside `rows` rows."""
+    def stages(self, rows: int, thread_blocks: int) -> int:
+        """Slots that shared memory holds beside `rows` rows."""
         block = BLOCK_KV * self.width * self.itemsize
         # Queries and weights of 16 bits, or in two parts of 8.
         others = 2 * rows * (self.width + BLOCK_KV)
         if self.itemsize == 1:
             others += block + 4 * rows  # V turned, and the units of rows
         room = _SHARED_MEMORY // self.blocks_per_sm - _BESIDE_OPERANDS - others
-        return min(_MOST_STAGES, room // (2 * block))
+        most = self.lone_stages if thread_blocks <= SM_COUNT else _MOST_STAGES
+        return min(most, room // (2 * block))
 
 
-_MOST_STAGES = 8
 _MOST_PART = 4096  # elements of an output of float8 that are one product, of 64 registers
 CONFIG = {
     (config.width, config.itemsize): config
     for config in (
         DecodeConfig(width=64, itemsize=2, most_rows=64, blocks_per_sm=2, busy_blocks=1),
-        DecodeConfig(width=128, itemsize=2, most_rows=64, blocks_per_sm=2, busy_blocks=1),
-        DecodeConfig(width=256, itemsize=2, most_rows=32, blocks_per_sm=1, busy_blocks=1),
+        DecodeConfig(
+            width=128, itemsize=2, most_rows=64, blocks_per_sm=2, busy_blocks=1, lone_stages=2
+        ),
+        DecodeConfig(
+            width=256, itemsize=2, most_rows=32, blocks_per_sm=1, busy_blocks=1, lone_stages=2
+        ),
         DecodeConfig(width=64, itemsize=1, most_rows=32, blocks_per_sm=3, busy_blocks=3),
         DecodeConfig(width=128, itemsize=1, most_rows=32, blocks_per_sm=2, busy_blocks=2),
-        DecodeConfig(width=256, itemsize=1, most_rows=32, blocks_per_sm=1, busy_blocks=1),
+        DecodeConfig(width=256, itemsize=1, most_rows=32, blocks_per_sm=2, busy_blocks=2),
     )
 }
 WIDTHS = tuple(width for width, itemsize in CONFIG if itemsize == 2)
@@ -264,7 +271,8 @@ def attention(
 def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], interpret: bool):
     p = problem
     config, rows, width, dtype = p.config, p.tile_rows, p.width, p.dtype
-    stages = config.stages(rows)
+    thread_blocks = p.key_heads_of_all * p.row_tiles * splits
+    stages = config.stages(rows, thread_blocks)
     # Capped logits are in log2 units already.
     factor = p.scale * LOG2E if p.soft_cap is None else 1.0
     is_float8 = p.cache_dtype.itemsize == 1
@@ -536,7 +544,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             jax.ShapeDtypeStruct(out_shape, dtype if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct(lse_shape, jnp.float32),
         ),
-        grid=(p.key_heads_of_all * p.row_tiles * splits,),
+        grid=(thread_blocks,),
         grid_names=("block",),
         num_threads=1,
         thread_name="warpgroup",
