@@ -711,41 +711,50 @@ def report(record: dict, candidates: list[str], calls: str) -> str:
 
 def plot(results: list[dict], candidates: list[str], title: str, path: pathlib.Path) -> None:
     """Bars of TFLOP/s for every row, a panel for each kind of pass."""
+    labels = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+    rows = list(dict.fromkeys(result["row"] for result in results))
+    panels = {}
+    for kind in dict.fromkeys(result["passes"] for result in results):
+        of_kind = {r["row"]: r["candidates"] for r in results if r["passes"] == kind}
+        panels["TFLOP/s, " + labels[kind]] = {
+            name: [of_kind[row].get(name, {}).get("teraflops", 0) for row in rows]
+            for name in candidates
+        }
+    bars(panels, rows, title, path)
+
+
+def bars(
+    panels: dict[str, dict[str, list[float]]], rows: list[str], title: str, path: pathlib.Path
+) -> None:
+    """Draws a panel for each label, in which each candidate has a bar for every row, or none."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    labels = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
-    kinds = list(dict.fromkeys(result["passes"] for result in results))
-    rows = list(dict.fromkeys(result["row"] for result in results))
-    figure, panels = plt.subplots(
-        len(kinds), figsize=(2 + 0.6 * len(rows), 3.5 * len(kinds)), squeeze=False, sharex=True
+    candidates = list(next(iter(panels.values())))
+    figure, axes = plt.subplots(
+        len(panels), figsize=(2 + 0.6 * len(rows), 3.5 * len(panels)), squeeze=False, sharex=True
     )
-    bars = {}
-    for panel, kind in zip(panels[:, 0], kinds, strict=True):
-        of_kind = {r["row"]: r["candidates"] for r in results if r["passes"] == kind}
-        speed = {
-            name: [of_kind[row].get(name, {}).get("teraflops", 0) for row in rows]
-            for name in candidates
-        }
-        shown = [name for name in candidates if any(speed[name])]
+    drawn = {}
+    for axis, (label, heights) in zip(axes[:, 0], panels.items(), strict=True):
+        shown = [name for name in candidates if any(heights[name])]
         width = 0.8 / max(1, len(shown))
         for i, name in enumerate(shown):
-            bars[name] = panel.bar(
+            drawn[name] = axis.bar(
                 [x + (i - (len(shown) - 1) / 2) * width for x in range(len(rows))],
-                speed[name],
+                heights[name],
                 width,
                 color=f"C{candidates.index(name)}",
             )
-        panel.set_ylabel("TFLOP/s, " + labels[kind])
-        panel.grid(axis="y", alpha=0.3)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.margins(x=0.01)
-    panels[0, 0].set_title(title, loc="left", pad=28)  # above the legend
-    legend = {name: bars[name] for name in candidates if name in bars}
-    panels[0, 0].legend(
+        axis.set_ylabel(label)
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(x=0.01)
+    axes[0, 0].set_title(title, loc="left", pad=28)  # above the legend
+    legend = {name: drawn[name] for name in candidates if name in drawn}
+    axes[0, 0].legend(
         legend.values(),
         legend.keys(),
         loc="lower right",
@@ -753,7 +762,7 @@ def plot(results: list[dict], candidates: list[str], title: str, path: pathlib.P
         frameon=False,
         ncols=max(1, len(legend)),
     )
-    panels[-1, 0].set_xticks(range(len(rows)), rows, rotation=60, ha="right")
+    axes[-1, 0].set_xticks(range(len(rows)), rows, rotation=60, ha="right")
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 

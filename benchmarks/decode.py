@@ -27,6 +27,7 @@ from benchmarks import timing
 from benchmarks.attention import (
     RESULTS,
     TOLERANCE,
+    bars,
     is_ours,
     markdown,
     provenance,
@@ -340,6 +341,21 @@ def summarize(results: list[dict]) -> str:
     )
 
 
+def plot(record: dict, candidates: list[str], path: pathlib.Path) -> None:
+    """Bars of the part of the read rate that each candidate reaches in every row."""
+    results = record["results"]
+    heights = {
+        name: [
+            result["candidates"].get(name, {}).get("terabytes_per_second", 0)
+            / record["read_terabytes_per_second"]
+            for result in results
+        ]
+        for name in candidates
+    }
+    title = f"{record['device']}, decoding"
+    bars({"of the read rate": heights}, [result["row"] for result in results], title, path)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line, with candidates and rows as lists of what there is."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -380,6 +396,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     print(*problems(results), sep="\n")
     print(f"\nwritten: {path}")
+    if importlib.util.find_spec("matplotlib"):
+        plot(record, options.candidates, path.with_suffix(".png"))
+        print(f"plotted: {path.with_suffix('.png')}")
     return 1 if problems(results) else 0
 
 
