@@ -204,8 +204,9 @@ def splits_for(problem: DecodeProblem) -> int:
         return 1
     blocks = -(-problem.capacity // BLOCK_KV)
     most = max(1, SM_COUNT * busy_blocks // tiles)
-    if most * tiles < 0.8 * SM_COUNT * busy_blocks:
-        most += (most + 1) * tiles <= SM_COUNT * config.blocks_per_sm
+    too_few = most * tiles < 0.8 * SM_COUNT * busy_blocks
+    if too_few and (most + 1) * tiles <= SM_COUNT * config.blocks_per_sm:
+        most += 1
     most = min(most, combine.MOST_SPLITS)
     share = max(_SPLIT_STEPS, -(-blocks // most))
     return -(-blocks // share)
@@ -265,6 +266,115 @@ def attention(
     if sinks is not None:
         lse = jnp.where(lse == -jnp.inf, -jnp.inf, jnp.logaddexp(lse, sinks))
     return combine.combine(parts, lse_parts, sinks, kv_heads=p.kv_heads, dtype=p.dtype), lse
+
+
+@dataclasses.dataclass(frozen=True)
+class _Products:
+    """The two products of a step, of 16-bit operands, each waited for.
+
+    Attributes:
+      q_smem: `(rows, width)`.
+      p_smem: `(rows, BLOCK_KV)`, the weights.
+      s_acc: `(BLOCK_KV, rows)`.
+      o_acc: `(width, rows)`, which has the output.
+    """
+
+    q_smem: Any
+    p_smem: Any
+    s_acc: Any
+    o_acc: Any
+
+    def logits(self, keys, free) -> jax.Array:
+        """`(BLOCK_KV, rows)`; calls `free` when keys have been read."""
+        self.s_acc[...] = zero_tile(*self.s_acc.shape)
+        plgpu.wgmma(self.s_acc, keys, self.q_smem.transpose((1, 0)))
+        logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=0)
+        free()
+        return logits
+
+    def no_output(self) -> list[jax.Array]:
+        """The output before the first step, but for what the accumulator has."""
+        self.o_acc[...] = zero_tile(*self.o_acc.shape)
+        return []
+
+    def scaled(self, output, factors) -> list[jax.Array]:
+        """The output with each row multiplied by its factor."""
+        so_far = plgpu.wgmma_accumulator_load(self.o_acc, wait_n=0)
+        self.o_acc[...] = so_far * spread(factors, so_far.shape)
+        return output
+
+    def put_weights(self, weights) -> None:
+        self.p_smem.transpose((1, 0))[...] = weights.astype(self.p_smem.dtype)
+
+    def add(self, output, values, free) -> list[jax.Array]:
+        """The output and weights values; calls `free` when values have been read."""
+        plgpu.commit_smem()
+        plgpu.wgmma(self.o_acc, values.transpose((1, 0)), self.p_smem.transpose((1, 0)))
+        plgpu.wgmma_wait(0)
+        free()
+        return output
+
+    def result(self, output) -> list[jax.Array]:
+        """The output, as tiles of columns of it, `(columns, rows)`."""
+        return [plgpu.wgmma_accumulator_load(self.o_acc, wait_n=0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Float8Products:
+    """The same of float8 operands, with queries and weights in two parts.
+
+    Attributes:
+      q_smem: `(2 * rows, width)`.
+      units_smem: `(rows,)`, which logits are multiplied with.
+      p_smem: `(2 * rows, BLOCK_KV)`, the weights.
+      turned_smem: `(width, BLOCK_KV)`, values.
+      s_acc: `(BLOCK_KV, 2 * rows)`.
+      o_acc: `(n, 2 * rows)`, for n columns of the output at a time.
+    """
+
+    q_smem: Any
+    units_smem: Any
+    p_smem: Any
+    turned_smem: Any
+    s_acc: Any
+    o_acc: Any
+
+    def logits(self, keys, free) -> jax.Array:
+        self.s_acc[...] = zero_tile(*self.s_acc.shape)
+        plgpu.wgmma(self.s_acc, keys, self.q_smem.transpose((1, 0)))
+        logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=0)
+        free()
+        logits = join_parts(logits)
+        # Loaded in each step: registers are few where rows are many.
+        units = plgpu.load(self.units_smem, layout=_PER_ROW, optimized=False)
+        return logits * spread(units, logits.shape)
+
+    def no_output(self) -> list[jax.Array]:
+        part, columns = self.o_acc.shape
+        return [zero_tile(part, columns // 2)] * (self.turned_smem.shape[0] // part)
+
+    def scaled(self, output, factors) -> list[jax.Array]:
+        return [x * spread(factors, x.shape) for x in output]
+
+    def put_weights(self, weights) -> None:
+        # All warps have done with those of the last step, as they have met for maxima.
+        store_weights_float8(self.p_smem, weights)
+
+    def add(self, output, values, free) -> list[jax.Array]:
+        transpose_float8(self.turned_smem, values)
+        plgpu.commit_smem()
+        part, columns = self.o_acc.shape
+        for n in range(len(output)):
+            if n == len(output) - 1:
+                free()  # its branch keeps the compiler from zeroing the accumulators of both parts
+            self.o_acc[...] = zero_tile(part, columns)
+            turned = self.turned_smem.at[pl.ds(n * part, part)]
+            plgpu.wgmma(self.o_acc, turned, self.p_smem.transpose((1, 0)))
+            output[n] += join_parts(plgpu.wgmma_accumulator_load(self.o_acc, wait_n=0))
+        return output
+
+    def result(self, output) -> list[jax.Array]:
+        return output
 
 
 @functools.lru_cache
@@ -412,6 +522,12 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             return lax.cond(is_edge, hidden, lambda: logits)
 
         def compute(o_acc, s_acc):
+            if is_float8:
+                buffers = q_smem, units_smem, p_smem, turned_smem
+                products: Any = _Float8Products(*buffers, s_acc, o_acc)
+            else:
+                products = _Products(q_smem, p_smem, s_acc, o_acc)
+
             def attend(end, state, in_doubt):
                 """All steps before the end. `in_doubt`: the reference may have to rise."""
 
@@ -420,15 +536,8 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                     first = (begin + step) * BLOCK_KV
                     this = slot(step)
                     plgpu.barrier_wait(k_full.at[this])
-                    s_acc[...] = zero_tile(BLOCK_KV, columns)
-                    plgpu.wgmma(s_acc, k_smem.at[this], q_smem.transpose((1, 0)))
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                    load_key(step + stages, end, pages)
-                    if is_float8:
-                        logits = join_parts(logits)
-                        # Loaded in each step: registers are few where rows are many.
-                        units = plgpu.load(units_smem, layout=_PER_ROW, optimized=False)
-                        logits *= spread(units, logits.shape)
+                    free_key = lambda: load_key(step + stages, end, pages)
+                    logits = products.logits(k_smem.at[this], free_key)
                     if key_scale is not None:
                         logits *= spread(key_scale, logits.shape)
                     logits = masked(capped(logits), first)
@@ -441,19 +550,12 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                         before, reference = reference, risen()
                         correction = jnp.exp2(before - reference)
                         sums *= spread(correction, sums.shape)
-                        if is_float8:
-                            output = [x * spread(correction, x.shape) for x in output]
-                        else:
-                            so_far = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-                            o_acc[...] = so_far * spread(correction, so_far.shape)
+                        output = products.scaled(output, correction)
                     else:
                         reference = lax.cond(step == 0, risen, lambda: reference)
                     weights = jnp.exp2(logits * factor - spread(reference, logits.shape))
                     sums += weights
-                    if is_float8:
-                        store_weights_float8(p_smem, weights)
-                    else:
-                        p_smem.transpose((1, 0))[...] = weights.astype(dtype)
+                    products.put_weights(weights)
                     plgpu.barrier_wait(v_full.at[this])
                     values = v_smem.at[this]
 
@@ -464,34 +566,16 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                         if is_float8:
                             plgpu.commit_smem()  # before other threads turn it
 
-                    if is_float8:
-                        transpose_float8(turned_smem, values)
-                        plgpu.commit_smem()
-                        for n in range(len(output)):
-                            if n == len(output) - 1:
-                                # Its branch keeps the compiler from zeroing both accumulators.
-                                load_value(step + stages, end, pages)
-                            o_acc[...] = zero_tile(part, columns)
-                            turned = turned_smem.at[pl.ds(n * part, part)]
-                            plgpu.wgmma(o_acc, turned, p_smem.transpose((1, 0)))
-                            output[n] += join_parts(plgpu.wgmma_accumulator_load(o_acc, wait_n=0))
-                    else:
-                        plgpu.commit_smem()
-                        plgpu.wgmma(o_acc, values.transpose((1, 0)), p_smem.transpose((1, 0)))
-                        plgpu.wgmma_wait(0)
-                        load_value(step + stages, end, pages)
+                    free_value = lambda: load_value(step + stages, end, pages)
+                    output = products.add(output, values, free_value)
                     return reference, sums, output, pages_of(step + 1 + stages)
 
                 carry = *state, pages_of(jnp.int32(stages))
                 return lax.fori_loop(zero, end, key_step, carry)[:3]
 
-            # The output of 16-bit caches stays where products are added up.
-            zeros = zero_tile(part, rows)
-            if not is_float8:
-                o_acc[...] = zeros
             # With a window, the first keys of a later token may come after the first step.
             in_doubt = is_float8 or (p.window is not None and p.tokens > 1)
-            start = *nothing_seen(rows), [zeros] * (width // part) if is_float8 else []
+            start = *nothing_seen(rows), products.no_output()
             reference, sums, output = attend(steps, start, in_doubt)
             if early:
                 for step in range(min(stages, blocks_of_cache)):
@@ -507,7 +591,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                 end = jnp.where(again, steps, 0)
                 first_loads(end)
                 so_far = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-                o_acc[...] = jnp.where(again, zeros, so_far)
+                o_acc[...] = jnp.where(again, zero_tile(width, rows), so_far)
                 state = [
                     jnp.where(again, new, old)
                     for new, old in zip(start[:2], (reference, sums), strict=True)
@@ -524,9 +608,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             if "value_scale" in given:
                 inverse *= given["value_scale"][head]
             lse_ref[split, head_of_all, pl.ds(tile * rows, rows)] = lse
-            if not is_float8:
-                output = [plgpu.wgmma_accumulator_load(o_acc, wait_n=0)]
-            for n, x in enumerate(output):
+            for n, x in enumerate(products.result(output)):
                 target = out_ref.at[split, batch, :, heads, pl.ds(n * part, part)]
                 store_grouped(target, x * spread(inverse, x.shape), tile * rows)
 
