@@ -23,9 +23,9 @@ Where nothing else decides what comes first, the first blocks are loaded before 
 A split covers its share of the key blocks that its own sequence needs, so that the result of a
 sequence does not depend on the others in the batch. The parts are put together in `combine.py`.
 
-A row's maximum is over keys, which all warps have. It is looked for in the first step alone, and a
-sum that grew too large sends the thread block over its keys again, now looking in every step
-(`online_softmax.py`).
+A row's maximum is over keys, which all warps have. In bfloat16 it is looked for in the first step
+alone, and a sum that grew too large sends the thread block over its keys again, now looking in
+every step (`online_softmax.py`). Float16 and float8 look in every step.
 
 A float8 cache comes as it is, and so it goes into products, which takes queries and weights in
 float8 too: each of them in two parts (`primitives.py`, "float8 in two parts"), so that a tile has
@@ -36,8 +36,8 @@ twice the columns.
 
 V stands with its keys side by side for that: a block is turned in shared memory before its product.
 And as Hopper adds up FP8 products with some 14 bits, those of a step are a product of their own,
-added to the output in float32 registers. As e4m3 ends at 448, every step looks for maxima. The
-units of queries and the scales of keys go into the logits, those of values into the output.
+added to the output in float32 registers. The units of queries and the scales of keys go into the
+logits, those of values into the output.
 
 Barriers. Full: an mbarrier a slot of K and of V, completed by TMA. Queries come through registers,
 as the rows of a tile do not stand in a row in memory where there are several tokens.
@@ -386,7 +386,11 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
     # Capped logits are in log2 units already.
     factor = p.scale * LOG2E if p.soft_cap is None else 1.0
     is_float8 = p.cache_dtype.itemsize == 1
-    headroom, limit = online_softmax.weight_range(p.cache_dtype)
+    # With a window, the first keys of a later token may come after the first step. And what is far
+    # below a sink, which may be the first key, must not vanish in a narrow dtype.
+    is_narrow = p.cache_dtype != jnp.bfloat16
+    in_doubt = is_narrow or (p.window is not None and p.tokens > 1)
+    headroom, limit = online_softmax.weight_range(p.cache_dtype, searched=is_narrow)
     page_size = p.page_size
     copies = 1 if page_size is None else max(1, BLOCK_KV // page_size)
     rows_of_copy = BLOCK_KV // copies
@@ -491,7 +495,8 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
         if p.tokens > 1:
             row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=_PER_ROW) + tile * rows
             group = plgpu.layout_cast(jnp.full((rows,), p.group, jnp.int32), _PER_ROW)
-            position = lax.div(row, group) + first_position
+            # Rows that are none are of the last token: they see nothing that does not count.
+            position = jnp.minimum(lax.div(row, group), p.tokens - 1) + first_position
 
         key_scale = given["key_scale"][head] if "key_scale" in given else None
 
@@ -573,8 +578,6 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                 carry = *state, pages_of(jnp.int32(stages))
                 return lax.fori_loop(zero, end, key_step, carry)[:3]
 
-            # With a window, the first keys of a later token may come after the first step.
-            in_doubt = is_float8 or (p.window is not None and p.tokens > 1)
             start = *nothing_seen(rows), products.no_output()
             reference, sums, output = attend(steps, start, in_doubt)
             if early:

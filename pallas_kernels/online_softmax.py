@@ -43,14 +43,18 @@ class Range(NamedTuple):
     limit: float  # a weight or a sum of weights from 2^limit on asks for a new reference
 
 
-def weight_range(dtype: np.dtype) -> Range:
-    """The range for weights that are cast to `dtype`."""
+def weight_range(dtype: np.dtype, *, searched: bool = False) -> Range:
+    """The range for weights that are cast to `dtype`.
+
+    `searched` says that the maximum of every tile is looked for, so that the limit is one of
+    weights, and not of their sum.
+    """
     if dtype == jnp.float8_e4m3fn:
         # The largest weight is near the largest number, 448, from which 2^17 are to the smallest.
         return Range(headroom=-8.0, limit=8.5)
     if dtype == jnp.float16:
         # Weights below 2^-14 lose precision, from 2^16 on they are infinite.
-        return Range(headroom=6.0, limit=15.0)
+        return Range(headroom=-8.0 if searched else 6.0, limit=15.0)
     # As wide as float32 takes with a margin for the values: a causal row's first tile may hold one
     # key alone, of a logit far below the others.
     return Range(headroom=48.0, limit=16.0)

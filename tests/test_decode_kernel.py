@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import chex
@@ -218,12 +219,25 @@ def test_two_parts_of_float8_have_all_of_bfloat16():
     np.testing.assert_array_equal(joined[is_large], rows[is_large])
 
 
-def test_logits_that_grow():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_that_grow(dtype):
     """From block to block, beyond what a weight may be."""
-    query, key, value = inputs(1, 1, 256, 2, 1, 64, "float16")
+    query, key, value = inputs(1, 1, 256, 2, 1, 64, dtype)
     key *= jnp.array([1.0, 8.0], key.dtype).repeat(128)[:, None, None]
     with interpret_mode():
         check((abs(query) * 3, abs(key), value), [200], num_splits=1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_keys_far_below_a_sink_keep_their_weight(dtype):
+    """The first key leads by 13 nats and has no value: what is left is the others'."""
+    query = jnp.zeros((1, 1, 1, 64), dtype).at[..., 0].set(1)
+    key = jnp.zeros((1, 256, 1, 64), dtype).at[:, 0, :, 0].set(13)
+    value = jnp.ones((1, 256, 1, 64), dtype).at[:, 0].set(0)
+    with interpret_mode():
+        out = attention(query, key, value, jnp.array([256]), scale=1.0, num_splits=1)
+    weight = 255 / (255 + math.exp(13))
+    np.testing.assert_allclose(np.float64(out), weight, rtol=1e-2)
 
 
 def test_others_in_the_batch_change_nothing():
