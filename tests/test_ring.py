@@ -237,6 +237,7 @@ def test_a_window_is_sent_no_further_than_it_reaches():
 
 
 @pytest.mark.compiler
+@pytest.mark.slow  # a minute
 def test_compiled_for_gpus_hops_run_while_arrays_travel():
     """And nothing is cut or joined for them."""
     mesh = mesh_of((3,), devices=support.compile_only_devices(3))
