@@ -56,6 +56,7 @@ from jax import lax
 
 from pallas_kernels import combine, online_softmax
 from pallas_kernels.config import SM_COUNT
+from pallas_kernels.key_tiles import QUERIES, per_query
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
     OPERAND,
@@ -75,8 +76,6 @@ from pallas_kernels.primitives import (
 )
 
 BLOCK_KV = 64  # keys a step
-_TILE = plgpu.Layout.WGMMA
-_PER_ROW = _TILE.reduce(0)  # rows of queries are the columns of a tile
 _SPLIT_STEPS = 2  # at least, of a split where the heuristic decides
 _SHARED_MEMORY = 233472  # bytes of an SM, of which a thread block leaves 1 KB to the system
 _BESIDE_OPERANDS = 1024 + 2048 + 512  # bytes: that, what Mosaic reduces in, and barriers
@@ -320,33 +319,24 @@ class _Products:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Float8Products:
+class _Float8Products(_Products):
     """The same of float8 operands, with queries and weights in two parts.
 
+    Of rows there are twice as many in q_smem, p_smem, s_acc and o_acc, which takes n columns of the
+    output at a time: `(n, 2 * rows)`.
+
     Attributes:
-      q_smem: `(2 * rows, width)`.
       units_smem: `(rows,)`, which logits are multiplied with.
-      p_smem: `(2 * rows, BLOCK_KV)`, the weights.
       turned_smem: `(width, BLOCK_KV)`, values.
-      s_acc: `(BLOCK_KV, 2 * rows)`.
-      o_acc: `(n, 2 * rows)`, for n columns of the output at a time.
     """
 
-    q_smem: Any
     units_smem: Any
-    p_smem: Any
     turned_smem: Any
-    s_acc: Any
-    o_acc: Any
 
     def logits(self, keys, free) -> jax.Array:
-        self.s_acc[...] = zero_tile(*self.s_acc.shape)
-        plgpu.wgmma(self.s_acc, keys, self.q_smem.transpose((1, 0)))
-        logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=0)
-        free()
-        logits = join_parts(logits)
+        logits = join_parts(super().logits(keys, free))
         # Loaded in each step: registers are few where rows are many.
-        units = plgpu.load(self.units_smem, layout=_PER_ROW, optimized=False)
+        units = plgpu.load(self.units_smem, layout=QUERIES, optimized=False)
         return logits * spread(units, logits.shape)
 
     def no_output(self) -> list[jax.Array]:
@@ -446,10 +436,16 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                     target = buffer.at[pl.ds(n * rows_of_copy, rows_of_copy)]
                     plgpu.copy_gmem_to_smem(source, target, full.at[slot(step)])
 
-        if early:
+        keys, values = (k_ref, k_smem, k_full), (v_ref, v_smem, v_full)
+
+        def first_loads(end, begin, pages_of):
             for step in map(jnp.int32, range(stages)):
-                load(step, blocks_of_cache, zero, (), k_ref, k_smem, k_full)
-                load(step, blocks_of_cache, zero, (), v_ref, v_smem, v_full)
+                pages = pages_of(step)
+                load(step, end, begin, pages, *keys)
+                load(step, end, begin, pages, *values)
+
+        if early:
+            first_loads(blocks_of_cache, zero, lambda step: ())
         queries = q_ref.at[batch, :, heads]
         if is_float8:
             store_queries_float8(q_smem, units_smem, queries, tile * rows)
@@ -479,22 +475,13 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             pages = [given["page_table"][batch, div_rem(key, page_size)[0]] for key in keys]
             return tuple(jnp.clip(page, 0, k_ref.shape[0] - 1) for page in pages)
 
-        load_key = lambda step, end, pages: load(step, end, begin, pages, k_ref, k_smem, k_full)
-        load_value = lambda step, end, pages: load(step, end, begin, pages, v_ref, v_smem, v_full)
-
-        def first_loads(end):
-            for step in map(jnp.int32, range(stages)):
-                pages = pages_of(step)
-                load_key(step, end, pages)
-                load_value(step, end, pages)
-
         if not early:
-            first_loads(steps)
+            first_loads(steps, begin, pages_of)
 
         position = first_position  # of each row's token
         if p.tokens > 1:
-            row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=_PER_ROW) + tile * rows
-            group = plgpu.layout_cast(jnp.full((rows,), p.group, jnp.int32), _PER_ROW)
+            row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=QUERIES) + tile * rows
+            group = plgpu.layout_cast(jnp.full((rows,), p.group, jnp.int32), QUERIES)
             # Rows that are none are of the last token: they see nothing that does not count.
             position = jnp.minimum(lax.div(row, group), p.tokens - 1) + first_position
 
@@ -512,7 +499,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             """Hides keys from the rows that do not see them."""
 
             def hidden():
-                key = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=_TILE)
+                key = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=plgpu.Layout.WGMMA)
                 # Not kept in registers from step to step, of which float8 has none to spare.
                 own = position + fresh_zero() if is_float8 else position
                 last = jnp.minimum(own, p.capacity - 1) - first
@@ -527,11 +514,10 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             return lax.cond(is_edge, hidden, lambda: logits)
 
         def compute(o_acc, s_acc):
+            operands = q_smem, p_smem, s_acc, o_acc
+            products = _Products(*operands)
             if is_float8:
-                buffers = q_smem, units_smem, p_smem, turned_smem
-                products: Any = _Float8Products(*buffers, s_acc, o_acc)
-            else:
-                products = _Products(q_smem, p_smem, s_acc, o_acc)
+                products = _Float8Products(*operands, units_smem, turned_smem)
 
             def attend(end, state, in_doubt):
                 """All steps before the end. `in_doubt`: the reference may have to rise."""
@@ -541,8 +527,8 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                     first = (begin + step) * BLOCK_KV
                     this = slot(step)
                     plgpu.barrier_wait(k_full.at[this])
-                    free_key = lambda: load_key(step + stages, end, pages)
-                    logits = products.logits(k_smem.at[this], free_key)
+                    load_next = lambda cache: load(step + stages, end, begin, pages, *cache)
+                    logits = products.logits(k_smem.at[this], lambda: load_next(keys))
                     if key_scale is not None:
                         logits *= spread(key_scale, logits.shape)
                     logits = masked(capped(logits), first)
@@ -562,17 +548,16 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                     sums += weights
                     products.put_weights(weights)
                     plgpu.barrier_wait(v_full.at[this])
-                    values = v_smem.at[this]
+                    value = v_smem.at[this]
 
                     @pl.when((first < first_key) | (first + BLOCK_KV > end_key))
                     def _():
                         # 0 times what stands there may be NaN.
-                        keep_operand_rows(values, first_key - first, end_key - first)
+                        keep_operand_rows(value, first_key - first, end_key - first)
                         if is_float8:
                             plgpu.commit_smem()  # before other threads turn it
 
-                    free_value = lambda: load_value(step + stages, end, pages)
-                    output = products.add(output, values, free_value)
+                    output = products.add(output, value, lambda: load_next(values))
                     return reference, sums, output, pages_of(step + 1 + stages)
 
                 carry = *state, pages_of(jnp.int32(stages))
@@ -592,7 +577,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                 is_low = jnp.where(sums.sum(axis=0) < 2.0**limit, 0.0, 1.0)
                 again = vote_any(is_low.max() > 0)
                 end = jnp.where(again, steps, 0)
-                first_loads(end)
+                first_loads(end, begin, pages_of)
                 so_far = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                 o_acc[...] = jnp.where(again, zero_tile(width, rows), so_far)
                 state = [
@@ -604,7 +589,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             if "sinks" in given:
                 sink = plgpu.load(
                     given["sinks"].at[head, pl.ds(tile * rows, rows)],
-                    layout=_PER_ROW,
+                    layout=QUERIES,
                     optimized=False,
                 )
             inverse, lse = online_softmax.normaliser(reference, sums.sum(axis=0), sink)
@@ -642,12 +627,10 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
 
 def spread(columns: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Broadcasts a scalar, or one value a column, over `shape`."""
-    if jnp.ndim(columns) == 0:
-        return columns
-    return lax.broadcast_in_dim(columns, shape, [1])
+    return columns if jnp.ndim(columns) == 0 else per_query(columns, shape[0])
 
 
 def nothing_seen(rows: int) -> tuple[jax.Array, jax.Array]:
     """Reference and sums of rows before their first key block."""
     reference = jnp.full((rows,), online_softmax.NOTHING_SEEN, jnp.float32)
-    return plgpu.layout_cast(reference, _PER_ROW), zero_tile(BLOCK_KV, rows)
+    return plgpu.layout_cast(reference, QUERIES), zero_tile(BLOCK_KV, rows)
