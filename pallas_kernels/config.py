@@ -212,6 +212,8 @@ class ForwardConfig:
       thread_blocks: how many to launch at most; as many as there are SMs.
       elements_early: load mask and bias under the product that makes the logits, for which there
         must be registers, not after it and the product that is open beside it.
+      early_values: wait for V of a step before the output of the step before is there, not after it.
+        ptxas moves nothing over such a wait, so that exponentials are computed under that product.
     """
 
     consumers: int
@@ -223,6 +225,7 @@ class ForwardConfig:
     section_bytes: int = FORWARD_SECTION_BYTES
     thread_blocks: int = SM_COUNT
     elements_early: bool = False
+    early_values: bool = False
 
     def __post_init__(self):
         _need(self.consumers >= 2, "consumers", self.consumers, "at least 2, to take turns")
@@ -369,7 +372,14 @@ class Config:
 FORWARD = {
     # Three consumers, as a third softmax under two others' products keeps the exponentials going.
     64: ForwardConfig(consumers=3, block_kv=128, stages=3, query_buffers=2, registers=(160, 32)),
-    128: ForwardConfig(consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)),
+    128: ForwardConfig(
+        consumers=2,
+        block_kv=128,
+        stages=2,
+        query_buffers=2,
+        registers=(240, 24),
+        early_values=True,
+    ),
     # 128 keys and two stages would take 288 KB of shared memory.
     192: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=2, registers=(240, 24)),
     # Two query tiles of 64 KB do not fit beside K and V, nor 128 keys in registers.

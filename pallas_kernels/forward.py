@@ -507,8 +507,14 @@ def _build(
                         s_acc[...] = zero_tile(ROWS, block_kv)
                     key_columns.contract(s_acc, q_smem.at[buffer, warpgroup], k_smem.at[k_slot])
 
+                def await_first_value(index, v_slot):
+                    """V of a tile's first key block, if there is such a tile."""
+                    if config.early_values:
+                        pl.when(index < end)(lambda: plgpu.barrier_wait(v_full.at[v_slot]))
+
                 def issue_output(weights, v_slot):
-                    plgpu.barrier_wait(v_full.at[v_slot])
+                    if not config.early_values:
+                        plgpu.barrier_wait(v_full.at[v_slot])
                     value_columns.expand(o_acc, weights, v_smem.at[v_slot])
 
                 def load_logits():
@@ -531,6 +537,7 @@ def _build(
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     pl.when(index < end)(lambda: k_free.arrive(slot(steps)))
                     weights, state = first_softmax(logits, tile, end_block - 1, bounds, ids, loaded)
+                    await_first_value(index, slot(steps))
                     # LLVM would carry float32 into the loop and cast there.
                     operand = first_operand(weights, place, end_block - 1)
                     return lax.optimization_barrier(operand), state
@@ -574,6 +581,9 @@ def _build(
                     weights, correction, state = lax.optimization_barrier(
                         (weights, correction, state)
                     )
+                    # A wait here keeps ptxas from computing the weights after the output product.
+                    if config.early_values:
+                        plgpu.barrier_wait(v_full.at[k_slot])
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(v_slot)
                     if correction is not None:
@@ -637,6 +647,7 @@ def _build(
                     weights, next_state = lax.optimization_barrier((weights, next_state))
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(v_slot)
+                    await_first_value(index + 1, k_slot)
                     # Only now are there registers for what dropout takes.
                     weights = first_operand(weights, next_place, end_block - 1)
                     store_output(output, inverse, tile, batch, head)
