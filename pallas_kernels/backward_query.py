@@ -12,11 +12,12 @@ computed once more for it: seven products a tile pair in all, where `backward.py
                dQ += dS K                                         dS from registers
 
 A consumer has no product in flight from one step to the next; the other's fill the gap, as the two
-meet only where the producer waits for both. Key blocks run from the last to the first, as in
-`forward.py`: first those that this consumer cannot see at all, then those that need a mask, then
-the others; with a sliding window, then more that need a mask, and those it cannot see. As in
-`backward.py`, -LSE and -delta come from `row_statistics.py`, and rows that do not count have a
-start of -inf.
+meet only where the producer waits for both. Key blocks run from the first to the last: under a
+causal mask tiles differ in the last, so that those that begin at the same time read the same keys,
+which is easy on L2. First come those that need no mask, then those that do, then those that this
+consumer cannot see at all; with a sliding window, before them those it cannot see, and more that
+need a mask. As in `backward.py`, -LSE and -delta come from `row_statistics.py`, and rows that do
+not count have a start of -inf.
 
 Barriers. Full: an mbarrier for Q, for dO, and for each slot of K and of V, completed by TMA. Free:
 a named barrier a slot, the consumers arrive and the producer waits.
@@ -290,7 +291,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         warpgroup = lax.axis_index("warpgroup")
         block = lax.axis_index("block")
         blocks = order_ref[block, 2]
-        end_block = order_ref[block, 3] if has_far_edge else blocks
+        first_block = order_ref[block, 3] - blocks if has_far_edge else 0
         k_slot = lambda j: lax.rem(j, jnp.int32(k_stages))
         v_slot = lambda j: lax.rem(j, jnp.int32(v_stages))
 
@@ -316,7 +317,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     return None
                 batch, _ = batch_and_head()
                 query_ids_ref, key_ids_ref = mask_refs[-2:]
-                first_key = (end_block - 1 - j) * block_kv
+                first_key = (first_block + j) * block_kv
                 first_row, last_row = first_row_of(warpgroup), problem.query_length - 1
                 ids = load_rows(query_ids_ref.at[batch], first_row, last_row)
                 return equal_columns(ids, key_ids_ref.at[batch], first_key, block_kv)
@@ -350,7 +351,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
                 def load_elements(j):
                     batch, head = batch_and_head()
-                    first_key = (end_block - 1 - j) * block_kv
+                    first_key = (first_block + j) * block_kv
                     return elements.load(batch, head, first_row_of(warpgroup), first_key, block_kv)
 
                 def issue_d_weights(own_rows, vs):
@@ -376,7 +377,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     if has_cap:
                         logits, _ = soft_cap.capped(logits, loaded, problem)
                         if needs_mask:
-                            logits = masked(logits, end_block - 1 - j, equal_ids, soft_cap.UNSEEN)
+                            logits = masked(logits, first_block + j, equal_ids, soft_cap.UNSEEN)
                         logits = masked_by_element(logits, loaded, soft_cap.UNSEEN)
                         minus_lse = spread(start, logits.shape)
                         _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
@@ -384,11 +385,11 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                         logits, to_log2 = biased(logits, factor, loaded)
                         weights = jnp.exp2(logits * to_log2 + spread(start, logits.shape))
                         if needs_mask:
-                            weights = masked(weights, end_block - 1 - j, equal_ids)
+                            weights = masked(weights, first_block + j, equal_ids)
                         weights = masked_by_element(weights, loaded, 0.0)
                     if problem.dropout:
                         batch, _ = batch_and_head()
-                        first_key = (end_block - 1 - j) * block_kv
+                        first_key = (first_block + j) * block_kv
                         weights = dropout.negated(weights, query_words, batch, first_key)
                     if weights_first:
                         dp_acc[...] = zero_tile(_ROWS, block_kv)
@@ -408,7 +409,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 else:
                     own = _key_blocks(problem, block_kv, first_row_of(warpgroup), _ROWS, jnp)
                     if has_far_edge:  # a consumer that sees nothing has none, at the tile's first
-                        own = _KeyBlocks(*(jnp.maximum(n, end_block - blocks) for n in own))
+                        own = _KeyBlocks(*(jnp.maximum(n, first_block) for n in own))
                 plgpu.barrier_wait(q_full)
                 plgpu.barrier_wait(o_full)
                 masking = functools.partial(step, needs_mask=True)
@@ -416,16 +417,16 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 mask_throughout = dynamic and problem.has_bias
                 rest = functools.partial(step, needs_mask=mask_throughout)
                 begin, end, begin_rest, end_rest = (
-                    end_block - n
-                    for n in (own.end, own.first, own.end_unmasked, own.first_unmasked)
+                    n - first_block
+                    for n in (own.first, own.end, own.first_unmasked, own.end_unmasked)
                 )
-                lax.fori_loop(jnp.int32(0), begin, skip, None)
-                if any_mask:
+                if has_far_edge:
+                    lax.fori_loop(jnp.int32(0), begin, skip, None)
                     lax.fori_loop(begin, begin_rest, masking, None)
                 lax.fori_loop(begin_rest, end_rest, rest, None)
-                if has_far_edge:
+                if any_mask:
                     lax.fori_loop(end_rest, end, masking, None)
-                    lax.fori_loop(end, blocks, skip, None)
+                lax.fori_loop(end, blocks, skip, None)
 
                 dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
                 # dQ leaves from where Q was, once all warps have read it.
@@ -458,7 +459,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
             def load(ref, buffers, columns, slot, stages, full, free, j):
                 pl.when(j >= stages)(lambda: free.wait(slot))
-                source = ref.at[batch, pl.ds((end_block - 1 - j) * block_kv, block_kv), kv_head]
+                source = ref.at[batch, pl.ds((first_block + j) * block_kv, block_kv), kv_head]
                 columns.load(source, buffers.at[slot], full.at[slot])
 
             def load_d_out():

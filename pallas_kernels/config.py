@@ -386,6 +386,9 @@ FORWARD = {
     256: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=1, registers=(240, 24)),
 }
 
+# Columns in boxes, whose products are in parts: H96 causal s4096 568 TFLOP/s*, 555 as above.
+FORWARD_BOXES = dataclasses.replace(FORWARD[128], early_values=False)
+
 # Width 64, windows so narrow that most of what 192 rows by 128 keys visit is not seen. TFLOP/s*
 # with these, and with the above: 148 and 123 at 128 keys, 257 and 186 at 256, 351 and 330 at 512,
 # 424 and 436 at 1024. And segment ids, whose comparison would spill 16 bytes of the third consumer.
@@ -456,7 +459,7 @@ FORWARD_ELEMENTS = FORWARD | {
         registers=(240, 24),
         elements_early=True,
     ),
-    128: dataclasses.replace(FORWARD[128], elements_early=True),
+    128: dataclasses.replace(FORWARD_BOXES, elements_early=True),
 }
 
 BACKWARD_QUERY_ELEMENTS = BACKWARD_QUERY | {
@@ -501,7 +504,8 @@ def default(
       forward_loads_elements: and it is not just a bias of one value a key.
     """
     widest = whole_tiles(max(width, value_width))
-    forward = FORWARD[widest]
+    in_boxes = width % 64 > 0 or value_width % 64 > 0 or width < value_width
+    forward = FORWARD_BOXES if widest == 128 and in_boxes else FORWARD[widest]
     if forward_loads_elements:
         forward = FORWARD_ELEMENTS[widest]
     elif not has_elements:  # a bias of keys would not fit into shared memory beside these
@@ -509,7 +513,6 @@ def default(
             forward = FORWARD_LATENT
         elif widest == 64 and (segmented or (window is not None and window <= NARROW_WINDOW)):
             forward = FORWARD_NARROW
-    in_boxes = width % 64 > 0 or value_width % 64 > 0 or width < value_width
     backward = BACKWARD_BOXES if widest == 128 and in_boxes else BACKWARD[widest]
     backward_query = (BACKWARD_QUERY_ELEMENTS if has_elements else BACKWARD_QUERY)[widest]
     return Config(forward, backward, backward_query)

@@ -325,9 +325,9 @@ class Walk:
 
     def step_of(self, place, t):
         """Query block of step t of a tile, and the query head's number in its group."""
-        first_block, per_head = self.blocks_of(place)
+        _, per_head = self.blocks_of(place)
         member = lax.div(t, per_head) if self.tiles.problem.group > 1 else 0
-        return first_block + t - member * per_head, member
+        return self.end_block(place) - 1 - t + member * per_head, member
 
     def advance(self, index, t):
         """The step after step t of a tile: index of its tile and number in it.
@@ -345,20 +345,20 @@ class Walk:
         fill: float = 0.0,
         *,
         index,
-        to_block,
+        from_block,
         own_first_key: int,
     ) -> jax.Array:
         """`(64, block_q)` weights, 0 where the query may not see the key, or there is no such key.
 
         Args:
-          j: number of the step; j + to_block is its query block.
+          j: number of the step; from_block - j is its query block.
           equal_ids: what the method of that name gives.
           fill: what stands there, where it is not 0.
           own_first_key: of the consumer, in the tile.
         """
         place = self.locate(index)
         first_key = place[0] * self.tiles.block_kv + own_first_key
-        query_block = j + to_block
+        query_block = from_block - j
         if self.tiles.problem.dynamic:
             weights = self._masked_by_intervals(weights, place, first_key, query_block, fill)
         else:
@@ -367,7 +367,7 @@ class Walk:
             weights = keep_equal(weights, equal_ids, fill)
         return weights
 
-    def equal_ids(self, j, *, index, to_block, own_first_key: int):
+    def equal_ids(self, j, *, index, from_block, own_first_key: int):
         """Where keys and queries have equal segment ids, for `masked`; None if there are no ids.
 
         Its registers are few, but those that it takes to find out are many.
@@ -380,7 +380,7 @@ class Walk:
         batch, last_key = self.batch_of(place), self.tiles.problem.key_length - 1
         ids = load_rows(key_ids_ref.at[batch], first_key, last_key)
         block_q = self.tiles.block_q
-        return equal_columns(ids, query_ids_ref.at[batch], (j + to_block) * block_q, block_q)
+        return equal_columns(ids, query_ids_ref.at[batch], (from_block - j) * block_q, block_q)
 
     def _masked_by_intervals(self, weights, place, first_key, query_block, fill):
         block_q, seeing_ref = self.tiles.block_q, self.more_refs[0]
@@ -472,8 +472,10 @@ class Walk:
     ):
         """Runs `step(j, mask, load_elements)` for the query blocks of each head of the group.
 
-        Masked steps have a loop of their own, and code of their own; with a lower bound two, before
-        those that need no mask and after them.
+        Query blocks run from the last to the first: under a causal mask tiles differ in the first, so
+        that those that begin at the same time read the same blocks, which is easy on L2. Masked
+        steps have a loop of their own, and code of their own, after those that need no mask; with a
+        lower bound another before them.
 
         Args:
           step: mask is None, or a `StepMask` for the weights of that step; load_elements gives, for
@@ -495,35 +497,30 @@ class Walk:
             return self.end_block(self.locate(index))
 
         def first_unmasked_block():
-            # Where the first step is done, the second block is what a head may begin with.
-            unmasked = self.first_unmasked_block(index, own_first_key)
-            return jnp.maximum(unmasked, first_block() + done) if done else unmasked
+            return self.first_unmasked_block(index, own_first_key)
 
-        def end_unmasked_block(first_unmasked):
-            return self.end_unmasked_block(index, own_first_key, first_unmasked)
-
-        def mask_of(begin, j):
+        def mask_of(block, j):
             if not tiles.any_mask:
                 return None
-            return StepMask(self, index, begin - j, own_first_key)
+            return StepMask(self, index, block + j, own_first_key)
 
         def one_head(j):
             """From step j on, which need not be the head's first."""
-            begin = first_block() + done
+            block = end_block() - 1 - done
             if several_heads:
-                per_head = end_block() - first_block()
-                begin = end_block() - 1 - lax.rem(end - j - 1, per_head)
-            if tiles.any_mask:
-                unmasked = j + first_unmasked_block() - begin
-                pl.loop(j, unmasked)(functools.partial(step, mask=mask_of(begin, j)))
-                j, begin = unmasked, first_unmasked_block()
-            end_of_unmasked = j + end_unmasked_block(begin) - begin
-            pl.loop(j, end_of_unmasked)(functools.partial(step, mask=None))
-            if not tiles.problem.has_far_edge:
-                return end_of_unmasked
-            j, begin = end_of_unmasked, end_unmasked_block(first_unmasked_block())
-            end_of_head = j + end_block() - begin
-            pl.loop(j, end_of_head)(functools.partial(step, mask=mask_of(begin, j)))
+                block = first_block() + lax.rem(end - j - 1, end_block() - first_block())
+            if tiles.problem.has_far_edge:
+                end_unmasked = self.end_unmasked_block(index, own_first_key, first_unmasked_block())
+                unmasked = j + jnp.maximum(block + 1 - end_unmasked, 0)
+                pl.loop(j, unmasked)(functools.partial(step, mask=mask_of(block, j)))
+                j, block = unmasked, block - (unmasked - j)
+            masked = j + jnp.maximum(block + 1 - first_unmasked_block(), 0)
+            pl.loop(j, masked)(functools.partial(step, mask=None))
+            if not tiles.any_mask:
+                return masked
+            j, block = masked, block - (masked - j)
+            end_of_head = j + block + 1 - first_block()
+            pl.loop(j, end_of_head)(functools.partial(step, mask=mask_of(block, j)))
             return end_of_head
 
         end = j + self.steps(index)
@@ -532,7 +529,7 @@ class Walk:
         )
         step = functools.partial(step, load_elements=load_elements)
         if first_step is not None:
-            first_step(j, mask=mask_of(first_block(), j), load_elements=load_elements)
+            first_step(j, mask=mask_of(end_block() - 1, j), load_elements=load_elements)
             j = j + 1
         if several_heads:
             return lax.while_loop(lambda j: j < end, one_head, j)
@@ -559,11 +556,11 @@ def with_words(words: Words | None, start: jax.Array, *statistics: jax.Array) ->
 
 @dataclasses.dataclass(frozen=True)
 class StepMask:
-    """The mask of the steps of a loop; j + to_block is the query block of step j."""
+    """The mask of the steps of a loop; from_block - j is the query block of step j."""
 
     walk: Walk
     index: Any
-    to_block: Any
+    from_block: Any
     own_first_key: int
 
     def equal_ids(self, j):
@@ -573,7 +570,7 @@ class StepMask:
         return self.walk.masked(weights, j, equal_ids, fill, **self._place())
 
     def _place(self):
-        return dict(index=self.index, to_block=self.to_block, own_first_key=self.own_first_key)
+        return dict(index=self.index, from_block=self.from_block, own_first_key=self.own_first_key)
 
 
 def per_query(values: jax.Array, keys: int) -> jax.Array:
