@@ -212,7 +212,7 @@ class ForwardConfig:
       thread_blocks: how many to launch at most; as many as there are SMs.
       elements_early: load mask and bias under the product that makes the logits, for which there
         must be registers, not after it and the product that is open beside it.
-      early_values: wait for V of a step before the output of the step before is there, not after it.
+      early_values: wait for V of a step before the output of the step before is there, not after.
         ptxas moves nothing over such a wait, so that exponentials are computed under that product.
     """
 

@@ -472,8 +472,8 @@ class Walk:
     ):
         """Runs `step(j, mask, load_elements)` for the query blocks of each head of the group.
 
-        Query blocks run from the last to the first: under a causal mask tiles differ in the first, so
-        that those that begin at the same time read the same blocks, which is easy on L2. Masked
+        Query blocks run from the last to the first: under a causal mask tiles differ in the first,
+        so that those that begin at the same time read the same blocks, which is easy on L2. Masked
         steps have a loop of their own, and code of their own, after those that need no mask; with a
         lower bound another before them.
 
