@@ -275,6 +275,30 @@ def parse_sass(text: str) -> Sass:
     )
 
 
+def wgmma_loops(sass: str) -> list[list[str]]:
+    """Opcodes, with operands, of the innermost loops with wgmma in them, the shortest first."""
+    code: list[tuple[int, str]] = []
+    labels: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(
+            r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", line
+        ):
+            code.append((len(code), instruction[1].strip()))
+    loops = []
+    for end, text in code:
+        target = re.match(r"BRA.*`\((\.L_\w+)\)", text)
+        if target and labels.get(target[1], end + 1) <= end:
+            loops.append(range(labels[target[1]], end + 1))
+    loops = [loop for loop in loops if any("GMMA" in code[n][1] for n in loop)]
+    innermost: list[range] = []
+    for loop in sorted(loops, key=len):
+        if not any(inner.start <= loop[-1] and loop.start <= inner[-1] for inner in innermost):
+            innermost.append(loop)
+    return [[code[n][1] for n in loop] for loop in innermost]
+
+
 def _report(printed: str, folder: pathlib.Path, sass: bool) -> Report:
     """Reads PTX with the output of ptxas behind it, and leaves both in a folder."""
     text, log = re.split(r"^(?=ptxas )", printed, maxsplit=1, flags=re.M)
