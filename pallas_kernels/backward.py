@@ -626,6 +626,8 @@ def _build_main(
                 v_free.wait(0)
                 load_value(index - 1)
                 if with_query_gradient:
+                    if has_dropout:  # read anew, or the producer spills
+                        steps = walk.steps(index + fresh_zero())
                     add_dq(index, steps - 1)
                 send_gradients(index)
                 let_stage()
