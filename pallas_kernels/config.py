@@ -368,34 +368,30 @@ class Config:
     forward_fp8: ForwardFP8Config | None = None
 
 
+_TWO_CONSUMERS = ForwardConfig(
+    consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)
+)
+
 # Width of the wider of key and value, in whole tiles -> settings. What others gave is in README.md.
 FORWARD = {
     # Three consumers, as a third softmax under two others' products keeps the exponentials going.
     64: ForwardConfig(consumers=3, block_kv=128, stages=3, query_buffers=2, registers=(160, 32)),
-    128: ForwardConfig(
-        consumers=2,
-        block_kv=128,
-        stages=2,
-        query_buffers=2,
-        registers=(240, 24),
-        early_values=True,
-    ),
+    128: dataclasses.replace(_TWO_CONSUMERS, early_values=True),
     # 128 keys and two stages would take 288 KB of shared memory.
     192: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=2, registers=(240, 24)),
     # Two query tiles of 64 KB do not fit beside K and V, nor 128 keys in registers.
     256: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=1, registers=(240, 24)),
 }
 
-# Columns in boxes, whose products are in parts: H96 causal s4096 568 TFLOP/s*, 555 as above.
-FORWARD_BOXES = dataclasses.replace(FORWARD[128], early_values=False)
+# Columns in boxes, whose products are in parts. TFLOP/s*, H96 causal s4096: 568, with early values
+# 555.
+FORWARD_BOXES = _TWO_CONSUMERS
 
 # Width 64, windows so narrow that most of what 192 rows by 128 keys visit is not seen. TFLOP/s*
 # with these, and with the above: 148 and 123 at 128 keys, 257 and 186 at 256, 351 and 330 at 512,
 # 424 and 436 at 1024. And segment ids, whose comparison would spill 16 bytes of the third consumer.
 NARROW_WINDOW = 768
-FORWARD_NARROW = ForwardConfig(
-    consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)
-)
+FORWARD_NARROW = _TWO_CONSUMERS
 
 # The same in FP8, whose operands have 64, 128 or 256 columns.
 FORWARD_FP8 = {
@@ -451,15 +447,8 @@ BACKWARD_QUERY = {
 
 # Where logits have a bias or a dense mask, which take registers too.
 FORWARD_ELEMENTS = FORWARD | {
-    64: ForwardConfig(
-        consumers=2,
-        block_kv=128,
-        stages=3,
-        query_buffers=2,
-        registers=(240, 24),
-        elements_early=True,
-    ),
-    128: dataclasses.replace(FORWARD_BOXES, elements_early=True),
+    64: dataclasses.replace(_TWO_CONSUMERS, stages=3, elements_early=True),
+    128: dataclasses.replace(_TWO_CONSUMERS, elements_early=True),
 }
 
 BACKWARD_QUERY_ELEMENTS = BACKWARD_QUERY | {

@@ -249,12 +249,16 @@ def parse_ptxas_log(log: str) -> Resources:
     )
 
 
+# Opcode and operands, without the predicate.
+_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\S*)([^;]*);")
+
+
 def parse_sass(text: str) -> Sass:
     """Reads `nvdisasm --life-range-mode count`."""
     opcodes = collections.Counter()
     live = 0
     for line in text.splitlines():
-        instruction = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\S*)([^;]*);", line)
+        instruction = _INSTRUCTION.match(line)
         if not instruction:
             continue
         opcode, operands = instruction.groups()
@@ -277,26 +281,24 @@ def parse_sass(text: str) -> Sass:
 
 def wgmma_loops(sass: str) -> list[list[str]]:
     """Opcodes, with operands, of the innermost loops with wgmma in them, the shortest first."""
-    code: list[tuple[int, str]] = []
+    code: list[str] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
         if label := re.match(r"(\.L_\w+):", line):
             labels[label[1]] = len(code)
-        elif instruction := re.match(
-            r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", line
-        ):
-            code.append((len(code), instruction[1].strip()))
+        elif instruction := _INSTRUCTION.match(line):
+            code.append("".join(instruction.groups()))
     loops = []
-    for end, text in code:
+    for end, text in enumerate(code):
         target = re.match(r"BRA.*`\((\.L_\w+)\)", text)
         if target and labels.get(target[1], end + 1) <= end:
             loops.append(range(labels[target[1]], end + 1))
-    loops = [loop for loop in loops if any("GMMA" in code[n][1] for n in loop)]
     innermost: list[range] = []
     for loop in sorted(loops, key=len):
-        if not any(inner.start <= loop[-1] and loop.start <= inner[-1] for inner in innermost):
+        holds_another = any(inner[0] <= loop[-1] and loop[0] <= inner[-1] for inner in innermost)
+        if not holds_another and any("GMMA" in code[n] for n in loop):
             innermost.append(loop)
-    return [[code[n][1] for n in loop] for loop in innermost]
+    return [[code[n] for n in loop] for loop in innermost]
 
 
 def _report(printed: str, folder: pathlib.Path, sass: bool) -> Report:
