@@ -60,12 +60,15 @@ from pallas_kernels.key_tiles import QUERIES, per_query
 from pallas_kernels.online_softmax import LOG2E
 from pallas_kernels.primitives import (
     OPERAND,
+    column_maxima,
+    column_sums,
     div_rem,
     float8_operand,
     fresh_zero,
     interpreting,
     join_parts,
     keep_operand_rows,
+    load_queries,
     store_grouped,
     store_queries,
     store_queries_float8,
@@ -78,7 +81,7 @@ from pallas_kernels.primitives import (
 BLOCK_KV = 64  # keys a step
 _SPLIT_STEPS = 2  # at least, of a split where the heuristic decides
 _SHARED_MEMORY = 233472  # bytes of an SM, of which a thread block leaves 1 KB to the system
-_BESIDE_OPERANDS = 1024 + 2048 + 512  # bytes: that, what Mosaic reduces in, and barriers
+_BESIDE_OPERANDS = 1024 + 1024 + 512  # bytes: that, what maxima and sums go through, and barriers
 _MOST_STAGES = 8  # slots of the circular buffers of K and V
 
 
@@ -299,7 +302,8 @@ class _Products:
     def scaled(self, output, factors) -> list[jax.Array]:
         """The output with each row multiplied by its factor."""
         so_far = plgpu.wgmma_accumulator_load(self.o_acc, wait_n=0)
-        self.o_acc[...] = so_far * spread(factors, so_far.shape)
+        factors = spread(factors, so_far.shape)
+        self.o_acc[...] = jnp.where(factors == 0.0, 0.0, so_far * factors)  # also what overflowed
         return output
 
     def put_weights(self, weights) -> None:
@@ -400,6 +404,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
         k_smem=smem(stages, BLOCK_KV, width),
         v_smem=smem(stages, BLOCK_KV, width),
         p_smem=smem(columns, BLOCK_KV),
+        reduced_smem=plgpu.SMEM((4 * rows,), jnp.float32),
         k_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         v_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
     )
@@ -409,7 +414,8 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
 
     def decode_attention(
         lengths_ref, q_ref, k_ref, v_ref, *more_refs,
-        q_smem, k_smem, v_smem, p_smem, k_full, v_full, turned_smem=None, units_smem=None,
+        q_smem, k_smem, v_smem, p_smem, reduced_smem, k_full, v_full,
+        turned_smem=None, units_smem=None,
     ):  # fmt: skip
         *optional_refs, out_ref, lse_ref = more_refs
         given = dict(zip(optional, optional_refs, strict=True))
@@ -444,16 +450,11 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                 load(step, end, begin, pages, *keys)
                 load(step, end, begin, pages, *values)
 
+        # Before TMA fills the memory's queues.
+        queries = load_queries(q_ref.at[batch, :, heads], tile * rows, rows)
+        length = lengths_ref[batch]
         if early:
             first_loads(blocks_of_cache, zero, lambda step: ())
-        queries = q_ref.at[batch, :, heads]
-        if is_float8:
-            store_queries_float8(q_smem, units_smem, queries, tile * rows)
-        else:
-            store_queries(q_smem, queries, tile * rows)
-        plgpu.commit_smem()
-
-        length = lengths_ref[batch]
         end_key = jnp.clip(length, 0, p.capacity)
         first_position = length - p.tokens
         first_key = zero
@@ -477,6 +478,11 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
 
         if not early:
             first_loads(steps, begin, pages_of)
+        if is_float8:
+            store_queries_float8(q_smem, units_smem, queries, dtype)
+        else:
+            store_queries(q_smem, queries)
+        plgpu.commit_smem()
 
         position = first_position  # of each row's token
         if p.tokens > 1:
@@ -534,7 +540,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                     logits = masked(capped(logits), first)
 
                     def risen():
-                        maximum = logits.max(axis=0) * factor
+                        maximum = column_maxima(logits, reduced_smem) * factor
                         return online_softmax.risen(reference, maximum, headroom, limit)
 
                     if in_doubt:
@@ -573,18 +579,17 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                         plgpu.barrier_wait(k_full.at[step])
                         plgpu.barrier_wait(v_full.at[step])
 
+            total = column_sums(sums, reduced_smem)
             if not in_doubt:
-                is_low = jnp.where(sums.sum(axis=0) < 2.0**limit, 0.0, 1.0)
-                again = vote_any(is_low.max() > 0)
+                again = vote_any(jnp.where(total < 2.0**limit, 0, 1))
+                pl.when(again)(lambda: first_loads(steps, begin, pages_of))
                 end = jnp.where(again, steps, 0)
-                first_loads(end, begin, pages_of)
-                so_far = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-                o_acc[...] = jnp.where(again, zero_tile(width, rows), so_far)
-                state = [
-                    jnp.where(again, new, old)
-                    for new, old in zip(start[:2], (reference, sums), strict=True)
-                ]
-                reference, sums, _ = attend(end, (*state, []), True)
+                risen, sums, _ = attend(end, (*nothing_seen(rows), []), True)
+                reference, total = lax.cond(
+                    again,
+                    lambda: (risen, column_sums(sums, reduced_smem)),
+                    lambda: (reference, total),
+                )
             sink = None
             if "sinks" in given:
                 sink = plgpu.load(
@@ -592,7 +597,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                     layout=QUERIES,
                     optimized=False,
                 )
-            inverse, lse = online_softmax.normaliser(reference, sums.sum(axis=0), sink)
+            inverse, lse = online_softmax.normaliser(reference, total, sink)
             if "value_scale" in given:
                 inverse *= given["value_scale"][head]
             lse_ref[split, head_of_all, pl.ds(tile * rows, rows)] = lse

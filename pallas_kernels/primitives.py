@@ -41,6 +41,7 @@ _PIECE_BYTES = 16 * WARPGROUP_THREADS  # 16 columns by one row half of a (64, n)
 
 _TILE = plgpu.Layout.WGMMA
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
+_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
 def interpreting() -> bool:
@@ -161,24 +162,25 @@ class BlockVote:
         return vote(seen) > 0
 
 
-def vote_any(flag: jax.Array) -> jax.Array:
-    """A scalar that is the same in all threads, as one that the compiler knows to be."""
+def vote_any(flags: jax.Array) -> jax.Array:
+    """Whether any of `(columns,)` int32 is not 0, in each warp alike, as the compiler knows."""
     if interpreting():
-        return flag
+        return flags.max() > 0
 
     shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,), return_type=shape)
-    def vote(_, flag):
+    @plgpu.inline_mgpu(arg_types=(_COLUMNS,), return_type=shape)
+    def vote(_, flags):
+        # The threads of a warp have all columns.
+        own = functools.reduce(arith.ori, _scalars(flags.registers))
         text = (
             "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
             " selp.s32 $0, 1, 0, p; }"
         )
-        i32 = ir.IntegerType.get_signless(32)
-        value = _asm(text, "=r,r", [flag.registers[()]], i32)
+        value = _asm(text, "=r,r", [own], ir.IntegerType.get_signless(32))
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
-    return vote(flag.astype(jnp.int32)) > 0
+    return vote(flags) > 0
 
 
 def fence_async_shared() -> None:
@@ -234,6 +236,93 @@ def fresh_rows() -> jax.Array:
 
 
 # --- arithmetic ----------------------------------------------------------------------------------
+
+
+def column_maxima(tile: jax.Array, scratch) -> jax.Array:
+    """`(columns,)` maxima of a `(64, columns)` float32 tile, NaN of a column that has one.
+
+    The scratch is `(4 * columns,)` float32 in shared memory, for both this and `column_sums`.
+    """
+    return tile.max(axis=0) if interpreting() else _over_rows(tile, scratch, arith.maximumf)
+
+
+def column_sums(tile: jax.Array, scratch) -> jax.Array:
+    """`(columns,)` sums of a `(64, columns)` float32 tile; see `column_maxima`."""
+    return tile.sum(axis=0) if interpreting() else _over_rows(tile, scratch, arith.addf)
+
+
+def _over_rows(tile: jax.Array, scratch, combine) -> jax.Array:
+    """Combines the rows of a tile, of up to 8 groups of columns, a power of two of them."""
+    columns = tile.shape[1]
+    like = plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), _COLUMNS)
+    shape = plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=_COLUMNS)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE, _COLUMNS), return_type=shape)
+    def over_rows(_, scratch, tile, like):
+        thread = _thread()
+        halves = {(group, half): pair for _, group, half, pair in _fragments(tile.registers)}
+        values = [
+            combine(*(_extract(halves[group, half], e) for half in range(2)))
+            for group in range(columns // 8)
+            for e in range(2)
+        ]
+        # 8 threads have the same columns. Each goes on with half of them and gives the others away.
+        first_group = _i32(0)
+        for distance in (16, 8, 4):
+            kept = given = values
+            if len(values) > 2:
+                middle = len(values) // 2
+                bit = arith.andi(thread, _i32(distance))
+                is_upper = arith.cmpi(arith.CmpIPredicate.ne, bit, _i32(0))
+                pairs = list(zip(values[:middle], values[middle:], strict=True))
+                kept = [arith.select(is_upper, high, low) for low, high in pairs]
+                given = [arith.select(is_upper, low, high) for low, high in pairs]
+                half_groups = arith.select(is_upper, _i32(middle // 2), _i32(0))
+                first_group = arith.addi(first_group, half_groups)
+            values = [
+                combine(a, mgpu_utils.shfl_bfly(b, distance))
+                for a, b in zip(kept, given, strict=True)
+            ]
+
+        own_columns = _shared_address(scratch, (arith.andi(thread, _i32(3)), 8))
+        warp = arith.shrui(thread, _i32(5))
+        place = arith.addi(arith.muli(warp, _i32(columns // 8)), first_group)
+        mgpu_utils.warpgroup_barrier()  # all have read what the last call left
+        _asm(
+            "st.shared.v2.f32 [$0], {$1, $2};",
+            "r,f,f,~{memory}",
+            [arith.addi(own_columns, arith.muli(place, _i32(32))), *values],
+        )
+        mgpu_utils.warpgroup_barrier()
+        f32 = ir.F32Type.get()
+        two = llvm.StructType.get_literal([f32] * 2)
+        parts = 4
+        if columns >= 32:  # fewer instructions, but one more exchange: a thread a column
+            column = arith.remui(thread, _i32(columns))
+            place = _shared_address(scratch, (column, 4))
+            text = "ld.shared.f32 $0, [$1+{}];"
+            of_warps = [
+                _asm(text.format(4 * columns * n), "=f,r,~{memory}", [place], f32) for n in range(4)
+            ]
+            _asm(
+                f"{{ .reg .pred p; setp.lt.u32 p, $1, {columns}; @p st.shared.f32 [$0], $2; }}",
+                "r,r,f,~{memory}",
+                [place, thread, functools.reduce(combine, of_warps)],
+            )
+            mgpu_utils.warpgroup_barrier()
+            parts = 1
+        totals = []
+        for group in range(columns // 8):
+            loaded = []
+            for n in range(parts):
+                text = f"ld.shared.v2.f32 {{$0, $1}}, [$2+{4 * columns * n + 32 * group}];"
+                loaded.append(_asm(text, "=f,=f,r,~{memory}", [own_columns], two))
+            for e in range(2):
+                values = [llvm.extractvalue(f32, pair, [e]) for pair in loaded]
+                totals.append(functools.reduce(combine, values))
+        return _columns_like(like, totals)
+
+    return over_rows(scratch, tile, like)
 
 
 def rsqrt(tile: jax.Array) -> jax.Array:
@@ -629,20 +718,58 @@ def store_column_sums(ref, tile: jax.Array) -> None:
     store(ref, tile)
 
 
-def store_queries(target, source, first) -> None:
-    """Brings rows of a `(tokens, heads, n)` 16-bit view of global memory to shared memory.
+def load_queries(source, first, rows: int) -> jax.Array:
+    """Asks for rows of a `(tokens, heads, n)` 16-bit view of global memory, to be stored later.
 
-    The target is `(rows, n)` in the form of `OPERAND`. Its row r is head (first + r) % heads of
-    token (first + r) // heads; rows after the last are the last. `commit_smem` must follow.
+    Row r is head (first + r) % heads of token (first + r) // heads; rows after the last are the
+    last. The form is one for `store_queries` and `store_queries_float8`.
+    """
+    tokens, heads, columns = source.shape
+    if interpreting():
+        places = [div_rem(jnp.minimum(first + n, tokens * heads - 1), heads) for n in range(rows)]
+        return jnp.stack([source[place] for place in places])
+
+    passes = -(-rows * columns // (8 * WARPGROUP_THREADS))  # of 8 columns a thread
+    layout = plgpu.Layout.WG_STRIDED((4 * passes * WARPGROUP_THREADS,), vec_size=4)
+    shape = plgpu.ShapeDtypeStruct((4 * passes * WARPGROUP_THREADS,), jnp.int32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=shape)
+    def load(_, source, first):
+        strides, _ = ir.MemRefType(source.type).get_strides_and_offset()
+        i32 = ir.IntegerType.get_signless(32)
+        four = llvm.StructType.get_literal([i32] * 4)
+        registers = np.empty((passes,), dtype=object)
+        for n, (row, chunk) in enumerate(_own_chunks(passes, columns)):
+            own = arith.minsi(arith.addi(first.registers[()], row), _i32(tokens * heads - 1))
+            token, head = arith.divui(own, _i32(heads)), arith.remui(own, _i32(heads))
+            offset = arith.addi(
+                arith.muli(token, _i32(2 * strides[0])), arith.muli(head, _i32(2 * strides[1]))
+            )
+            address = _global_address(source, arith.addi(offset, arith.muli(chunk, _i32(16))))
+            text = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
+            loaded = _asm(text, "=r,=r,=r,=r,l", [address], four)
+            words = llvm.mlir_undef(ir.VectorType.get((4,), i32))
+            for e in range(4):
+                words = _insert(words, llvm.extractvalue(i32, loaded, [e]), e)
+            registers[n] = words
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+
+    return load(source, jnp.int32(first))
+
+
+def store_queries(target, loaded: jax.Array) -> None:
+    """Stores rows from `load_queries` to shared memory, `(rows, n)` in the form of `OPERAND`.
+
+    `commit_smem` must follow.
     """
     rows, columns = target.shape
     if interpreting():
-        target[...] = _grouped_rows(source, first, rows)
+        target[...] = loaded
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-    def store(_, target, source, first):
-        for row, chunk, words in _chunks_of_rows(source, first, rows):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), _words_layout(loaded)))
+    def store(_, target, loaded):
+        for row, chunk, words in _loaded_chunks(loaded, columns):
             # The swizzle exchanges the 16 bytes that a thread moves with others of 128.
             row_in_tile = arith.andi(row, _i32(7))
             swizzled = arith.xori(arith.andi(chunk, _i32(7)), row_in_tile)
@@ -660,41 +787,29 @@ def store_queries(target, source, first) -> None:
                 [there, row, *words],
             )
 
-    store(target, source, jnp.int32(first))
+    store(target, loaded)
 
 
-def _grouped_rows(ref, first, rows: int):
-    """`(rows, n)` of a `(tokens, heads, n)` view, as for `store_queries`."""
-    tokens, heads, _ = ref.shape
-    last = tokens * heads - 1
-    places = [div_rem(jnp.minimum(first + n, last), heads) for n in range(rows)]
-    return jnp.stack([ref[place] for place in places])
+def _words_layout(loaded: jax.Array):
+    return plgpu.Layout.WG_STRIDED(loaded.shape, vec_size=4)
 
 
-def _chunks_of_rows(ref, first, rows: int):
-    """Yields (row, chunk, 4 words) of what this thread loads of those rows, 16 bytes at a time.
+def _own_chunks(passes: int, columns: int):
+    """Yields row and chunk of what this thread moves in each pass.
 
     A chunk is 8 columns; neighbouring threads have those of one row. Threads that are too many have
-    rows of numbers from `rows` on, which hold something.
+    rows that are.
     """
-    view = ir.MemRefType(ref.type)
-    _, heads, columns = view.shape
-    chunks, last = columns // 8, view.shape[0] * heads - 1
-    i32 = ir.IntegerType.get_signless(32)
-    four = llvm.StructType.get_literal([i32] * 4)
-    strides, _ = view.get_strides_and_offset()
-    for n in range(-(-rows * chunks // WARPGROUP_THREADS)):
+    for n in range(passes):
         place = arith.addi(_thread(), _i32(n * WARPGROUP_THREADS))
-        row, chunk = arith.divui(place, _i32(chunks)), arith.remui(place, _i32(chunks))
-        own = arith.minsi(arith.addi(first.registers[()], row), _i32(last))
-        token, head = arith.divui(own, _i32(heads)), arith.remui(own, _i32(heads))
-        offset = arith.addi(
-            arith.muli(token, _i32(2 * strides[0])), arith.muli(head, _i32(2 * strides[1]))
-        )
-        address = _global_address(ref, arith.addi(offset, arith.muli(chunk, _i32(16))))
-        text = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
-        loaded = _asm(text, "=r,=r,=r,=r,l", [address], four)
-        yield row, chunk, [llvm.extractvalue(i32, loaded, [e]) for e in range(4)]
+        yield arith.divui(place, _i32(columns // 8)), arith.remui(place, _i32(columns // 8))
+
+
+def _loaded_chunks(loaded, columns: int):
+    """Yields (row, chunk, 4 words) of what this thread has loaded."""
+    chunks = _own_chunks(loaded.registers.size, columns)
+    for (row, chunk), words in zip(chunks, loaded.registers, strict=True):
+        yield row, chunk, [_extract(words, e) for e in range(4)]
 
 
 def store_grouped(ref, tile: jax.Array, first) -> None:
@@ -719,31 +834,45 @@ def store_grouped(ref, tile: jax.Array, first) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE, plgpu.Layout.WG_SPLAT))
     def store(_, ref, tile, first):
+        i32 = ir.IntegerType.get_signless(32)
         strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
         size = mgpu_utils.bytewidth(ir.MemRefType(ref.type).element_type)
-        kind, constraint = ("b32", "f") if size == 4 else ("b16", "h")
-        i16 = ir.IntegerType.get_signless(16)
-        for e in range(2):
-            column = arith.addi(arith.muli(arith.andi(_thread(), _i32(3)), _i32(2)), _i32(e))
-            column = arith.addi(column, first.registers[()])
-            for (box, group, *rest), pair in np.ndenumerate(tile.registers):
-                row = arith.addi(column, _i32(8 * group))
-                token, head = arith.divui(row, _i32(heads)), arith.remui(row, _i32(heads))
-                place = arith.addi(
-                    arith.muli(token, _i32(strides[0])), arith.muli(head, _i32(strides[1]))
-                )
-                own = arith.addi(_own_row(), _i32(64 * box + 8 * sum(rest)))
-                offset = arith.muli(arith.addi(place, own), _i32(size))
-                value = _extract(pair, e)
+        registers = tile.registers.reshape(-1, tile.shape[1] // 8, 2)  # boxes, groups, row halves
+        thread = _thread()
+        quad = arith.andi(arith.shrui(thread, _i32(2)), _i32(7))
+        in_quad = arith.andi(thread, _i32(3))
+
+        def put(group, column, element, word_of) -> None:
+            """What word_of makes of each register of a group; of a column, from an element on."""
+            row = arith.addi(first.registers[()], arith.addi(column, _i32(8 * group)))
+            token, head = arith.divui(row, _i32(heads)), arith.remui(row, _i32(heads))
+            terms = ((token, strides[0]), (head, strides[1]), (element, 1))
+            offset = functools.reduce(arith.addi, (arith.muli(n, _i32(s)) for n, s in terms))
+            address = _global_address(ref, arith.muli(offset, _i32(size)))
+            for (box, half), pair in np.ndenumerate(registers[:, group]):
                 _asm(
-                    f"{{ .reg .pred p; setp.le.s32 p, $1, {last}; @p st.global.{kind} [$0], $2; }}",
-                    f"l,r,{constraint},~{{memory}}",
-                    [
-                        _global_address(ref, offset),
-                        row,
-                        value if size == 4 else llvm.bitcast(i16, value),
-                    ],
+                    f"{{ .reg .pred p; setp.le.s32 p, $1, {last};"
+                    f" @p st.global.b32 [$0+{size * (64 * box + 8 * half)}], $2; }}",
+                    "l,r,r,~{memory}",
+                    [address, row, word_of(pair)],
                 )
+
+        def transposed(pair):
+            """Two elements of one column, from 8 rows by 8 columns of 16 bits in a warp."""
+            text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+            return _asm(text, "=r,r", [llvm.bitcast(i32, pair)], i32)
+
+        first_in_quad = arith.muli(in_quad, _i32(2))
+        for group in range(registers.shape[1]):
+            if size == 2:
+                warp = arith.shrui(thread, _i32(5))
+                element = arith.addi(arith.muli(warp, _i32(16)), first_in_quad)
+                put(group, quad, element, transposed)
+                continue
+            for e in range(2):
+                column = arith.addi(first_in_quad, _i32(e))
+                word = lambda pair, e=e: arith.bitcast(i32, _extract(pair, e))
+                put(group, column, _own_row(), word)
 
     store(ref, tile, jnp.int32(first))
 
@@ -1497,7 +1626,7 @@ def _in_two_parts(rows):
     return jnp.concatenate([first, second])
 
 
-def store_queries_float8(target, units_ref, source, first) -> None:
+def store_queries_float8(target, units_ref, loaded: jax.Array, dtype) -> None:
     """As `store_queries`, to an operand in two parts, with the unit of each row.
 
     bfloat16 is exact down to 2^-13 of a row's largest element; float16 loses two bits.
@@ -1506,14 +1635,14 @@ def store_queries_float8(target, units_ref, source, first) -> None:
       target: `(2 * rows, n)` e4m3, in the form of `float8_operand(n)`.
       units_ref: `(rows,)` float32 in shared memory, powers of 2 to multiply logits with. Infinite
         for a row with an element that is not finite, whose parts are NaN then.
-      source: `(tokens, heads, n)` 16-bit view of global memory.
-      first: as for `store_queries`.
+      loaded: rows from `load_queries`.
+      dtype: of what they were loaded from.
     """
     rows, columns = units_ref.shape[0], target.shape[1]
     # The largest is from 2^7 on, and below 2^8.
     smallest = 2.0**-107
     if interpreting():
-        wide = _grouped_rows(source, first, rows).astype(jnp.float32)
+        wide = loaded.astype(jnp.float32)
         bits = lax.bitcast_convert_type(wide, jnp.int32) & 0x7FFFFFFF
         power = lax.bitcast_convert_type(bits.max(axis=1) & 0x7F800000, jnp.float32)
         units = jnp.maximum(power * 2.0**-7, smallest)
@@ -1522,15 +1651,15 @@ def store_queries_float8(target, units_ref, source, first) -> None:
         return
 
     box = _float8_box(columns)
-    is_bfloat16 = source.dtype == jnp.bfloat16
-    types = plgpu.RefType(float8_operand(columns)), plgpu.RefType(), plgpu.RefType()
+    is_bfloat16 = dtype == jnp.bfloat16
+    types = plgpu.RefType(float8_operand(columns)), plgpu.RefType(), _words_layout(loaded)
 
-    @plgpu.inline_mgpu(arg_types=(*types, plgpu.Layout.WG_SPLAT))
-    def store(_, target, units_ref, source, first):
+    @plgpu.inline_mgpu(arg_types=types)
+    def store(_, target, units_ref, loaded):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         element = ir.BF16Type.get() if is_bfloat16 else ir.F16Type.get()
         pair_type = ir.VectorType.get((2,), element)
-        for row, chunk, words in _chunks_of_rows(source, first, rows):
+        for row, chunk, words in _loaded_chunks(loaded, columns):
             pairs = [llvm.bitcast(pair_type, word) for word in words]
             wide = [arith.extf(f32, _extract(pair, e)) for pair in pairs for e in range(2)]
             magnitudes = [arith.andi(arith.bitcast(i32, x), _i32(0x7FFFFFFF)) for x in wide]
@@ -1575,7 +1704,7 @@ def store_queries_float8(target, units_ref, source, first) -> None:
                 ],
             )
 
-    store(target, units_ref, source, jnp.int32(first))
+    store(target, units_ref, loaded)
 
 
 def store_weights_float8(target, weights: jax.Array) -> None:
@@ -1755,6 +1884,28 @@ def _scalar(register):
 
 def _like(array, registers):
     return type(array)(_registers=registers, _layout=array.layout, _is_signed=array.is_signed)
+
+
+def _scalars(registers) -> list:
+    """The values of registers that may be vectors."""
+    lanes = [
+        range(register.type.shape[0]) if isinstance(register.type, ir.VectorType) else [None]
+        for register in registers.flat
+    ]
+    return [
+        register if e is None else _extract(register, e)
+        for register, own in zip(registers.flat, lanes, strict=True)
+        for e in own
+    ]
+
+
+def _columns_like(columns, values):
+    """One value a column in the layout of `columns`; values are of this thread's pairs."""
+    registers = columns.registers.copy()
+    pairs = zip(values[0::2], values[1::2], strict=True)
+    for (index, register), (first, second) in zip(np.ndenumerate(registers), pairs, strict=True):
+        registers[index] = _insert(_insert(register, first, 0), second, 1)
+    return _like(columns, registers)
 
 
 def _rows_like(rows, values):
