@@ -69,6 +69,7 @@ from pallas_kernels.primitives import (
     join_parts,
     keep_operand_rows,
     load_queries,
+    store_columns,
     store_grouped,
     store_queries,
     store_queries_float8,
@@ -600,7 +601,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             inverse, lse = online_softmax.normaliser(reference, total, sink)
             if "value_scale" in given:
                 inverse *= given["value_scale"][head]
-            lse_ref[split, head_of_all, pl.ds(tile * rows, rows)] = lse
+            store_columns(lse_ref.at[split, head_of_all, pl.ds(tile * rows, rows)], lse)
             for n, x in enumerate(products.result(output)):
                 target = out_ref.at[split, batch, :, heads, pl.ds(n * part, part)]
                 store_grouped(target, x * spread(inverse, x.shape), tile * rows)

@@ -660,6 +660,27 @@ def store_rows(ref, rows: jax.Array) -> None:
     store(ref, rows)
 
 
+def store_columns(ref, columns: jax.Array) -> None:
+    """Stores one float32 value a column to global memory, as `store_rows` does of rows."""
+    if interpreting():
+        ref[...] = columns
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _COLUMNS))
+    def store(_, ref, columns):
+        thread = _thread()  # of the first warp, four have all columns
+        address = _global_address(ref, arith.muli(thread, _i32(8)))
+        for group, pair in enumerate(columns.registers.flat):
+            _asm(
+                "{ .reg .pred p; setp.lt.u32 p, $1, 4;"
+                f" @p st.global.v2.f32 [$0+{32 * group}], {{$2, $3}}; }}",
+                "l,r,f,f,~{memory}",
+                [address, thread, *(_extract(pair, e) for e in range(2))],
+            )
+
+    store(ref, columns)
+
+
 def store_tile(ref, tile: jax.Array) -> None:
     """Stores a `(64, n)` float32 tile to a `(64, n)` view of global memory."""
     if interpreting():
