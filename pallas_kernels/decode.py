@@ -300,11 +300,11 @@ class _Products:
         self.o_acc[...] = zero_tile(*self.o_acc.shape)
         return []
 
-    def scaled(self, output, factors) -> list[jax.Array]:
-        """The output with each row multiplied by its factor."""
+    def scaled(self, output, factors, is_first) -> list[jax.Array]:
+        """The output with each row multiplied by its factor; 0 in the first step of a round."""
         so_far = plgpu.wgmma_accumulator_load(self.o_acc, wait_n=0)
-        factors = spread(factors, so_far.shape)
-        self.o_acc[...] = jnp.where(factors == 0.0, 0.0, so_far * factors)  # also what overflowed
+        # The round before may have left what overflowed.
+        self.o_acc[...] = jnp.where(is_first, 0.0, so_far * spread(factors, so_far.shape))
         return output
 
     def put_weights(self, weights) -> None:
@@ -348,8 +348,8 @@ class _Float8Products(_Products):
         part, columns = self.o_acc.shape
         return [zero_tile(part, columns // 2)] * (self.turned_smem.shape[0] // part)
 
-    def scaled(self, output, factors) -> list[jax.Array]:
-        return [x * spread(factors, x.shape) for x in output]
+    def scaled(self, output, factors, is_first) -> list[jax.Array]:
+        return [x * spread(factors, x.shape) for x in output]  # there is one round alone
 
     def put_weights(self, weights) -> None:
         # All warps have done with those of the last step, as they have met for maxima.
@@ -548,7 +548,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                         before, reference = reference, risen()
                         correction = jnp.exp2(before - reference)
                         sums *= spread(correction, sums.shape)
-                        output = products.scaled(output, correction)
+                        output = products.scaled(output, correction, step == 0)
                     else:
                         reference = lax.cond(step == 0, risen, lambda: reference)
                     weights = jnp.exp2(logits * factor - spread(reference, logits.shape))

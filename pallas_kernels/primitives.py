@@ -172,12 +172,13 @@ def vote_any(flags: jax.Array) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(_COLUMNS,), return_type=shape)
     def vote(_, flags):
         # The threads of a warp have all columns.
-        own = functools.reduce(arith.ori, _scalars(flags.registers))
+        own = [_extract(pair, e) for pair in flags.registers.flat for e in range(2)]
         text = (
             "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
             " selp.s32 $0, 1, 0, p; }"
         )
-        value = _asm(text, "=r,r", [own], ir.IntegerType.get_signless(32))
+        i32 = ir.IntegerType.get_signless(32)
+        value = _asm(text, "=r,r", [functools.reduce(arith.ori, own)], i32)
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     return vote(flags) > 0
@@ -751,8 +752,9 @@ def load_queries(source, first, rows: int) -> jax.Array:
         return jnp.stack([source[place] for place in places])
 
     passes = -(-rows * columns // (8 * WARPGROUP_THREADS))  # of 8 columns a thread
-    layout = plgpu.Layout.WG_STRIDED((4 * passes * WARPGROUP_THREADS,), vec_size=4)
-    shape = plgpu.ShapeDtypeStruct((4 * passes * WARPGROUP_THREADS,), jnp.int32, layout=layout)
+    words_of_all = 4 * passes * WARPGROUP_THREADS
+    layout = _words_layout(words_of_all)
+    shape = plgpu.ShapeDtypeStruct((words_of_all,), jnp.int32, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=shape)
     def load(_, source, first):
@@ -788,7 +790,7 @@ def store_queries(target, loaded: jax.Array) -> None:
         target[...] = loaded
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), _words_layout(loaded)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), _words_layout(loaded.size)))
     def store(_, target, loaded):
         for row, chunk, words in _loaded_chunks(loaded, columns):
             # The swizzle exchanges the 16 bytes that a thread moves with others of 128.
@@ -811,8 +813,9 @@ def store_queries(target, loaded: jax.Array) -> None:
     store(target, loaded)
 
 
-def _words_layout(loaded: jax.Array):
-    return plgpu.Layout.WG_STRIDED(loaded.shape, vec_size=4)
+def _words_layout(count: int):
+    """Of int32 that a thread has four of, side by side, in each pass."""
+    return plgpu.Layout.WG_STRIDED((count,), vec_size=4)
 
 
 def _own_chunks(passes: int, columns: int):
@@ -1673,7 +1676,7 @@ def store_queries_float8(target, units_ref, loaded: jax.Array, dtype) -> None:
 
     box = _float8_box(columns)
     is_bfloat16 = dtype == jnp.bfloat16
-    types = plgpu.RefType(float8_operand(columns)), plgpu.RefType(), _words_layout(loaded)
+    types = plgpu.RefType(float8_operand(columns)), plgpu.RefType(), _words_layout(loaded.size)
 
     @plgpu.inline_mgpu(arg_types=types)
     def store(_, target, units_ref, loaded):
@@ -1905,19 +1908,6 @@ def _scalar(register):
 
 def _like(array, registers):
     return type(array)(_registers=registers, _layout=array.layout, _is_signed=array.is_signed)
-
-
-def _scalars(registers) -> list:
-    """The values of registers that may be vectors."""
-    lanes = [
-        range(register.type.shape[0]) if isinstance(register.type, ir.VectorType) else [None]
-        for register in registers.flat
-    ]
-    return [
-        register if e is None else _extract(register, e)
-        for register, own in zip(registers.flat, lanes, strict=True)
-        for e in own
-    ]
 
 
 def _columns_like(columns, values):

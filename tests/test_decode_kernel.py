@@ -207,6 +207,15 @@ def test_float8_queries_that_are_not_finite_are_their_own_concern():
     np.testing.assert_array_equal(got[~is_bad], expected[~is_bad])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_value_that_is_nan_stays_where_a_later_key_takes_all_weight(dtype):
+    query, key, value = inputs(1, 1, 128, 2, 1, 64, dtype)
+    key = key.at[0, 100].set(4)
+    with interpret_mode():
+        out = attention(abs(query), key, value.at[0, 3].set(jnp.nan), jnp.array([128]), scale=2.0)
+    assert np.isnan(out).all()
+
+
 def test_two_parts_of_float8_have_all_of_bfloat16():
     rows = jax.random.normal(jax.random.key(0), (8, 64)).astype(jnp.bfloat16)
     rows = rows.astype(jnp.float32) * 2.0 ** jnp.linspace(0, -6, 64) * 60
