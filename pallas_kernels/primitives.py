@@ -491,6 +491,7 @@ def keep_equal(tile: jax.Array, equal: jax.Array, fill: float) -> jax.Array:
 # --- dropout -------------------------------------------------------------------------------------
 
 _HALF_SIGNS = 0x7FFF7FFF  # the others of a word than the highest bit of each half
+_INFINITY_FLOAT16 = 0x7C00  # its bits
 
 
 def paired_values(rows: jax.Array, columns: jax.Array) -> jax.Array:
@@ -528,14 +529,12 @@ def negate_dropped(tile: jax.Array, rows: jax.Array, ref, first, steps: int) -> 
         read_pair = functools.cache(_pair_reader(ref, first))
         own = [_scalar(r) for r in rows.registers.flat]
 
-        @functools.cache
         def value_of(group, half, e):
             return _paired_value(own[half], read_pair(group)[e])
 
-        def sign_of(group, half, e):
-            return _sign_of(value_of(group - group % 2, half, e), group % 2, steps)
-
-        return _with_signs(tile, sign_of)
+        pairs = itertools.product(range(0, tile.shape[1] // 8, 2), range(2), range(2))
+        places = [((g, half, e), (g + 1, half, e)) for g, half, e in pairs]
+        return _negated_pairs(tile, places, value_of, steps)
 
     return negate(tile, rows, ref, jnp.int32(first))
 
@@ -562,11 +561,12 @@ def negate_dropped_transposed(
             {(group, half): pair for _, group, half, pair in _fragments(x.registers)} for x in words
         )
 
-        @functools.cache
-        def value_of(group, e):
-            return _paired_value(*(_extract(x[group, 0], e) for x in (rows, columns)))
+        def value_of(group, half, e):
+            return _paired_value(*(_extract(x[group, half], e) for x in (rows, columns)))
 
-        return _with_signs(tile, lambda group, half, e: _sign_of(value_of(group, e), half, steps))
+        pairs = itertools.product(range(tile.shape[1] // 8), range(2))
+        places = [((g, 0, e), (g, 1, e)) for g, e in pairs]
+        return _negated_pairs(tile, places, value_of, steps)
 
     return negate(tile, rows, columns)
 
@@ -588,25 +588,40 @@ def _paired_value(row, column):
     return arith.andi(value, _i32(_HALF_SIGNS))
 
 
-def _sign_of(value, half: int, steps: int):
-    """Bit 31 alone, set where half of a value reaches 2^15 - steps."""
-    if half == 0:  # in one instruction, of which the compiler would make two
-        i32 = ir.IntegerType.get_signless(32)
-        sum_ = llvm.inline_asm(i32, [value], f"mad.lo.u32 $0, $1, 65536, {steps << 16};", "=r,r")
-    else:
-        sum_ = arith.addi(value, _i32(steps << 16))
-    return arith.andi(sum_, _i32(-(1 << 31)))
+def _negated_pairs(tile, places, value_of, steps: int):
+    """A float32 tile, negated where halves of values reach 2^15 - steps.
 
-
-def _with_signs(tile, sign_of):
-    """A float32 tile with signs flipped by sign_of(column group, row half, place in the pair)."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    Args:
+      places: pairs of (column group, row half, place in the register pair): what the lower half of
+        a value decides on, and what the upper does.
+      value_of: a `_paired_value`, of the first place of a pair.
+      steps: as for `negate_dropped`.
+    """
+    f32 = ir.F32Type.get()
+    # One instruction compares both halves, as float16, the order of which is that of their bits.
+    # Beyond infinity they are NaN, and the bound must not be: NaN is not `lt` it, but `geu`.
+    few = steps <= _INFINITY_FLOAT16
+    compare, bound = ("lt", steps) if few else ("geu", (1 << 15) - steps)
+    text = (
+        f"{{ .reg .pred p, q; setp.{compare}.f16x2 p|q, $2, $5;"
+        " @p neg.f32 $0, $0; @q neg.f32 $1, $1; }"
+    )
     out = tile.registers.copy()
-    for index, group, half, pair in _fragments(tile.registers):
-        for e in range(2):
-            bits = arith.xori(llvm.bitcast(i32, _extract(pair, e)), sign_of(group, half, e))
-            pair = _insert(pair, llvm.bitcast(f32, bits), e)
-        out[index] = pair
+    index_of = {(group, half): index for index, group, half, _ in _fragments(tile.registers)}
+    for pair in places:
+        value = value_of(*pair[0])
+        if few:  # 2^15 - 1 less the halves
+            value = arith.xori(value, _i32(_HALF_SIGNS))
+        numbers = [_extract(out[index_of[group, half]], e) for group, half, e in pair]
+        results = llvm.inline_asm(
+            llvm.StructType.get_literal([f32] * 2),
+            [value, *numbers, _i32(bound * 0x10001)],
+            text,
+            "=f,=f,r,0,1,r",
+        )
+        for n, (group, half, e) in enumerate(pair):
+            index = index_of[group, half]
+            out[index] = _insert(out[index], llvm.extractvalue(f32, results, [n]), e)
     return _like(tile, out)
 
 
