@@ -534,7 +534,8 @@ def negate_dropped(tile: jax.Array, rows: jax.Array, ref, first, steps: int) -> 
 
         pairs = itertools.product(range(0, tile.shape[1] // 8, 2), range(2), range(2))
         places = [((g, half, e), (g + 1, half, e)) for g, half, e in pairs]
-        return _negated_pairs(tile, places, value_of, steps)
+        # The compiler deals this out among the exponentials, and puts `neg` behind all of them.
+        return _negated_pairs(tile, places, value_of, steps, "xor.b32 {0}, {0}, 0x80000000;")
 
     return negate(tile, rows, ref, jnp.int32(first))
 
@@ -566,7 +567,8 @@ def negate_dropped_transposed(
 
         pairs = itertools.product(range(tile.shape[1] // 8), range(2))
         places = [((g, 0, e), (g, 1, e)) for g, e in pairs]
-        return _negated_pairs(tile, places, value_of, steps)
+        # The compiler makes a select of this; with an `xor` it would spill registers.
+        return _negated_pairs(tile, places, value_of, steps, "neg.f32 {0}, {0};")
 
     return negate(tile, rows, columns)
 
@@ -588,7 +590,7 @@ def _paired_value(row, column):
     return arith.andi(value, _i32(_HALF_SIGNS))
 
 
-def _negated_pairs(tile, places, value_of, steps: int):
+def _negated_pairs(tile, places, value_of, steps: int, negation: str):
     """A float32 tile, negated where halves of values reach 2^15 - steps.
 
     Args:
@@ -596,6 +598,7 @@ def _negated_pairs(tile, places, value_of, steps: int):
         a value decides on, and what the upper does.
       value_of: a `_paired_value`, of the first place of a pair.
       steps: as for `negate_dropped`.
+      negation: PTX that negates {0}.
     """
     f32 = ir.F32Type.get()
     # One instruction compares both halves, as float16, the order of which is that of their bits.
@@ -604,7 +607,7 @@ def _negated_pairs(tile, places, value_of, steps: int):
     compare, bound = ("lt", steps) if few else ("geu", (1 << 15) - steps)
     text = (
         f"{{ .reg .pred p, q; setp.{compare}.f16x2 p|q, $2, $5;"
-        " @p neg.f32 $0, $0; @q neg.f32 $1, $1; }"
+        f" @p {negation.format('$0')} @q {negation.format('$1')} }}"
     )
     out = tile.registers.copy()
     index_of = {(group, half): index for index, group, half, _ in _fragments(tile.registers)}
