@@ -164,7 +164,7 @@ def _prepared(call: Call):
     problem = settings.problem(query, key, value)
     if has_mask:
         key, value = (_zero_masked(x, call.visibility, problem) for x in (key, value))
-    if not settings.all_count:
+    if not (settings.all_count or problem.forward_ignores_unseen):
         query = _zero_unseeing(query, problem, intervals, ids)
         key, value = (_zero_unseen(x, problem, intervals, ids) for x in (key, value))
     operands = query, key, value, sinks, intervals, ids, *_words(call), elements
@@ -511,6 +511,9 @@ def _local_backward(settings, *args):
         query, d_out = _zero_empty(query, d_out, lse, problem)
         if not settings.all_count:
             d_out = _zero_unseeing(d_out, problem, intervals, ids)
+        if problem.forward_ignores_unseen:  # which spares a forward pass alone what it costs
+            query = _zero_unseeing(query, problem, intervals, ids)
+            key, value = (_zero_unseen(x, problem, intervals, ids) for x in (key, value))
         if differentiated:
             elements = elements._replace(bias=differentiated[0])
         d_query, d_key, d_value, *d_bias = backward.attention_gradients(

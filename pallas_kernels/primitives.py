@@ -945,6 +945,37 @@ def keep_operand_rows(ref, first, end) -> None:
     zero(ref, jnp.int32(first), jnp.int32(end))
 
 
+@dataclasses.dataclass(frozen=True)
+class SharedZeros:
+    """Lets `warpgroups` zero the same rows of a tile, each before a product of its own reads them.
+
+    All write the same zeros, so none waits for another. In interpret mode, which would call that a
+    race, the first does it for all, who then meet at the mbarrier of `scratch()`.
+    """
+
+    warpgroups: int
+    twins: Any = None
+
+    def scratch(self) -> plgpu.Barrier:
+        return plgpu.Barrier(num_arrivals=self.warpgroups)
+
+    def keep_operand_rows(self, ref, first, end, warpgroup) -> None:
+        """As the function, of each tile of a `(tiles, rows, n)` operand; committed."""
+
+        def keep():
+            for n in range(ref.shape[0]):
+                keep_operand_rows(ref.at[n], first, end)
+            plgpu.commit_smem()
+
+        if self.twins is None:
+            keep()
+            return
+        for action in (lambda: None, lambda: pl.when(warpgroup == 0)(keep)):
+            action()
+            plgpu.barrier_arrive(self.twins)
+            plgpu.barrier_wait(self.twins)
+
+
 def load_rows(ref, first, last) -> jax.Array:
     """`(64,)` float32 or int32, one value a row, from row `first` of a view of global memory on.
 
