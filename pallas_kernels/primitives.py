@@ -963,8 +963,10 @@ class SharedZeros:
         """As the function, of each tile of a `(tiles, rows, n)` operand; committed."""
 
         def keep():
-            for n in range(ref.shape[0]):
-                keep_operand_rows(ref.at[n], first, end)
+            tiles, rows, _ = ref.shape
+            for n, start in itertools.product(range(tiles), range(0, rows, WARPGROUP_THREADS)):
+                part = ref.at[n, pl.ds(start, min(rows - start, WARPGROUP_THREADS))]
+                keep_operand_rows(part, first - start, end - start)
             plgpu.commit_smem()
 
         if self.twins is None:
