@@ -511,7 +511,7 @@ def _local_backward(settings, *args):
         query, d_out = _zero_empty(query, d_out, lse, problem)
         if not settings.all_count:
             d_out = _zero_unseeing(d_out, problem, intervals, ids)
-        if problem.forward_ignores_unseen:  # which spares a forward pass alone what it costs
+        if problem.forward_ignores_unseen:  # so that they are as they came
             query = _zero_unseeing(query, problem, intervals, ids)
             key, value = (_zero_unseen(x, problem, intervals, ids) for x in (key, value))
         if differentiated:

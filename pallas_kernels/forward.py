@@ -21,6 +21,10 @@ segment ids: steps with a mask compare those of their rows and of their keys. Ho
 thread block has does not depend on either, but which ones does: those of each head are dealt by
 what they cost.
 
+With such intervals alone, without ids, mask and bias, what does not count may be NaN. Logits are
+replaced by the masks, rows of V that no row of the tile sees are zeroed in shared memory, by the
+steps with a mask, and the output of a row that sees nothing is replaced by zeros at the end.
+
 Barriers. Full: an mbarrier a slot of Q, K and V, completed by TMA. Free: a named barrier a slot,
 the consumers arrive and the producer waits. Turn: a named barrier a consumer; who has the turn
 issues its two products, so one warpgroup's softmax runs under another's products (ping-pong).
@@ -263,11 +267,11 @@ def attention(
     """Exact attention.
 
     Args:
-      query: `[B, T, N, H]`; T a multiple of 8. What queries that see no key hold, and keys that
-        none sees, does not matter where `problem.forward_ignores_unseen`. Else such queries are
-        finite where intervals hide all keys, and so are values that none sees.
+      query: `[B, T, N, H]`; T a multiple of 8. Rows that see no key by intervals are finite, or
+        hold anything where `problem.forward_ignores_unseen`.
       key: `[B, S, K, H]`; S a multiple of 8, of which problem.key_length are attended.
-      value: `[B, S, K, h]`.
+      value: `[B, S, K, h]`. Where `problem.forward_ignores_unseen`, rows hold anything that no
+        query sees, if no bound of the intervals rises by more than one from query to query.
       sinks: None, or `[B, N]` float32: one more logit of each row, without a value.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
@@ -301,9 +305,10 @@ def attention(
     if ids is not None:
         query_ids, key_ids = ids
         optional = (query_ids, segments.padded(key_ids, config.block_kv), *optional)
-    if problem.forward_ignores_unseen:
-        optional = (run_time_intervals.seen_keys(intervals, problem.key_length), *optional)
     if intervals is not None:
+        if problem.forward_ignores_unseen:
+            reach = run_time_intervals.reach(intervals, config.block_q, empty_rows_count=False)
+            optional = (reach.first, reach.end, *optional)
         optional = (intervals, *optional)
     return kernel(key_blocks, query, key, value, *optional)
 
@@ -329,7 +334,7 @@ def _build(
     loads_elements = problem.has_mask or (problem.has_bias and not has_bias_of_keys)
     mask_throughout = problem.has_bias and has_far_edge
     ignores_unseen = problem.forward_ignores_unseen
-    # Steps with a mask then zero values that none sees, each those of its own keys.
+    # Each step waits for V of its own keys: those with a mask zero rows of it.
     own_values = config.early_values or ignores_unseen
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
@@ -388,8 +393,8 @@ def _build(
         q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, bias_smem=None, twins=None,
     ):  # fmt: skip
         *optional_refs, o_ref, lse_ref = more_refs
-        # Intervals come first and the keys seen by them, then ids, words, elements and sinks.
-        intervals_refs = optional_refs[: int(dynamic) + int(ignores_unseen)]
+        # Intervals come first, then the reach of tiles, ids, words, elements and sinks.
+        intervals_refs = optional_refs[: int(dynamic) + 2 * int(ignores_unseen)]
         ids_refs = optional_refs[len(intervals_refs) :][: 2 * int(problem.segmented)]
         rest = optional_refs[len(intervals_refs) + len(ids_refs) :]
         dropout, rest = DropoutRefs.split(problem, rest)
@@ -523,18 +528,19 @@ def _build(
                         s_acc[...] = zero_tile(ROWS, block_kv)
                     key_columns.contract(s_acc, q_smem.at[buffer, warpgroup], k_smem.at[k_slot])
 
-                def zero_unseen_values(v_slot, batch, key_block):
-                    """Rows of V that no query sees: 0 times what stands there may be NaN."""
-                    first_key = key_block * block_kv
+                def zero_unseen_values(v_slot, tile, batch, key_block):
+                    """Rows of V that no query of a tile sees: 0 times what they hold may be NaN."""
                     # Addresses are made anew: registers are short.
-                    first, end = (intervals_refs[1][batch + fresh_zero(), n] for n in range(2))
+                    first, end = (ref[batch + fresh_zero(), tile] for ref in intervals_refs[1:])
+                    first_key = key_block * block_kv
+                    is_cut = (first_key < first) | (first_key + block_kv > end)
+                    if problem.key_length % block_kv:  # zeros stand behind the last key
+                        is_cut &= (first_key < first) | (end < problem.key_length)
 
-                    @pl.when((first_key < first) | (first_key + block_kv > end))
+                    @pl.when(is_cut)
                     def _():
-                        value = v_smem.at[v_slot]
-                        unseen_values.keep_operand_rows(
-                            value, first - first_key, end - first_key, warpgroup
-                        )
+                        rows = first - first_key, end - first_key
+                        unseen_values.keep_rows(v_smem.at[v_slot], *rows, warpgroup)
 
                 def await_first_value(index, v_slot):
                     """V of a tile's first key block, if there is such a tile."""
@@ -572,7 +578,7 @@ def _build(
                     operand = lax.optimization_barrier(operand)
                     if ignores_unseen:
                         pl.when(index < end)(
-                            lambda: zero_unseen_values(slot(steps), batch, end_block - 1)
+                            lambda: zero_unseen_values(slot(steps), tile, batch, end_block - 1)
                         )
                     return operand, state
 
@@ -630,7 +636,7 @@ def _build(
                         if has_cap:  # read anew: registers are short
                             tile, batch, _ = tiles.locate(number_of(index + fresh_zero()))
                             end_block = end_of(tile, batch)
-                        zero_unseen_values(k_slot, batch, end_block - 1 - j)
+                        zero_unseen_values(k_slot, tile, batch, end_block - 1 - j)
                     return operand, state
 
                 def end_rows(state, any_too_low, tile, batch, head):
@@ -705,7 +711,7 @@ def _build(
                     store_output(output, inverse, tile, batch, head)
                     if ignores_unseen:
                         pl.when(index + 1 < end)(
-                            lambda: zero_unseen_values(k_slot, next_batch, end_block - 1)
+                            lambda: zero_unseen_values(k_slot, next_tile, next_batch, end_block - 1)
                         )
                     return weights, next_state, too_low
 

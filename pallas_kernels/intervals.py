@@ -74,17 +74,6 @@ def reach(intervals: jax.Array | np.ndarray, rows: int, *, empty_rows_count: boo
     )
 
 
-def seen_keys(intervals: jax.Array, key_length: int) -> jax.Array:
-    """Where the keys that any query sees begin and end, `[B, 2]`; they are one range.
-
-    As long as no bound rises by more than one from row to row; a key that none sees may be within
-    otherwise. The end is far away where the last key is seen, and the begin where none is.
-    """
-    seen = reach(intervals, intervals.shape[-1], empty_rows_count=False)
-    end = jnp.where(seen.end < key_length, seen.end, _FAR)
-    return jnp.concatenate([seen.first, end], axis=-1)
-
-
 def of_keys(intervals: jax.Array, key_length: int) -> jax.Array:
     """The queries that see each key, `[B, 2, key_length]`, from the keys that each query sees.
 

@@ -84,17 +84,6 @@ def test_queries_of_each_key(T, S, seen):
 
 
 @every_case
-def test_keys_that_are_seen(T, S, kind, seen):
-    first, end = np.asarray(intervals.seen_keys(jnp.asarray(seen), S)).T[:, :, None]
-    any_seen = visible(seen, S).any(1)
-    within = (first <= np.arange(S)) & (np.arange(S) < end)
-    assert within[any_seen].all()
-    if kind != "any":
-        np.testing.assert_array_equal(within, any_seen)
-    assert (end[any_seen[:, -1]] > 2**30).all()
-
-
-@every_case
 def test_what_tiles_of_rows_reach(T, S, seen):
     every = visible(seen, S)
     for count_empty in (False, True):
