@@ -1,6 +1,7 @@
 """Lengths and offsets by batch entry on the kernels in interpret mode, beside float64."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -397,16 +398,37 @@ def test_nan_in_what_counts_stays(which):
     arrays = list(inputs(1, 70, 200, 1, 1, 64, jnp.bfloat16)[:3])
     arrays[which] = arrays[which].at[:, 10, :, 3].set(jnp.nan)
     options = as_arrays(dict(query_seq_lengths=[40], key_value_seq_lengths=[150]))
+    attention = functools.partial(
+        jax_flash.attention, **options, return_residual=True, implementation="mosaic_gpu"
+    )
     with interpret_mode():
-        out, lse = jax_flash.attention(
-            *arrays, **options, return_residual=True, implementation="mosaic_gpu"
-        )
+        (out, lse), vjp = jax.vjp(attention, *arrays)
+        d_query, d_key, d_value = vjp((jnp.ones_like(out), jnp.ones_like(lse)))
+    assert not d_query[:, 40:].any() and not d_key[:, 150:].any() and not d_value[:, 150:].any()
     rows = np.arange(70)
     wrong = (rows == 10) if which == 0 else rows < 40
     np.testing.assert_array_equal(np.isnan(out).any((0, 2, 3)), wrong)
     if which < 2:
         np.testing.assert_array_equal(np.isnan(lse)[0, :, 0], wrong)
     assert not out[:, 40:].any() and np.isneginf(lse[:, 40:]).all()
+
+
+def test_the_forward_takes_its_inputs_as_they_are():
+    """Where intervals alone decide what is seen; else some are set to zero before."""
+    arrays = inputs(2, 64, 96, 2, 1, 64, jnp.bfloat16)[:3]
+
+    def selects(**options):
+        attention = functools.partial(
+            jax_flash.attention,
+            query_seq_lengths=jnp.array([3, 64]),
+            implementation="mosaic_gpu",
+            **options,
+        )
+        with interpret_mode():
+            program = str(jax.make_jaxpr(attention)(*arrays))
+        return re.search(r"bf16\[2,(64,2|96,1),64\] = select_n", program) is not None
+
+    assert not selects() and selects(bias=jnp.zeros((1, 1, 1, 96)))
 
 
 def test_vmap_over_lengths_and_offsets():
