@@ -115,6 +115,11 @@ class Problem:
         return self.dynamic or self.segmented
 
     @property
+    def forward_ignores_unseen(self) -> bool:
+        """Whether queries that see no key, and keys that none sees, may be NaN in `forward.py`."""
+        return self.dynamic and not (self.segmented or self.has_elements)
+
+    @property
     def has_elements(self) -> bool:
         """Whether anything is known of single pairs of query and key alone."""
         return self.has_mask or self.has_bias

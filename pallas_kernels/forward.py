@@ -21,6 +21,10 @@ segment ids: steps with a mask compare those of their rows and of their keys. Ho
 thread block has does not depend on either, but which ones does: those of each head are dealt by
 what they cost.
 
+With such intervals alone, without ids, mask and bias, what does not count may be NaN. Logits are
+replaced by the masks, rows of V that no row of the tile sees are zeroed in shared memory, by the
+steps with a mask, and the output of a row that sees nothing is replaced by zeros at the end.
+
 Barriers. Full: an mbarrier a slot of Q, K and V, completed by TMA. Free: a named barrier a slot,
 the consumers arrive and the producer waits. Turn: a named barrier a consumer; who has the turn
 issues its two products, so one warpgroup's softmax runs under another's products (ping-pong).
@@ -51,6 +55,7 @@ from pallas_kernels.online_softmax import LOG2E, RowState, spread
 from pallas_kernels.primitives import (
     BlockVote,
     NamedBarriers,
+    SharedZeros,
     div_rem,
     fence_async_shared,
     fresh_zero,
@@ -262,9 +267,11 @@ def attention(
     """Exact attention.
 
     Args:
-      query: `[B, T, N, H]`; T a multiple of 8. Rows are finite that see no key by intervals.
+      query: `[B, T, N, H]`; T a multiple of 8. Rows that see no key by intervals are finite, or
+        hold anything where `problem.forward_ignores_unseen`.
       key: `[B, S, K, H]`; S a multiple of 8, of which problem.key_length are attended.
-      value: `[B, S, K, h]`.
+      value: `[B, S, K, h]`. Where `problem.forward_ignores_unseen`, rows hold anything that no
+        query sees, if no bound of the intervals rises by more than one from query to query.
       sinks: None, or `[B, N]` float32: one more logit of each row, without a value.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
@@ -299,6 +306,9 @@ def attention(
         query_ids, key_ids = ids
         optional = (query_ids, segments.padded(key_ids, config.block_kv), *optional)
     if intervals is not None:
+        if problem.forward_ignores_unseen:
+            reach = run_time_intervals.reach(intervals, config.block_q, empty_rows_count=False)
+            optional = (reach.first, reach.end, *optional)
         optional = (intervals, *optional)
     return kernel(key_blocks, query, key, value, *optional)
 
@@ -323,6 +333,9 @@ def _build(
     # with a window, loops of their own for other steps take registers that a bias needs.
     loads_elements = problem.has_mask or (problem.has_bias and not has_bias_of_keys)
     mask_throughout = problem.has_bias and has_far_edge
+    ignores_unseen = problem.forward_ignores_unseen
+    # Each step waits for V of its own keys: those with a mask zero rows of it.
+    own_values = config.early_values or ignores_unseen
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
     has_cap = problem.soft_cap is not None
@@ -347,8 +360,14 @@ def _build(
     v_free = NamedBarriers(k_free.first + stages, stages, arrivers=consumers)
     q_free = NamedBarriers(v_free.first + stages, query_buffers, arrivers=consumers)
     block_vote = BlockVote(consumers + 1)
+    unseen_values = SharedZeros(consumers)
     named: dict[str, Any] = dict(
-        turn=turn, k_free=k_free, v_free=v_free, q_free=q_free, block_vote=block_vote
+        turn=turn,
+        k_free=k_free,
+        v_free=v_free,
+        q_free=q_free,
+        block_vote=block_vote,
+        unseen_values=unseen_values,
     )
 
     scratch: dict[str, Any] = dict(
@@ -374,15 +393,17 @@ def _build(
         q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, bias_smem=None, twins=None,
     ):  # fmt: skip
         *optional_refs, o_ref, lse_ref = more_refs
-        # Intervals come first, then ids, words, elements and sinks.
-        ids_refs = optional_refs[int(dynamic) :][: 2 * int(problem.segmented)]
-        dropout, rest = DropoutRefs.split(problem, optional_refs[int(dynamic) + len(ids_refs) :])
+        # Intervals come first, then the reach of tiles, ids, words, elements and sinks.
+        intervals_refs = optional_refs[: int(dynamic) + 2 * int(ignores_unseen)]
+        ids_refs = optional_refs[len(intervals_refs) :][: 2 * int(problem.segmented)]
+        rest = optional_refs[len(intervals_refs) + len(ids_refs) :]
+        dropout, rest = DropoutRefs.split(problem, rest)
         elements, _ = ElementRefs.split(problem, rest, has_bias_of_keys=has_bias_of_keys)
         # Elements that come late take the registers of weights that no product reads any more.
         elements_early = config.elements_early and not elements.wide
         late = loads_elements and not elements_early
         open_products = 0 if late else value_columns.tiles
-        turn, k_free, v_free, q_free, block_vote = (
+        turn, k_free, v_free, q_free, block_vote, unseen_values = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
         )
@@ -390,7 +411,7 @@ def _build(
             problem,
             block_kv,
             tiles.rows,
-            intervals_ref=optional_refs[0] if dynamic else None,
+            intervals_ref=intervals_refs[0] if dynamic else None,
             ids_refs=ids_refs,
         )
         warpgroup = lax.axis_index("warpgroup")
@@ -507,13 +528,27 @@ def _build(
                         s_acc[...] = zero_tile(ROWS, block_kv)
                     key_columns.contract(s_acc, q_smem.at[buffer, warpgroup], k_smem.at[k_slot])
 
+                def zero_unseen_values(v_slot, tile, batch, key_block):
+                    """Rows of V that no query of a tile sees: 0 times what they hold may be NaN."""
+                    # Addresses are made anew: registers are short.
+                    first, end = (ref[batch + fresh_zero(), tile] for ref in intervals_refs[1:])
+                    first_key = key_block * block_kv
+                    is_cut = (first_key < first) | (first_key + block_kv > end)
+                    if problem.key_length % block_kv:  # zeros stand behind the last key
+                        is_cut &= (first_key < first) | (end < problem.key_length)
+
+                    @pl.when(is_cut)
+                    def _():
+                        rows = first - first_key, end - first_key
+                        unseen_values.keep_rows(v_smem.at[v_slot], *rows, warpgroup)
+
                 def await_first_value(index, v_slot):
                     """V of a tile's first key block, if there is such a tile."""
-                    if config.early_values:
+                    if own_values:
                         pl.when(index < end)(lambda: plgpu.barrier_wait(v_full.at[v_slot]))
 
                 def issue_output(weights, v_slot):
-                    if not config.early_values:
+                    if not own_values:
                         plgpu.barrier_wait(v_full.at[v_slot])
                     value_columns.expand(o_acc, weights, v_smem.at[v_slot])
 
@@ -540,7 +575,12 @@ def _build(
                     await_first_value(index, slot(steps))
                     # LLVM would carry float32 into the loop and cast there.
                     operand = first_operand(weights, place, end_block - 1)
-                    return lax.optimization_barrier(operand), state
+                    operand = lax.optimization_barrier(operand)
+                    if ignores_unseen:
+                        pl.when(index < end)(
+                            lambda: zero_unseen_values(slot(steps), tile, batch, end_block - 1)
+                        )
+                    return operand, state
 
                 def key_step(j, carry, *, steps, index, place, words, end_block, exact, far=False):
                     """Logits of step j's key block together with the output of the step before."""
@@ -589,15 +629,30 @@ def _build(
                     if correction is not None:
                         output *= spread(correction, output.shape)
                     o_acc[...] = output
-                    return as_operand(weights, problem), state
+                    operand = as_operand(weights, problem)
+                    if own_values and not config.early_values:
+                        plgpu.barrier_wait(v_full.at[k_slot])
+                    if ignores_unseen and needs_mask:
+                        if has_cap:  # read anew: registers are short
+                            tile, batch, _ = tiles.locate(number_of(index + fresh_zero()))
+                            end_block = end_of(tile, batch)
+                        zero_unseen_values(k_slot, tile, batch, end_block - 1 - j)
+                    return operand, state
 
                 def end_rows(state, any_too_low, tile, batch, head):
-                    """Stores the LSE; returns 1 / sum, and if a reference was too low so far."""
+                    """Stores the LSE; returns 1 / sum, and if a reference was too low so far.
+
+                    1 / sum is negative where a row that sees nothing may have seen NaN.
+                    """
+                    if ignores_unseen:
+                        state, closed = online_softmax.cleared(state)
                     sink = in_each_row(optional_refs[-1][batch, head]) if with_sinks else None
                     inverse, lse, too_low = online_softmax.finish(state, limit, sink)
                     store_rows(lse_ref.at[batch, head, rows_of(tile)], lse)
                     if dropout.refs:
                         inverse *= 1.0 / problem.kept_share
+                    if ignores_unseen:
+                        inverse = jnp.where(closed, -1.0, inverse)
                     if exact_throughout:  # no reference is
                         return inverse, any_too_low
                     return inverse, any_too_low | too_low.astype(jnp.int32)
@@ -605,7 +660,10 @@ def _build(
                 def store_output(output, inverse, tile, batch, head):
                     """Divides by the row sums and sends output to global memory."""
                     staging = o_smem.at[warpgroup]
-                    output *= spread(inverse, output.shape)
+                    factor = spread(inverse, output.shape)
+                    output *= factor
+                    if ignores_unseen:
+                        output = jnp.where(factor < 0.0, 0.0, output)
                     o_acc[...] = zero_tile(ROWS, value_columns.size)
                     for columns in staged_columns:
                         if columns.first > 0:
@@ -651,6 +709,10 @@ def _build(
                     # Only now are there registers for what dropout takes.
                     weights = first_operand(weights, next_place, end_block - 1)
                     store_output(output, inverse, tile, batch, head)
+                    if ignores_unseen:
+                        pl.when(index + 1 < end)(
+                            lambda: zero_unseen_values(k_slot, next_tile, next_batch, end_block - 1)
+                        )
                     return weights, next_state, too_low
 
                 def end_tile_before_next(index, steps, number, carry, following):

@@ -94,9 +94,19 @@ def start(
 def close(state: RowState, seeing: jax.Array) -> RowState:
     """Keeps rows from ever seeing a key, where `(64,)` seeing is not true, and none was seen yet.
 
-    Their logits must be finite.
+    Their logits must be finite, or what became of them be `cleared`.
     """
     return RowState(jnp.where(seeing, state.reference, _NOTHING_TO_SEE), state.sums)
+
+
+def cleared(state: RowState) -> tuple[RowState, jax.Array]:
+    """The state without what closed rows have seen, be it NaN; and which they are, `(64,)` bool.
+
+    After all tiles. Those with logits that are not finite must not have been for `advance`.
+    """
+    closed = state.reference == _NOTHING_TO_SEE
+    sums = jnp.where(spread(closed, state.sums.shape), 0.0, state.sums)
+    return RowState(state.reference, sums), closed
 
 
 def advance(

@@ -963,6 +963,74 @@ def keep_operand_rows(ref, first, end) -> None:
     zero(ref, jnp.int32(first), jnp.int32(end))
 
 
+@dataclasses.dataclass(frozen=True)
+class SharedZeros:
+    """Lets `warpgroups` zero the same rows of a tile, each before a product of its own reads them.
+
+    All write the same zeros, so none waits for another. In interpret mode, which would call that a
+    race, the first does it for all, who then meet at the mbarrier of `scratch()`.
+    """
+
+    warpgroups: int
+    twins: Any = None
+
+    def scratch(self) -> plgpu.Barrier:
+        return plgpu.Barrier(num_arrivals=self.warpgroups)
+
+    def keep_rows(self, ref, first, end, warpgroup) -> None:
+        """Zeroes the rows outside of [first, end) of `(tiles, rows, n)`, each tile an `OPERAND`.
+
+        For products that follow; rows are a multiple of 16.
+        """
+
+        def keep():
+            for n in range(ref.shape[0]):
+                _keep_any_operand_rows(ref.at[n], first, end)
+            plgpu.commit_smem()
+
+        if self.twins is None:
+            keep()
+            return
+        for action in (lambda: None, lambda: pl.when(warpgroup == 0)(keep)):
+            action()
+            plgpu.barrier_arrive(self.twins)
+            plgpu.barrier_wait(self.twins)
+
+
+def _keep_any_operand_rows(ref, first, end) -> None:
+    """As `keep_operand_rows`, of any multiple of 16 rows, and without bank conflicts."""
+    if interpreting():
+        keep_operand_rows(ref, first, end)
+        return
+
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), splat, splat))
+    def zero(_, ref, first, end):
+        # Threads side by side write 16 bytes side by side. A tile is 8 rows of 128 bytes, of which
+        # the swizzle moves nothing from one row to another.
+        row_tiles, column_tiles, _, _ = ir.MemRefType(ref.type).shape
+        thread = _thread()
+        address = _shared_address(
+            ref,
+            (arith.shrui(thread, _i32(6)), 1024 * column_tiles),
+            (arith.andi(thread, _i32(63)), 16),
+        )
+        text = "{ .reg .pred p; .reg .b32 zero, row; mov.b32 zero, 0; mov.b32 row, $1;"
+        for row_tile in range(0, row_tiles, 2):
+            text += " setp.lt.s32 p, row, $2; setp.ge.or.s32 p, row, $3, p; add.s32 row, row, 16;"
+            for tile in range(column_tiles):
+                place = 1024 * (row_tile * column_tiles + tile)
+                text += f" @p st.shared.v4.b32 [$0+{place}], {{zero, zero, zero, zero}};"
+        _asm(
+            text + " }",
+            "r,r,r,r,~{memory}",
+            [address, arith.shrui(thread, _i32(3)), first.registers[()], end.registers[()]],
+        )
+
+    zero(ref, jnp.int32(first), jnp.int32(end))
+
+
 def load_rows(ref, first, last) -> jax.Array:
     """`(64,)` float32 or int32, one value a row, from row `first` of a view of global memory on.
 

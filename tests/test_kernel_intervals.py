@@ -1,6 +1,7 @@
 """Lengths and offsets by batch entry on the kernels in interpret mode, beside float64."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -14,6 +15,7 @@ from pallas_kernels import config, intervals
 from pallas_kernels.backward_query import _key_blocks_of
 from pallas_kernels.forward import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
+from tests import oracle
 from tests.support.interpret import interpret_mode
 from tests.test_kernels import (
     check,
@@ -297,6 +299,136 @@ def test_what_sees_nothing_and_is_not_seen_does_not_count(H, deterministic, pois
         deterministic=deterministic,
     )
     check_that_rows_alone_do_not_count(attention, arrays, no_query, no_key, poison)
+
+
+@pytest.mark.fast_cases(4)
+@pytest.mark.parametrize("poison", [jnp.nan, -jnp.inf])
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "h", "dtype", "options"),
+    [
+        # Blocks cut at one end, and an entry of which nothing counts.
+        (200, 264, 2, 1, 64, 64, jnp.bfloat16, dict(key_value_seq_lengths=[150, 0])),
+        # At both ends, beside queries that see nothing.
+        (
+            150,
+            330,
+            1,
+            1,
+            128,
+            128,
+            jnp.bfloat16,
+            dict(local_window_size=(50, 20), query_offset=[-90, 140]),
+        ),
+        (
+            200,
+            420,
+            2,
+            1,
+            64,
+            64,
+            jnp.float16,
+            dict(
+                local_window_size=(300, 10),
+                query_offset=[80, 350],
+                key_value_seq_lengths=[250, 400],
+                query_seq_lengths=[140, 200],
+            ),
+        ),
+        # Between blocks.
+        (
+            140,
+            300,
+            1,
+            1,
+            128,
+            128,
+            jnp.float16,
+            dict(is_causal=True, query_offset=[160, 0], key_value_seq_lengths=[128, 64]),
+        ),
+        (130, 200, 2, 1, 256, 256, jnp.bfloat16, dict(key_value_seq_lengths=[64, 100])),
+        (130, 200, 1, 1, 192, 128, jnp.bfloat16, dict(key_value_seq_lengths=[70, 200])),
+        (100, 150, 1, 1, 40, 72, jnp.float16, dict(query_offset=[-40, 30], is_causal=True)),
+    ],
+)
+def test_what_does_not_count_may_be_anything(T, S, N, K, H, h, dtype, options, poison):
+    """The results are those of other numbers there, and right."""
+    arrays = inputs(2, T, S, N, K, H, dtype, h=h)
+    options = as_arrays(options)
+    seen = oracle.visibility(2, T, S, **options)[:, 0]
+    attention = functools.partial(
+        jax_flash.attention, **options, return_residual=True, implementation="mosaic_gpu"
+    )
+    no_query, no_key = (jnp.asarray(~seen.any(axis)) for axis in (2, 1))
+    assert no_key.any()
+    check_that_rows_alone_do_not_count(attention, arrays, no_query, no_key, poison)
+    with interpret_mode():
+        check(arrays, **options)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(sinks=jnp.array([3.0, 40.0])),
+        dict(logits_soft_cap=5.0),
+        dict(dropout_rate=0.25, dropout_key=jax.random.key(3)),
+        dict(config=few_thread_blocks(64, 1)),
+        dict(config=few_thread_blocks(64, 1, block_kv=192)),
+        dict(config=few_thread_blocks(64, 1, query_buffers=1)),
+    ],
+    ids=["sinks", "cap", "dropout", "many tiles", "192 keys", "one query buffer"],
+)
+def test_what_does_not_count_beside_other_options(more):
+    """Also in tiles that come one after the other, and in a second round."""
+    query, key, *rest = inputs(2, 200, 530, 2, 1, 64, jnp.bfloat16)
+    arrays = (query, key.at[:, :100].multiply(60), *rest)
+    options = as_arrays(dict(query_seq_lengths=[90, 200], key_value_seq_lengths=[500, 300]))
+    no_query = jnp.arange(200) >= jnp.array([[90], [200]])
+    no_key = jnp.arange(530) >= jnp.array([[500], [300]])
+    attention = functools.partial(
+        jax_flash.attention, **options, **more, return_residual=True, implementation="mosaic_gpu"
+    )
+    check_that_rows_alone_do_not_count(attention, arrays, no_query, no_key, jnp.nan)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_nan_in_what_counts_stays(which):
+    """In all that it is a part of, be it beside rows that see nothing."""
+    arrays = list(inputs(1, 70, 200, 1, 1, 64, jnp.bfloat16)[:3])
+    arrays[which] = arrays[which].at[:, 10, :, 3].set(jnp.nan)
+    options = as_arrays(dict(query_seq_lengths=[40], key_value_seq_lengths=[150]))
+    attention = functools.partial(
+        jax_flash.attention, **options, return_residual=True, implementation="mosaic_gpu"
+    )
+    with interpret_mode():
+        (out, lse), vjp = jax.vjp(attention, *arrays)
+        d_query, d_key, d_value = vjp((jnp.ones_like(out), jnp.ones_like(lse)))
+    assert not d_query[:, 40:].any() and not d_key[:, 150:].any() and not d_value[:, 150:].any()
+    rows = np.arange(70)
+    wrong = (rows == 10) if which == 0 else rows < 40
+    np.testing.assert_array_equal(np.isnan(out).any((0, 2, 3)), wrong)
+    if which < 2:
+        np.testing.assert_array_equal(np.isnan(lse)[0, :, 0], wrong)
+    assert not out[:, 40:].any() and np.isneginf(lse[:, 40:]).all()
+
+
+def test_the_forward_takes_its_inputs_as_they_are():
+    """Where intervals alone decide what is seen; else some are set to zero before."""
+    arrays = inputs(2, 64, 96, 2, 1, 64, jnp.bfloat16)[:3]
+
+    def selects(**options):
+        attention = functools.partial(
+            jax_flash.attention,
+            query_seq_lengths=jnp.array([3, 64]),
+            implementation="mosaic_gpu",
+            **options,
+        )
+        with interpret_mode():
+            program = str(jax.make_jaxpr(attention)(*arrays))
+        return re.search(r"bf16\[2,(64,2|96,1),64\] = select_n", program) is not None
+
+    assert not selects() and selects(bias=jnp.zeros((1, 1, 1, 96)))
 
 
 def test_vmap_over_lengths_and_offsets():

@@ -281,10 +281,14 @@ def test_maxima_that_jump_and_other_heads(H, dtype, is_causal):
     )
 
 
-def few_thread_blocks(width: int, count: int, value_width: int = 0) -> config.Config:
-    """The default settings, with so few thread blocks that each walks several tiles."""
+def few_thread_blocks(width: int, count: int, value_width: int = 0, **own: int) -> config.Config:
+    """The default settings, with so few thread blocks that each walks several tiles.
+
+    Args:
+      **own: other settings of the forward.
+    """
     settings = config.default(width, value_width)
-    forward = dataclasses.replace(settings.forward, thread_blocks=count)
+    forward = dataclasses.replace(settings.forward, thread_blocks=count, **own)
     backward = dataclasses.replace(settings.backward, thread_blocks=count)
     return dataclasses.replace(settings, forward=forward, backward=backward)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import online_softmax
-from pallas_kernels.online_softmax import LOG2E, advance, finish, go_on, start
+from pallas_kernels.online_softmax import LOG2E, advance, cleared, close, finish, go_on, start
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 
@@ -145,3 +145,25 @@ def test_nan_is_reported(dtype):
     first, second = tiles(1.0, 1.0)
     _, _, too_low = run([first, second.at[5, 7].set(jnp.nan)], dtype, exact=False)
     np.testing.assert_array_equal(too_low, np.arange(64) == 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf, 1e9])
+def test_rows_that_see_nothing_may_meet_anything_without_a_mask(dtype, poison):
+    headroom, limit = online_softmax.weight_range(dtype)
+    first, second = tiles(1.0, 1.0)
+    closed = jnp.arange(64) % 3 == 0
+
+    def end(second):
+        _, state = start(jnp.where(closed[:, None], -jnp.inf, first), LOG2E, headroom)
+        state = close(state, ~closed)
+        _, state = go_on(second, LOG2E, state)
+        state, found = cleared(state)
+        np.testing.assert_array_equal(found, closed)
+        return finish(state, limit)
+
+    got = end(jnp.where(closed[:, None], poison, second))
+    for x, calm in zip(got, end(second), strict=True):
+        np.testing.assert_array_equal(x, calm)
+    inverse, lse, too_low = got
+    assert not inverse[closed].any() and np.isneginf(lse[closed]).all() and not too_low.any()
