@@ -117,7 +117,8 @@ class Problem:
     @property
     def forward_ignores_unseen(self) -> bool:
         """Whether queries that see no key, and keys that none sees, may be NaN in `forward.py`."""
-        return self.dynamic and not (self.segmented or self.has_elements)
+        spills = self.dropout > 0 and self.widest <= 64
+        return self.dynamic and not (self.segmented or self.has_elements or spills)
 
     @property
     def has_elements(self) -> bool:

@@ -21,9 +21,9 @@ segment ids: steps with a mask compare those of their rows and of their keys. Ho
 thread block has does not depend on either, but which ones does: those of each head are dealt by
 what they cost.
 
-With such intervals alone, without ids, mask and bias, what does not count may be NaN. Logits are
-replaced by the masks, rows of V that no row of the tile sees are zeroed in shared memory, by the
-steps with a mask, and the output of a row that sees nothing is replaced by zeros at the end.
+With such intervals alone (`Problem.forward_ignores_unseen`) what does not count may be NaN. Masks
+replace logits, steps with one zero those rows of V in shared memory that no row of the tile sees,
+and at the end zeros replace the output of a row that sees nothing.
 
 Barriers. Full: an mbarrier a slot of Q, K and V, completed by TMA. Free: a named barrier a slot,
 the consumers arrive and the producer waits. Turn: a named barrier a consumer; who has the turn

@@ -367,20 +367,21 @@ def test_what_does_not_count_may_be_anything(T, S, N, K, H, h, dtype, options, p
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
-    "more",
+    ("H", "more"),
     [
-        dict(sinks=jnp.array([3.0, 40.0])),
-        dict(logits_soft_cap=5.0),
-        dict(dropout_rate=0.25, dropout_key=jax.random.key(3)),
-        dict(config=few_thread_blocks(64, 1)),
-        dict(config=few_thread_blocks(64, 1, block_kv=192)),
-        dict(config=few_thread_blocks(64, 1, query_buffers=1)),
+        (64, dict(sinks=jnp.array([3.0, 40.0]))),
+        (64, dict(logits_soft_cap=5.0)),
+        (128, dict(dropout_rate=0.25, dropout_key=jax.random.key(3))),
+        (64, dict(dropout_rate=0.25, dropout_key=jax.random.key(3))),
+        (64, dict(config=few_thread_blocks(64, 1))),
+        (64, dict(config=few_thread_blocks(64, 1, block_kv=192))),
+        (64, dict(config=few_thread_blocks(64, 1, query_buffers=1))),
     ],
-    ids=["sinks", "cap", "dropout", "many tiles", "192 keys", "one query buffer"],
+    ids=["sinks", "cap", "dropout", "64 dropout", "many tiles", "192 keys", "one query buffer"],
 )
-def test_what_does_not_count_beside_other_options(more):
+def test_what_does_not_count_beside_other_options(H, more):
     """Also in tiles that come one after the other, and in a second round."""
-    query, key, *rest = inputs(2, 200, 530, 2, 1, 64, jnp.bfloat16)
+    query, key, *rest = inputs(2, 200, 530, 2, 1, H, jnp.bfloat16)
     arrays = (query, key.at[:, :100].multiply(60), *rest)
     options = as_arrays(dict(query_seq_lengths=[90, 200], key_value_seq_lengths=[500, 300]))
     no_query = jnp.arange(200) >= jnp.array([[90], [200]])
