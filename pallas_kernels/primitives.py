@@ -534,7 +534,7 @@ def negate_dropped(tile: jax.Array, rows: jax.Array, ref, first, steps: int) -> 
 
         pairs = itertools.product(range(0, tile.shape[1] // 8, 2), range(2), range(2))
         places = [((g, half, e), (g + 1, half, e)) for g, half, e in pairs]
-        # The compiler deals this out among the exponentials, and puts `neg` behind all of them.
+        # An addition, of which the units have most; the compiler makes a select of `neg`.
         return _negated_pairs(tile, places, value_of, steps, "sub.f32 {0}, 0f00000000, {0};")
 
     return negate(tile, rows, ref, jnp.int32(first))
