@@ -271,7 +271,7 @@ def attention(
         hold anything where `problem.forward_ignores_unseen`.
       key: `[B, S, K, H]`; S a multiple of 8, of which problem.key_length are attended.
       value: `[B, S, K, h]`. Where `problem.forward_ignores_unseen`, rows hold anything that no
-        query sees, if no bound of the intervals rises by more than one from query to query.
+        query sees, if no bound rises by more than one between queries that see a key.
       sinks: None, or `[B, N]` float32: one more logit of each row, without a value.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).

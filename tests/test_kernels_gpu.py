@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_flash
+from tests import oracle
 from tests.test_kernel_elements import random_bias, random_mask, shape_of
 from tests.test_kernel_intervals import as_arrays
 from tests.test_kernel_segments import at_random, packed
@@ -179,29 +180,17 @@ def test_lengths_where_a_thread_block_walks_many_tiles(H):
     check(with_a_jump(arrays, 0, 300), **options, sinks=sinks)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("H", [64, 128, 256])
-def test_lengths_leave_nan_out(H, deterministic):
-    arrays = inputs(4, 1157, 1091, 4, 2, H, jnp.bfloat16)
-    query_lengths, key_lengths = [1000, 1157, 64, 0], [700, 0, 1091, 5]
-    no_query, no_key = (
-        jnp.arange(length)
-        >= jnp.minimum(jnp.array(ends), jnp.where(jnp.array(other), length, 0))[:, None]
-        for length, ends, other in (
-            (1157, query_lengths, key_lengths),
-            (1091, key_lengths, query_lengths),
-        )
-    )
+def check_that_nan_is_left_out(arrays, **options):
+    """In queries that see no key and keys that no query sees, beside any options."""
+    query, key = arrays[:2]
+    see = {name: options[name] for name in options if name not in ("deterministic", "config")}
+    seen = oracle.visibility(query.shape[0], query.shape[1], key.shape[1], **see)[:, 0]
+    no_query, no_key = (jnp.asarray(~seen.any(axis)) for axis in (2, 1))
+    assert no_query.any() and no_key.any()
 
     @jax.jit
     def results(query, key, value, dout, dlse):
-        function = functools.partial(
-            attention,
-            query_seq_lengths=jnp.array(query_lengths),
-            key_value_seq_lengths=jnp.array(key_lengths),
-            return_residual=True,
-            deterministic=deterministic,
-        )
+        function = functools.partial(attention, **options, return_residual=True)
         out, vjp = jax.vjp(function, query, key, value)
         return *out, *vjp((dout, dlse))
 
@@ -215,6 +204,28 @@ def test_lengths_leave_nan_out(H, deterministic):
     chex.assert_tree_all_finite((out, dq, dk, dv))
     chex.assert_trees_all_equal((out, lse, dk, dv), (*clean[:2], *clean[3:]))
     np.testing.assert_allclose(dq.astype("float32"), clean[2].astype("float32"), atol=1e-2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_lengths_leave_nan_out(H, deterministic):
+    check_that_nan_is_left_out(
+        inputs(4, 1157, 1091, 4, 2, H, jnp.bfloat16),
+        query_seq_lengths=jnp.array([1000, 1157, 64, 0]),
+        key_value_seq_lengths=jnp.array([700, 0, 1091, 5]),
+        deterministic=deterministic,
+    )
+
+
+@pytest.mark.parametrize(("H", "h"), [(64, 64), (40, 72), (96, 96), (192, 128)])
+def test_windows_leave_nan_out(H, h):
+    """Of blocks cut at both ends, in thread blocks that walk many tiles."""
+    check_that_nan_is_left_out(
+        inputs(2, 700, 1091, 4, 2, H, jnp.bfloat16, h=h),
+        local_window_size=(200, 70),
+        query_offset=jnp.array([-300, 433]),
+        config=few_thread_blocks(H, 4, h),
+    )
 
 
 @pytest.mark.parametrize("H", [64, 128, 256])
