@@ -100,7 +100,7 @@ def gradients(
       out, lse: results over all keys, `[B, T, N, h]` and `[B, T, N]`.
       d_out, d_lse: their cotangents.
     """
-    settings, operands = _prepared(call, for_forward=False)
+    settings, operands = _prepared(call)
     # A row that sees nothing of these keys has no weights here, whatever it has elsewhere.
     query, key, value, _, intervals, ids, *_ = operands
     problem = settings.problem(query, key, value)
@@ -108,7 +108,7 @@ def gradients(
     lse, d_lse = jnp.where(seeing, lse, -jnp.inf), jnp.where(seeing, d_lse, 0.0)
     lse, d_lse = (x.transpose(0, 2, 1) for x in (lse, d_lse))
     residuals = _Static(False), *operands, out, lse
-    return _operand_gradients(settings, residuals, (d_out, d_lse))[:3]
+    return _attention_backward(settings, residuals, (d_out, d_lse))[:3]
 
 
 def results_of(call: Call, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -123,8 +123,8 @@ def results_of(call: Call, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, j
     return out, lse.transpose(0, 2, 1)
 
 
-def _prepared(call: Call, *, for_forward: bool = True):
-    """The arguments of `_attention`: settings and operands; or those of the backward kernels."""
+def _prepared(call: Call):
+    """The arguments of `_attention`: settings and operands."""
     assert isinstance(call.scale, (int, float))  # else unsupported
     lowest, highest, intervals = _intervals(call)
     ids = _segment_ids(call)
@@ -164,8 +164,8 @@ def _prepared(call: Call, *, for_forward: bool = True):
     problem = settings.problem(query, key, value)
     if has_mask:
         key, value = (_zero_masked(x, call.visibility, problem) for x in (key, value))
-    if not (settings.all_count or (for_forward and problem.forward_ignores_unseen)):
-        query, key, value = _zero_all_unseen(settings, query, key, value, intervals, ids)
+    if not (settings.all_count or problem.forward_ignores_unseen):
+        query, key, value = _zero_all_unseen(query, key, value, problem, intervals, ids)
     operands = query, key, value, sinks, intervals, ids, *_words(call), elements
     return settings, placed(operands, _OPERANDS)
 
@@ -261,9 +261,8 @@ def _has_self(lowest: int | None, highest: int | None) -> bool:
     return (lowest is None or lowest <= 0) and (highest is None or highest >= 0)
 
 
-def _zero_all_unseen(settings, query, key, value, intervals, ids):
+def _zero_all_unseen(query, key, value, problem: Problem, intervals: tuple, ids: tuple):
     """The three, or their gradients, with zeros in queries that see no key and keys not seen."""
-    problem = settings.problem(query, key, value)
     key, value = (_zero_unseen(x, problem, intervals, ids) for x in (key, value))
     return _zero_unseeing(query, problem, intervals, ids), key, value
 
@@ -405,10 +404,11 @@ def _attention_forward(settings, *operands):
 
 def _attention_backward(settings, residuals, cotangents):
     bias_wanted, query, key, value, sinks, intervals, ids, *more = residuals
-    if not settings.problem(query, key, value).forward_ignores_unseen:
+    problem = settings.problem(query, key, value)
+    if not problem.forward_ignores_unseen:
         return _operand_gradients(settings, residuals, cotangents)
     # As if they had been set to zero before the forward pass, as others are.
-    zeroed = functools.partial(_zero_all_unseen, settings, intervals=intervals, ids=ids)
+    zeroed = functools.partial(_zero_all_unseen, problem=problem, intervals=intervals, ids=ids)
     operands = *zeroed(query, key, value), sinks, intervals, ids
     results = _operand_gradients(settings, (bias_wanted, *operands, *more), cotangents)
     return *zeroed(*results[:3]), *results[3:]

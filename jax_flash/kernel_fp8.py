@@ -81,8 +81,7 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     )
     query, key, value = call.query, call.key, call.value
     problem = settings.problem(query, key, value)
-    query = autodiff._zero_unseeing(query, problem, intervals, ids)
-    key, value = (autodiff._zero_unseen(x, problem, intervals, ids) for x in (key, value))
+    query, key, value = autodiff._zero_all_unseen(query, key, value, problem, intervals, ids)
     scales = _scales(call, settings)
     operands = placed((query, key, value, scales, intervals, ids), _OPERANDS)
     out, lse = autodiff._folding_vmap(functools.partial(_run, settings))(*operands)

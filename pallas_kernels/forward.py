@@ -132,6 +132,14 @@ class Tiles:
         near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), blocks)
         return np.stack([blocks, exact, near, end], axis=1).astype(np.int32)
 
+    def reach(self, intervals: jax.Array | None) -> run_time_intervals.Reach:
+        """What each tile sees, but for ids; intervals are those of `key_blocks_of`."""
+        p = self.problem
+        rows = np.minimum(np.arange(self.rows), p.query_length - 1)
+        bounds = run_time_intervals.of_bounds(p.lowest, p.highest, rows, p.key_length)
+        seen = bounds if intervals is None else intervals
+        return run_time_intervals.reach(seen, self.config.block_q, empty_rows_count=not p.dynamic)
+
     def key_blocks_of(
         self, intervals: jax.Array | None, ids: tuple[jax.Array, jax.Array] | None = None
     ) -> jax.Array:
@@ -142,11 +150,7 @@ class Tiles:
             nothing then lets its tile go without masks.
           ids: segment ids of queries and keys, if the problem is segmented.
         """
-        p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv
-        rows = np.minimum(np.arange(self.rows), p.query_length - 1)
-        bounds = run_time_intervals.of_bounds(p.lowest, p.highest, rows, p.key_length)
-        seen = bounds if intervals is None else intervals
-        reach = run_time_intervals.reach(seen, block_q, empty_rows_count=not p.dynamic)
+        block_q, block_kv, reach = self.config.block_q, self.config.block_kv, self.reach(intervals)
         # One more block where none of the masked ones holds a key of some row.
         blocks = segments.Blocks(
             first=reach.first // block_kv,
@@ -301,13 +305,14 @@ def attention(
         optional = (*optional, sinks * LOG2E)
     if not problem.by_batch:
         return kernel(query, key, value, *optional)
-    key_blocks = Tiles(problem, config).key_blocks_of(intervals, ids)
+    tiles = Tiles(problem, config)
+    key_blocks = tiles.key_blocks_of(intervals, ids)
     if ids is not None:
         query_ids, key_ids = ids
         optional = (query_ids, segments.padded(key_ids, config.block_kv), *optional)
     if intervals is not None:
         if problem.forward_ignores_unseen:
-            reach = run_time_intervals.reach(intervals, config.block_q, empty_rows_count=False)
+            reach = tiles.reach(intervals)
             optional = (reach.first, reach.end, *optional)
         optional = (intervals, *optional)
     return kernel(key_blocks, query, key, value, *optional)
