@@ -293,7 +293,7 @@ def _build_main(
             for name, barriers in named.items()
         )
         zero = jnp.int32(0)
-        # Nor for dQ of the step before beside S'.
+        # Nor, beside S', for dQ of the step before, which is done first then.
         dq_first = has_cap or (has_dropout and width > 64 and walk.has_elements_of_queries)
 
         def first_index():

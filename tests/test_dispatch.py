@@ -165,11 +165,8 @@ DROPOUT = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
         ({"local_window_size": 9, "logits_soft_cap": 30.0}, None),
         ({"logits_soft_cap": 1e-4}, "logits_soft_cap 0.0001 is not in (0.001, 1000000.0)"),
         (DROPOUT | {"is_causal": True, "sinks": jnp.ones(N)}, None),
-        (
-            DROPOUT | {"logits_soft_cap": 30.0},
-            "dropout with a soft cap, a mask or a bias of queries, at widths up to 128",
-        ),
-        (DROPOUT | {"bias": jnp.ones((N, 1, S))}, None),
+        (DROPOUT | {"logits_soft_cap": 30.0, "mask": jnp.ones((B, 1, 1, S), bool)}, None),
+        (DROPOUT | {"bias": jnp.ones((N, T, S))}, None),
     ],
 )
 def test_what_the_kernels_take(monkeypatch, options, reason):
