@@ -176,6 +176,21 @@ def test_what_the_kernels_take(monkeypatch, options, reason):
     assert (explanation.implementation == "mosaic_gpu") == (reason is None)
 
 
+@pytest.mark.parametrize("width", [192, 200])
+def test_dropout_beside_ids_and_a_cap(monkeypatch, width):
+    monkeypatch.setattr(device, "device_of", lambda array: H100)
+    ids = {
+        "query_segment_ids": jnp.ones((B, T), jnp.int32),
+        "key_value_segment_ids": jnp.ones((B, S), jnp.int32),
+    }
+    options = DROPOUT | ids
+    arrays = shapes(width=width)
+    assert jax_flash.explain(*arrays, **options).implementation == "mosaic_gpu"
+    explanation = jax_flash.explain(*arrays, **options, logits_soft_cap=30.0)
+    reason = "dropout with a soft cap and segment ids, at head widths above 192"
+    assert explanation.reasons.get("mosaic_gpu") == (reason if width > 192 else None)
+
+
 # --- an explicit choice -------------------------------------------------------------------------
 
 
