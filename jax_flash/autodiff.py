@@ -46,9 +46,6 @@ def unsupported(call: Call) -> str | None:
     batch, query_length, heads, width = call.query.shape
     key_length, value_width = call.key.shape[1], call.value.shape[-1]
     see = call.visibility
-    has_dropout, has_cap = call.dropout_rate > 0, call.logits_soft_cap is not None
-    has_dense = see.mask is not None or (call.bias is not None and call.bias.shape[2] > 1)
-    by_batch = see.query_segment_ids is not None or not _are_static(see)
     reasons = {
         f"dtype {call.query.dtype}: the kernels take bfloat16 and float16": (
             call.query.dtype not in _DTYPES
@@ -71,13 +68,11 @@ def unsupported(call: Call) -> str | None:
             and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
         ),
         # Registers would spill.
-        "dropout with a soft cap, a mask or a bias of queries, at widths up to 128": (
-            has_dropout and max(width, value_width) <= 128 and (has_cap or has_dense)
-        ),
-        "dropout with segment ids, mask, bias, lengths or an offset array, at widths above 128": (
-            has_dropout
-            and max(width, value_width) > 128
-            and (by_batch or see.mask is not None or call.bias is not None)
+        "dropout with a soft cap and segment ids, at head widths above 192": (
+            width > 192
+            and call.dropout_rate > 0
+            and call.logits_soft_cap is not None
+            and see.query_segment_ids is not None
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -153,6 +148,8 @@ def _prepared(call: Call):
             segmented=bool(ids),
             has_elements=has_mask or has_bias,
             forward_loads_elements=has_mask or (has_bias and not elements.has_bias_of_keys),
+            soft_cap=call.logits_soft_cap is not None,
+            dropout=call.dropout_rate > 0,
         ),
     )
     sinks: tuple[jax.Array, ...] = ()

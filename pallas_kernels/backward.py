@@ -235,7 +235,9 @@ def _build_main(
     )
     early_weights = early_weights and not problem.has_elements
     # Where there are no registers for dP' at a time.
-    weights_first = problem.has_elements or (has_cap and problem.by_batch and width <= 64)
+    weights_first = problem.has_elements or (
+        has_cap and (has_dropout or (problem.by_batch and width <= 64))
+    )
     registers = config.registers
     if has_cap and problem.by_batch and with_query_gradient and width == 128:
         registers = (232, 40)  # the producer spills with fewer
@@ -291,6 +293,8 @@ def _build_main(
             for name, barriers in named.items()
         )
         zero = jnp.int32(0)
+        # Nor, beside S', for dQ of the step before, which is done first then.
+        dq_first = has_cap or (has_dropout and width > 64 and walk.has_elements_of_queries)
 
         def first_index():
             """A list is walked from its end, since comparing with 0 takes no register."""
@@ -490,7 +494,7 @@ def _build_main(
                     plgpu.barrier_wait(v_full)
                     step = step_without_dq
                     if with_query_gradient:
-                        step = step_after_dq if has_cap else step_with_dq
+                        step = step_after_dq if dq_first else step_with_dq
                     key_words = walk.key_words(index, own_first_key)
                     step = functools.partial(step, index=index, key_words=key_words)
                     j = walk.loop_over_steps(step, index, j, own_first_key)

@@ -211,12 +211,15 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
     value_columns = Columns.whole(problem.value_width)
     factor = problem.logit_unit * LOG2E
     has_cap = problem.soft_cap is not None
-    # With 256 columns of dQ there are no registers for elements, or a cap, and dP at a time.
-    weights_first = (problem.has_elements or has_cap) and key_columns.size > 192
 
     tiles = -(-problem.query_length // block_q)
     first_rows = np.arange(tiles) * block_q
     dynamic, by_batch, has_far_edge = problem.dynamic, problem.by_batch, problem.has_far_edge
+    # With 256 columns of dQ there are no registers for elements, or a cap, and dP at a time.
+    is_wide = key_columns.size > 192
+    # With dropout nor for bounds or ids, or for addresses of the order over the loop.
+    crowded = is_wide and problem.dropout > 0 and (problem.has_elements or by_batch)
+    weights_first = crowded or (is_wide and (problem.has_elements or has_cap))
     # What is known at run time only is left out.
     of_tiles = _key_blocks(problem, block_kv, first_rows, block_q, np)
     key_blocks = of_tiles.end - of_tiles.first
@@ -290,17 +293,23 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
         )
         warpgroup = lax.axis_index("warpgroup")
         block = lax.axis_index("block")
-        blocks = order_ref[block, 2]
-        first_block = order_ref[block, 3] - blocks if has_far_edge else 0
+        ordered = lambda column: order_ref[block + fresh_zero() if crowded else block, column]
+        blocks = ordered(2)
+        first_block = ordered(3) - blocks if has_far_edge else 0
+
+        def key_block_of(j):
+            anew = crowded and has_far_edge
+            return (ordered(3) - ordered(2) if anew else first_block) + j
+
         k_slot = lambda j: lax.rem(j, jnp.int32(k_stages))
         v_slot = lambda j: lax.rem(j, jnp.int32(v_stages))
 
         def batch_and_head():
             """Read where needed: kept over the loop, they cost registers."""
-            return div_rem(order_ref[block, 1], problem.heads)
+            return div_rem(ordered(1), problem.heads)
 
         def first_row_of(consumer):
-            return order_ref[block, 0] * block_q + consumer * _ROWS
+            return ordered(0) * block_q + consumer * _ROWS
 
         @pl.when(warpgroup < _CONSUMERS)
         def _consumer():
@@ -317,7 +326,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     return None
                 batch, _ = batch_and_head()
                 query_ids_ref, key_ids_ref = mask_refs[-2:]
-                first_key = (first_block + j) * block_kv
+                first_key = key_block_of(j) * block_kv
                 first_row, last_row = first_row_of(warpgroup), problem.query_length - 1
                 ids = load_rows(query_ids_ref.at[batch], first_row, last_row)
                 return equal_columns(ids, key_ids_ref.at[batch], first_key, block_kv)
@@ -351,7 +360,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
                 def load_elements(j):
                     batch, head = batch_and_head()
-                    first_key = (first_block + j) * block_kv
+                    first_key = key_block_of(j) * block_kv
                     return elements.load(batch, head, first_row_of(warpgroup), first_key, block_kv)
 
                 def issue_d_weights(own_rows, vs):
@@ -377,7 +386,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     if has_cap:
                         logits, _ = soft_cap.capped(logits, loaded, problem)
                         if needs_mask:
-                            logits = masked(logits, first_block + j, equal_ids, soft_cap.UNSEEN)
+                            logits = masked(logits, key_block_of(j), equal_ids, soft_cap.UNSEEN)
                         logits = masked_by_element(logits, loaded, soft_cap.UNSEEN)
                         minus_lse = spread(start, logits.shape)
                         _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
@@ -385,11 +394,11 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                         logits, to_log2 = biased(logits, factor, loaded)
                         weights = jnp.exp2(logits * to_log2 + spread(start, logits.shape))
                         if needs_mask:
-                            weights = masked(weights, first_block + j, equal_ids)
+                            weights = masked(weights, key_block_of(j), equal_ids)
                         weights = masked_by_element(weights, loaded, 0.0)
                     if problem.dropout:
                         batch, _ = batch_and_head()
-                        first_key = (first_block + j) * block_kv
+                        first_key = key_block_of(j) * block_kv
                         weights = dropout.negated(weights, query_words, batch, first_key)
                     if weights_first:
                         dp_acc[...] = zero_tile(_ROWS, block_kv)
@@ -405,7 +414,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 if by_batch:
                     columns = range(len(_KeyBlocks._fields))
                     own_first = 4 + len(columns) * warpgroup
-                    own = _KeyBlocks(*(order_ref[block, own_first + n] for n in columns))
+                    own = _KeyBlocks(*(ordered(own_first + n) for n in columns))
                 else:
                     own = _key_blocks(problem, block_kv, first_row_of(warpgroup), _ROWS, jnp)
                     if has_far_edge:  # a consumer that sees nothing has none, at the tile's first
@@ -459,7 +468,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
 
             def load(ref, buffers, columns, slot, stages, full, free, j):
                 pl.when(j >= stages)(lambda: free.wait(slot))
-                source = ref.at[batch, pl.ds((first_block + j) * block_kv, block_kv), kv_head]
+                source = ref.at[batch, pl.ds(key_block_of(j) * block_kv, block_kv), kv_head]
                 columns.load(source, buffers.at[slot], full.at[slot])
 
             def load_d_out():

@@ -457,6 +457,11 @@ FORWARD_ELEMENTS = FORWARD | {
     128: dataclasses.replace(_TWO_CONSUMERS, elements_early=True),
 }
 
+# And dropout beside these or a soft cap: 128 keys a step would spill 4 to 48 bytes at width 128.
+FORWARD_CROWDED = FORWARD_ELEMENTS | {
+    128: dataclasses.replace(_TWO_CONSUMERS, block_kv=64, stages=3),
+}
+
 BACKWARD_QUERY_ELEMENTS = BACKWARD_QUERY | {
     64: BackwardQueryConfig(block_kv=64, stages=(3, 3)),
 }
@@ -487,6 +492,8 @@ def default(
     segmented: bool = False,
     has_elements: bool = False,
     forward_loads_elements: bool = False,
+    soft_cap: bool = False,
+    dropout: bool = False,
 ) -> Config:
     """Settings of one call.
 
@@ -497,11 +504,15 @@ def default(
       segmented: there are segment ids.
       has_elements: there is a bias or a dense mask.
       forward_loads_elements: and it is not just a bias of one value a key.
+      soft_cap: there is a soft cap.
+      dropout: there is dropout.
     """
     widest = whole_tiles(max(width, value_width))
     in_boxes = width % 64 > 0 or value_width % 64 > 0 or width < value_width
     forward = FORWARD_BOXES if widest == 128 and in_boxes else FORWARD[widest]
-    if forward_loads_elements:
+    if dropout and (soft_cap or forward_loads_elements):
+        forward = FORWARD_CROWDED[widest]
+    elif forward_loads_elements:
         forward = FORWARD_ELEMENTS[widest]
     elif not has_elements:  # a bias of keys would not fit into shared memory beside these
         if whole_tiles(width) == 192 and 0 < value_width <= 128:

@@ -123,6 +123,11 @@ class ElementRefs:
         takes_more = bias.dtype == jnp.float32 or bias.shape[-1] % 2 == 1
         return 1 not in bias.shape[2:] and (takes_more or self.problem.has_mask)
 
+    @property
+    def any_of_queries(self) -> bool:
+        """Whether there is a mask, or a bias of more than one value along the queries."""
+        return self.problem.has_mask or (self.problem.has_bias and self.refs[-1].shape[2] > 1)
+
     @classmethod
     def split(cls, problem: Problem, refs, **options: bool) -> "tuple[ElementRefs, list]":
         """The elements that a kernel's refs begin with, and the other refs."""

@@ -344,8 +344,12 @@ def _build(
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
     has_cap = problem.soft_cap is not None
-    # Then addresses and entries of lists are made anew where they are used.
-    registers_are_short = has_cap or (
+    # Then addresses and bounds too are made anew where they are used.
+    registers_are_scarce = has_cap or (
+        problem.dropout > 0 and problem.widest > 192 and (by_batch or problem.has_bias)
+    )
+    # Then entries of lists are.
+    registers_are_short = registers_are_scarce or (
         query_buffers == 1 and (config.block_kv > 64 or problem.segmented)
     )
     block_kv, dtype = config.block_kv, problem.dtype
@@ -424,18 +428,18 @@ def _build(
         zero = jnp.int32(0)
         no_rows = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.int32), PER_ROW)
 
-        def listed(column, anew=has_cap):
+        def listed(column, anew=registers_are_scarce):
             """An entry of this thread block's list."""
             return schedule_ref[block + fresh_zero() if anew else block, column]
 
         tiles_listed = listed(0)
-        tile_count = lambda: listed(0) if has_cap else tiles_listed
+        tile_count = lambda: listed(0) if registers_are_scarce else tiles_listed
 
         slot = lambda step: lax.rem(step, jnp.int32(stages))
 
         def query_buffer(index):
             buffer = lax.rem(index, jnp.int32(query_buffers))
-            return buffer + fresh_zero() if has_cap else buffer
+            return buffer + fresh_zero() if registers_are_scarce else buffer
 
         def needs(tile, batch, column):
             """An entry of `Tiles.key_blocks`."""
@@ -472,7 +476,7 @@ def _build(
 
             def bounds_of(tile, batch):
                 """What gives the bounds of rows: loads them only then where registers are short."""
-                if has_cap:
+                if registers_are_scarce:
                     return lambda: masks.load_bounds(batch, first_row_of(tile))
                 bounds = masks.load_bounds(batch, first_row_of(tile))
                 return lambda: bounds
@@ -638,7 +642,7 @@ def _build(
                     if own_values and not config.early_values:
                         plgpu.barrier_wait(v_full.at[k_slot])
                     if ignores_unseen and needs_mask:
-                        if has_cap:  # read anew: registers are short
+                        if registers_are_scarce:  # read anew: registers are short
                             tile, batch, _ = tiles.locate(number_of(index + fresh_zero()))
                             end_block = end_of(tile, batch)
                         zero_unseen_values(k_slot, tile, batch, end_block - 1 - j)
@@ -674,7 +678,9 @@ def _build(
                         if columns.first > 0:
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         staged = slice(columns.first, columns.first + columns.size)
-                        columns.put(staging, output[:, staged].astype(dtype), anew=has_cap)
+                        columns.put(
+                            staging, output[:, staged].astype(dtype), anew=registers_are_scarce
+                        )
                         plgpu.commit_smem()
                         columns.store(staging, o_ref.at[batch, rows_of(tile), head])
 

@@ -408,6 +408,10 @@ class Walk:
             weights = keep_columns_to(weights, last_seeing, fill)
         return weights
 
+    @property
+    def has_elements_of_queries(self) -> bool:
+        return self.elements is not None and self.elements.any_of_queries
+
     def load_elements(self, j, *, index, end, own_first_key: int) -> Loaded:
         """Mask and bias of a consumer's part of step j, of a tile whose steps end before `end`."""
         problem = self.tiles.problem

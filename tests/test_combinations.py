@@ -65,14 +65,8 @@ def draw(number: int, longest: int, most: int) -> tuple[tuple, dict[str, Any]]:
         options |= dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
     latest = np.random.default_rng([number, longest, 2])
     if latest.random() < 0.3:
-        refused = {"mask", "logits_soft_cap"}  # or registers would spill
-        if max(H, h) > 128:
-            lengths = {"query_seq_lengths", "key_value_seq_lengths"}
-            refused = {"mask", "bias", "query_segment_ids", *lengths}
-            is_refused = isinstance(options.get("query_offset"), jax.Array)
-        else:
-            is_refused = "bias" in options and options["bias"].shape[-2] > 1
-        if not is_refused and not refused & set(options):
+        ids_and_cap = {"query_segment_ids", "logits_soft_cap"}
+        if H <= 192 or not ids_and_cap <= set(options):  # or registers would spill
             options["dropout_rate"] = float(latest.choice([0.125, 0.5, 0.875]))
     return arrays, options
 

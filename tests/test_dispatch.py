@@ -165,11 +165,8 @@ DROPOUT = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
         ({"local_window_size": 9, "logits_soft_cap": 30.0}, None),
         ({"logits_soft_cap": 1e-4}, "logits_soft_cap 0.0001 is not in (0.001, 1000000.0)"),
         (DROPOUT | {"is_causal": True, "sinks": jnp.ones(N)}, None),
-        (
-            DROPOUT | {"logits_soft_cap": 30.0},
-            "dropout with a soft cap, a mask or a bias of queries, at widths up to 128",
-        ),
-        (DROPOUT | {"bias": jnp.ones((N, 1, S))}, None),
+        (DROPOUT | {"logits_soft_cap": 30.0, "mask": jnp.ones((B, 1, 1, S), bool)}, None),
+        (DROPOUT | {"bias": jnp.ones((N, T, S))}, None),
     ],
 )
 def test_what_the_kernels_take(monkeypatch, options, reason):
@@ -177,6 +174,21 @@ def test_what_the_kernels_take(monkeypatch, options, reason):
     explanation = jax_flash.explain(*shapes(), **options)
     assert explanation.reasons.get("mosaic_gpu") == reason
     assert (explanation.implementation == "mosaic_gpu") == (reason is None)
+
+
+@pytest.mark.parametrize("width", [192, 200])
+def test_dropout_beside_ids_and_a_cap(monkeypatch, width):
+    monkeypatch.setattr(device, "device_of", lambda array: H100)
+    ids = {
+        "query_segment_ids": jnp.ones((B, T), jnp.int32),
+        "key_value_segment_ids": jnp.ones((B, S), jnp.int32),
+    }
+    options = DROPOUT | ids
+    arrays = shapes(width=width)
+    assert jax_flash.explain(*arrays, **options).implementation == "mosaic_gpu"
+    explanation = jax_flash.explain(*arrays, **options, logits_soft_cap=30.0)
+    reason = "dropout with a soft cap and segment ids, at head widths above 192"
+    assert explanation.reasons.get("mosaic_gpu") == (reason if width > 192 else None)
 
 
 # --- an explicit choice -------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import jax_flash
 from jax_flash.masks import dropout_keep
 from tests.support.interpret import interpret_mode
-from tests.test_kernel_elements import random_bias, shape_of, with_lengths
+from tests.test_kernel_elements import random_bias, random_mask, shape_of, with_lengths
 from tests.test_kernels import check, check_vmap_over_options, few_thread_blocks, inputs
 
 attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
@@ -58,6 +58,13 @@ def test_forward_and_backward_drop_what_the_hash_says(T, S, H, is_causal):
         (70, 133, 2, 1, 256, jnp.bfloat16, dict(logits_soft_cap=2.0, is_causal=True)),
         (70, 133, 2, 1, 128, jnp.float16, with_lengths(key_value_seq_lengths=[100, 0])),
         (90, 80, 2, 2, 64, jnp.bfloat16, with_lengths(query_seq_lengths=[50, 0])),
+        (70, 133, 2, 1, 256, jnp.bfloat16, with_lengths(key_value_seq_lengths=[100, 0])),
+        (90, 150, 2, 1, 64, jnp.bfloat16, dict(logits_soft_cap=2.0, local_window_size=(60, 9))),
+        (70, 200, 2, 1, 128, jnp.float16, dict(logits_soft_cap=2.0, deterministic=True)),
+        (
+            *(113, 203, 2, 1, 128, jnp.bfloat16),
+            with_lengths(logits_soft_cap=2.0, is_causal=True, query_offset=[90, -20]),
+        ),
     ],
 )
 def test_dropout(T, S, N, K, H, dtype, options):
@@ -78,9 +85,40 @@ def test_with_bias_and_sinks(H, axes, options):
         check(arrays, bias=bias, sinks=sinks, dropout_rate=0.5, **options)
 
 
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize(
+    ("H", "dtype", "mask_axes", "bias_axes", "options"),
+    [
+        (64, jnp.bfloat16, None, "nts", dict(is_causal=True)),
+        (64, jnp.float16, "bs", None, {}),
+        (64, jnp.bfloat16, "bnts", None, dict(logits_soft_cap=2.0)),
+        (96, jnp.bfloat16, "bs", None, dict(local_window_size=(60, 9))),
+        (128, jnp.bfloat16, "bts", "nts", {}),
+        (128, jnp.bfloat16, None, "bnt", dict(logits_soft_cap=2.0, is_causal=True)),
+        (128, jnp.float16, "bnts", None, dict(deterministic=True)),
+        (128, jnp.bfloat16, None, "nts", with_lengths(key_value_seq_lengths=[100, 0])),
+        (256, jnp.bfloat16, "bnts", None, dict(local_window_size=(60, 9))),
+        (256, jnp.bfloat16, "bts", "nts", dict(logits_soft_cap=2.0)),
+        (256, jnp.float16, None, "nts", with_lengths(query_seq_lengths=[30, 70])),
+        (256, jnp.bfloat16, None, "bs", {}),
+    ],
+)
+def test_with_mask_and_bias(H, dtype, mask_axes, bias_axes, options):
+    """The gradient of the bias too."""
+    B, T, S, N, K = 2, 70, 133, 2, 1
+    if mask_axes:
+        options = options | dict(mask=random_mask(shape_of(mask_axes, B, N, T, S)))
+    if bias_axes:
+        options = options | dict(bias=random_bias(shape_of(bias_axes, B, N, T, S)))
+    with interpret_mode():
+        check(inputs(B, T, S, N, K, H, dtype), dropout_rate=0.25, **options)
+
+
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 128])
-def test_segment_ids_where_a_thread_block_walks_many_tiles(H):
+@pytest.mark.parametrize(
+    ("H", "logits_soft_cap"), [(64, None), (128, None), (256, None), (64, 2.0), (160, 2.0)]
+)
+def test_segment_ids_where_a_thread_block_walks_many_tiles(H, logits_soft_cap):
     ids = jnp.arange(200) // 70
     ids = jnp.stack([ids, ids[::-1]])
     with interpret_mode():
@@ -89,6 +127,7 @@ def test_segment_ids_where_a_thread_block_walks_many_tiles(H):
             dropout_rate=0.25,
             query_segment_ids=ids,
             key_value_segment_ids=ids,
+            logits_soft_cap=logits_soft_cap,
             config=few_thread_blocks(H, 2),
         )
 

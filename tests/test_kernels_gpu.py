@@ -585,12 +585,47 @@ DROPOUT = [
     (256, {"is_causal": True}),
     (256, {"logits_soft_cap": 5.0}),
     (96, {"is_causal": True}),
+    (64, {"logits_soft_cap": 5.0, "local_window_size": (300, 0)}),
+    (128, {"logits_soft_cap": 5.0, "key_value_seq_lengths": jnp.array([900, 3])}),
+    (256, {"key_value_seq_lengths": jnp.array([900, 3])}),
 ]
 
 
 @pytest.mark.parametrize(("H", "options"), DROPOUT)
 def test_dropout(H, options):
     check(inputs(2, 1001, 1013, 4, 2, H, jnp.bfloat16), dropout_rate=0.25, **options)
+
+
+@pytest.mark.parametrize(
+    ("H", "mask_axes", "bias_axes", "options"),
+    [
+        (64, None, "nts", {"is_causal": True}),
+        (64, "bs", None, {}),
+        (64, "bnts", None, {"logits_soft_cap": 5.0}),
+        (96, "bs", None, {"local_window_size": (300, 0)}),
+        (128, "bts", "nts", {"is_causal": True}),
+        (128, None, "nts", {"logits_soft_cap": 5.0}),
+        (256, "bnts", None, {"local_window_size": (300, 0)}),
+        (256, "bts", "nts", {"key_value_seq_lengths": jnp.array([900, 3])}),
+        (256, None, "bs", {"is_causal": True}),
+    ],
+)
+def test_dropout_with_mask_and_bias(H, mask_axes, bias_axes, options):
+    N, T, S = 4, 501, 613
+    if mask_axes:
+        options = options | {"mask": random_mask(shape_of(mask_axes, 2, N, T, S))}
+    if bias_axes:
+        options = options | {"bias": random_bias(shape_of(bias_axes, 2, N, T, S))}
+    check(inputs(2, T, S, N, 2, H, jnp.bfloat16), dropout_rate=0.25, **options)
+
+
+@pytest.mark.parametrize(("H", "logits_soft_cap"), [(64, 5.0), (160, 5.0), (256, None)])
+def test_dropout_with_segment_ids(H, logits_soft_cap):
+    ids = jnp.arange(900) // 70
+    ids = jnp.stack([ids, ids[::-1]])
+    options = dict(query_segment_ids=ids, key_value_segment_ids=ids, is_causal=True)
+    arrays = inputs(2, 900, 900, 4, 2, H, jnp.bfloat16)
+    check(arrays, dropout_rate=0.25, logits_soft_cap=logits_soft_cap, **options)
 
 
 # Kernels compare in another way from 31745 steps on.

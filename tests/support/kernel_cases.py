@@ -73,6 +73,28 @@ DROPOUT = [
     (128, "window", "ragged", True, False),
     (256, "full", "even", False, False),
     (256, "window", "ragged", False, False),
+    (64, "window", "ragged", False, True),
+    (128, "lengths", "ragged", True, True),
+    (256, "lengths", "ragged", False, False),
+]
+
+# Dropout beside more, in tiles with tails: widths, mask or "lengths", axes of a dense mask and of a
+# bias in float32, and whether there are segment ids and a soft cap. At width 64 the backward spills
+# with a window, a mask and a dense bias.
+CROWDED: list[tuple[int, int, str, str | None, str | None, bool, bool]] = [
+    (64, 64, "full", "bs", None, False, False),
+    (64, 64, "causal", None, "nts", False, False),
+    (64, 64, "window", "bnts", None, False, True),
+    (64, 64, "causal", None, None, True, True),
+    (96, 96, "window", "bnts", None, False, False),
+    (128, 128, "window", "bts", "nts", False, False),
+    (128, 128, "lengths", None, "nts", False, True),
+    (192, 128, "lengths", None, None, True, False),
+    (192, 128, "causal", None, None, True, True),
+    (256, 256, "window", "bnts", None, False, False),
+    (256, 256, "lengths", None, "bs", False, False),
+    (256, 256, "causal", None, "nts", False, False),
+    (256, 256, "window", None, None, True, False),
 ]
 
 # In FP8, at each of `config.WIDTHS`: mask, shape, and whether there are segment ids.
@@ -123,6 +145,7 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
     cases += _cases_of_other_widths() + _cases_of_elements()
     cases += _cases_of_soft_caps() + _cases_of_segments() + _cases_of_dropout()
+    cases += _cases_of_crowded()
     return cases + _cases_of_fp8()
 
 
@@ -224,6 +247,22 @@ def _cases_of_dropout() -> list[tuple[str, Callable, Any]]:
         extras = f"{'-cap' * has_cap}{'-deterministic' * deterministic}"
         name = f"H{width}-{mask}-{shape}-dropout{extras}"
         cases.append((name, fn, (*arrays, lse, lengths)))
+    return cases
+
+
+def _cases_of_crowded() -> list[tuple[str, Callable, Any]]:
+    cases = []
+    T, S, *_ = SHAPES["ragged"]
+    both_ids = tuple(jax.ShapeDtypeStruct((BATCH, length), jnp.int32) for length in (T, S))
+    for width, value_width, mask, mask_axes, bias_axes, has_ids, has_cap in CROWDED:
+        options = MASKS.get(mask, {}) | ({"logits_soft_cap": 30.0} if has_cap else {})
+        fn = _forward_and_backward(options | {"dropout_rate": 0.1}, deterministic=False)
+        args = _ragged_args(width, value_width, mask, mask_axes, bias_axes, jnp.float32)
+        if has_ids:
+            args = *args, both_ids
+        elements = "-dense-mask" * bool(mask_axes) + "-bias" * bool(bias_axes)
+        extras = f"{elements}{'-segments' * has_ids}{'-cap' * has_cap}"
+        cases.append((f"H{width}-h{value_width}-{mask}{extras}-dropout", fn, args))
     return cases
 
 
