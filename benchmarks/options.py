@@ -1,7 +1,8 @@
 """What each option of `jax_flash.attention` costs: `python -m benchmarks.options`.
 
 Every option is checked against xla in float32, then timed in turns with the plain call of the same
-shape, and with cuDNN where jax.nn has the option. The cost is the time over that of the plain call.
+shape, and with cuDNN where jax.nn has the option, or with xla for dropout beside another. The cost
+is the time over that of the plain call.
 """
 
 import argparse
@@ -77,11 +78,12 @@ _of_heads_and_keys = lambda row: (1, row.heads, 1, row.length)
 _of_batch_and_rows = lambda row: (row.batch, 1, row.length, row.length)
 _of_heads_and_rows = lambda row: (1, row.heads, row.length, row.length)
 
+_DROPOUT: dict[str, Any] = {"dropout_rate": 0.1, "dropout_key": 0}
 OPTIONS = {
     PLAIN: Option(),
     "sinks": Option(_sinks, gradients=("sinks",)),
     "soft cap": Option(static={"logits_soft_cap": 30.0}),
-    "dropout 0.1": Option(static={"dropout_rate": 0.1, "dropout_key": 0}),
+    "dropout 0.1": Option(static=_DROPOUT),
     "lengths of all keys": Option(_lengths),
     "one document": Option(_one_document),
     "mask [B, 1, 1, S]": Option(_mask(_of_keys)),
@@ -90,6 +92,9 @@ OPTIONS = {
     "bias [1, N, T, S]": Option(_bias(_of_heads_and_rows)),
     "bias [1, N, 1, S], its gradient": Option(_bias(_of_heads_and_keys), gradients=("bias",)),
     "bias [1, N, T, S], its gradient": Option(_bias(_of_heads_and_rows), gradients=("bias",)),
+    "dropout 0.1, mask [B, 1, 1, S]": Option(_mask(_of_keys), _DROPOUT),
+    "dropout 0.1, bias [1, N, T, S]": Option(_bias(_of_heads_and_rows), _DROPOUT),
+    "dropout 0.1, soft cap": Option(static=_DROPOUT | {"logits_soft_cap": 30.0}),
 }
 
 
@@ -139,6 +144,8 @@ def expected(name: str, row: Row, inputs: tuple, arrays: dict) -> tuple:
 def candidates(name: str, implementation: str) -> list[str]:
     """The implementations that an option is timed with."""
     peers = ["cudnn"] if name.startswith((PLAIN, *CUDNN_OPTIONS)) else []
+    if name.startswith("dropout 0.1,"):  # what else has dropout beside these
+        peers = ["xla"]
     return [implementation, *(peers if timing.on_gpu() else [])]
 
 
