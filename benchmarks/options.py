@@ -10,7 +10,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -211,8 +210,9 @@ def table(results: list[dict], passes: str) -> str:
         if result["passes"] == passes:
             cell = "-"
             if "milliseconds" in result:
-                ratio = result.get("over_plain", math.nan)
-                cell = f"{result['milliseconds']['median']:.3g} ({ratio:.2f})"
+                cell = f"{result['milliseconds']['median']:.3g}"
+                if "over_plain" in result:
+                    cell += f" ({result['over_plain']:.2f})"
             of_row = cells.setdefault((result["row"], result["option"]), {})
             of_row[result["candidate"]] = cell
     lines += [[*index, *(of_row.get(n, "-") for n in names)] for index, of_row in cells.items()]
