@@ -107,8 +107,9 @@ class Tiles:
         Of its key blocks, which run from the last that a row sees to the first: how many they are;
         how many steps must be exact, those with a mask at the near edge; with a lower bound, how
         many come before those with a mask at the far edge, and the end of the first one, in blocks.
-        Where no block is without a mask, all steps are exact. A tile that sees nothing takes one
-        block, fully masked, so that every tile has a first one.
+        Where no block is without a mask, all steps are exact, but those beside ids before the rows'
+        own keys. A tile that sees nothing takes one block, fully masked, so that every tile has a
+        first one.
         """
         p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv
         if p.by_batch:
@@ -167,9 +168,32 @@ class Tiles:
         first = jnp.clip(blocks.first, 0, end - 1)
         unmasked, first_unmasked = jnp.clip(blocks.end_unmasked, 0, end), blocks.first_unmasked
         count, any_unmasked = end - first, first_unmasked < unmasked
-        exact = jnp.where(any_unmasked, end - unmasked + one_more, count)
-        near = jnp.where(any_unmasked, end - jnp.maximum(first_unmasked, first), count)
+        all_masked = count
+        if ids is not None and not self.problem.dynamic:
+            all_masked = jnp.where(self._see_themselves(*ids), end - self._own_blocks, count)
+            all_masked = jnp.clip(all_masked, 1, count)
+        exact = jnp.where(any_unmasked, end - unmasked + one_more, all_masked)
+        near = jnp.where(any_unmasked, end - jnp.maximum(first_unmasked, first), all_masked)
         return jnp.stack([count, exact, near, end], axis=-1)
+
+    @property
+    def _own_blocks(self) -> np.ndarray:
+        """The key block in which the first row of each tile has its own number, `[tiles]`."""
+        return np.arange(self.per_head) * self.config.block_q // self.config.block_kv
+
+    def _see_themselves(self, query_ids: jax.Array, key_ids: jax.Array) -> jax.Array | np.ndarray:
+        """Whether each row of a tile sees the key of its own number, `[B, tiles]`.
+
+        Then every row has a key in the blocks from that of the tile's first row on, and those
+        before them, even with a mask, need not be exact.
+        """
+        p = self.problem
+        has_self = (p.lowest is None or p.lowest <= 0) and (p.highest is None or p.highest >= 0)
+        if not has_self or p.query_length > p.key_length:
+            return np.zeros((1, self.per_head), bool)
+        equal = query_ids == key_ids[:, : p.query_length]
+        equal = jnp.pad(equal, ((0, 0), (0, self.rows - p.query_length)), constant_values=True)
+        return equal.reshape(equal.shape[0], self.per_head, -1).all(-1)
 
     def _first_key_is_seen(self, sharing: segments.Sharing, block: jax.Array) -> jax.Array:
         """Whether ids let all rows of a tile see the first key of a block, `[B, tiles]` int32.

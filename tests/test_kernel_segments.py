@@ -168,6 +168,20 @@ def test_key_blocks_of_query_tiles(ids, bounds, dynamic, width):
             assert (np.diff(far.astype(int), axis=1) >= 0).all()  # nothing is behind the interval
 
 
+@pytest.mark.parametrize("width", [64, 256])
+def test_rows_that_see_themselves_need_few_exact_steps(width):
+    """Of causal documents, only blocks that hold keys of the tile's own rows."""
+    ids = jnp.sort(jax.random.randint(jax.random.key(0), (BATCH, 900), 0, 9))
+    tiles = Tiles(problem((ids, ids), (None, 0)), config.default(width, segmented=True).forward)
+    count, exact, near, end = np.moveaxis(np.asarray(tiles.key_blocks_of(None, (ids, ids))), -1, 0)
+    first_row = np.arange(tiles.per_head) * tiles.config.block_q
+    np.testing.assert_array_equal(exact, end - first_row // tiles.config.block_kv)
+    assert (near < count).any()
+    # Not where ids of rows and of their own keys differ.
+    other = tiles.key_blocks_of(None, (ids, jnp.roll(ids, 1, axis=1)))
+    assert (np.asarray(other)[..., 1] > exact).any()
+
+
 @by_ids
 @pytest.mark.parametrize(("bounds", "dynamic", "width"), CASES)
 def test_query_blocks_of_key_tiles(ids, bounds, dynamic, width):
