@@ -107,9 +107,8 @@ class Tiles:
         Of its key blocks, which run from the last that a row sees to the first: how many they are;
         how many steps must be exact, those with a mask at the near edge; with a lower bound, how
         many come before those with a mask at the far edge, and the end of the first one, in blocks.
-        Where no block is without a mask, all steps are exact, but those beside ids before the rows'
-        own keys. A tile that sees nothing takes one block, fully masked, so that every tile has a
-        first one.
+        Where some row sees no key, all steps are exact. A tile that sees nothing takes one block,
+        fully masked, so that every tile has a first one.
         """
         p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv
         if p.by_batch:
@@ -129,8 +128,12 @@ class Tiles:
         first = np.clip((first_row + p.lowest) // block_kv, 0, end - 1)
         first_unmasked = np.maximum(0, -(-(last_row + p.lowest) // block_kv))
         blocks, any_unmasked = end - first, first_unmasked < unmasked
-        exact = np.where(any_unmasked, end - unmasked, blocks)
-        near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), blocks)
+        # Then steps at the far edge may trust the maximum, as each row has seen its last key.
+        all_see = last_row + p.lowest < p.key_length
+        if p.highest is not None:
+            all_see &= first_row + p.highest >= 0
+        exact = np.where(all_see, end - unmasked, blocks)
+        near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), exact)
         return np.stack([blocks, exact, near, end], axis=1).astype(np.int32)
 
     def reach(self, intervals: jax.Array | None) -> run_time_intervals.Reach:
@@ -168,7 +171,7 @@ class Tiles:
         first = jnp.clip(blocks.first, 0, end - 1)
         unmasked, first_unmasked = jnp.clip(blocks.end_unmasked, 0, end), blocks.first_unmasked
         count, any_unmasked = end - first, first_unmasked < unmasked
-        all_masked = count
+        all_masked = count  # how many are exact where none is without a mask
         if ids is not None and not self.problem.dynamic:
             all_masked = jnp.where(self._see_themselves(*ids), end - self._own_blocks, count)
             all_masked = jnp.clip(all_masked, 1, count)
