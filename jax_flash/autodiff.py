@@ -27,7 +27,7 @@ from jax_flash.masks import Visibility
 from jax_flash.sharding import over_devices, placed, vary_alike
 from pallas_kernels import backward, dropout, forward, segments
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels.config import SUPPORTED_WIDTHS, Config, Problem, default
+from pallas_kernels.config import SUPPORTED_WIDTHS, Config, Problem, default, sees_itself
 from pallas_kernels.elements import BIAS_DTYPES, Elements
 from pallas_kernels.primitives import interpreting
 
@@ -134,7 +134,7 @@ def _prepared(call: Call):
         highest=highest,
         dynamic=bool(intervals),
         segmented=bool(ids),
-        all_count=bool(ids) and are_one and not intervals and _has_self(lowest, highest),
+        all_count=bool(ids) and are_one and not intervals and sees_itself(lowest, highest),
         has_mask=has_mask,
         has_bias=has_bias,
         soft_cap=call.logits_soft_cap,
@@ -251,11 +251,6 @@ def _bounds(
     if highest is not None:
         highest = max(highest, -query_length) if highest < key_length - 1 else None
     return lowest, highest
-
-
-def _has_self(lowest: int | None, highest: int | None) -> bool:
-    """Whether every position sees itself by these bounds."""
-    return (lowest is None or lowest <= 0) and (highest is None or highest >= 0)
 
 
 def _zero_all_unseen(query, key, value, problem: Problem, intervals: tuple, ids: tuple):

@@ -167,6 +167,11 @@ class Problem:
         return jax.ShapeDtypeStruct(shape, self.dtype)
 
 
+def sees_itself(lowest: int | None, highest: int | None) -> bool:
+    """Whether by `Problem`'s bounds every query sees the key of its own number."""
+    return (lowest is None or lowest <= 0) and (highest is None or highest >= 0)
+
+
 def whole_tiles(width: int) -> int:
     """Columns rounded up to a multiple of 64, of which operands have their tiles."""
     return -(-width // 64) * 64

@@ -46,7 +46,7 @@ from jax import lax
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import online_softmax, scheduler, segments
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import ForwardConfig, Problem
+from pallas_kernels.config import ForwardConfig, Problem, sees_itself
 from pallas_kernels.dropout import DropoutRefs, Words, as_operand
 from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements
@@ -173,16 +173,12 @@ class Tiles:
         count, any_unmasked = end - first, first_unmasked < unmasked
         all_masked = count  # how many are exact where none is without a mask
         if ids is not None and not self.problem.dynamic:
-            all_masked = jnp.where(self._see_themselves(*ids), end - self._own_blocks, count)
+            own_block = np.arange(self.per_head) * block_q // block_kv  # of the tile's first row
+            all_masked = jnp.where(self._see_themselves(*ids), end - own_block, count)
             all_masked = jnp.clip(all_masked, 1, count)
         exact = jnp.where(any_unmasked, end - unmasked + one_more, all_masked)
         near = jnp.where(any_unmasked, end - jnp.maximum(first_unmasked, first), all_masked)
         return jnp.stack([count, exact, near, end], axis=-1)
-
-    @property
-    def _own_blocks(self) -> np.ndarray:
-        """The key block in which the first row of each tile has its own number, `[tiles]`."""
-        return np.arange(self.per_head) * self.config.block_q // self.config.block_kv
 
     def _see_themselves(self, query_ids: jax.Array, key_ids: jax.Array) -> jax.Array | np.ndarray:
         """Whether each row of a tile sees the key of its own number, `[B, tiles]`.
@@ -191,8 +187,7 @@ class Tiles:
         before them, even with a mask, need not be exact.
         """
         p = self.problem
-        has_self = (p.lowest is None or p.lowest <= 0) and (p.highest is None or p.highest >= 0)
-        if not has_self or p.query_length > p.key_length:
+        if not sees_itself(p.lowest, p.highest) or p.query_length > p.key_length:
             return np.zeros((1, self.per_head), bool)
         equal = query_ids == key_ids[:, : p.query_length]
         equal = jnp.pad(equal, ((0, 0), (0, self.rows - p.query_length)), constant_values=True)
