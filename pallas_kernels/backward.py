@@ -235,9 +235,9 @@ def _build_main(
     )
     early_weights = early_weights and not problem.has_elements
     # Where there are no registers for dP' at a time.
-    weights_first = problem.has_elements or (
-        has_cap and (has_dropout or (problem.by_batch and width <= 64))
-    )
+    with_ids = problem.segmented and (problem.dynamic or not with_query_gradient)
+    crowded = has_dropout or with_ids or (problem.by_batch and width <= 64)
+    weights_first = problem.has_elements or (has_cap and crowded)
     registers = config.registers
     if has_cap and problem.by_batch and with_query_gradient and width == 128:
         registers = (232, 40)  # the producer spills with fewer
@@ -420,6 +420,7 @@ def _build_main(
                     plgpu.barrier_wait(q_full.at[slot])
                     issue_logits(slot, index)
                     issue_late_dq(1 - parity, index)
+                    equal_ids = mask.equal_ids(j) if mask is not None else None  # while S' is made
                     loaded = load_elements(j)
                     weights = load_weights(loaded, wait_n=1)
                     if width <= 64:  # there are registers for it beside dQ
@@ -433,8 +434,6 @@ def _build_main(
                         plgpu.barrier_wait(o_full.at[o_slot])
                     if width > 64:
                         weights = dropped(weights, key_words, slot)
-                    # Between dQ and dP' there are registers for it.
-                    equal_ids = mask.equal_ids(j) if mask is not None else None
                     issue_d_weights(o_slot)
                     weights = masked(weights, mask, j, equal_ids, loaded)
                     operand = as_operand(weights, problem)

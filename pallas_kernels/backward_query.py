@@ -56,9 +56,9 @@ from pallas_kernels.primitives import (
     equal_columns,
     fresh_zero,
     interpreting,
+    keep_bits,
     keep_columns_from,
     keep_columns_to,
-    keep_equal,
     load_intervals,
     load_rows,
     zero_tile,
@@ -341,7 +341,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     return load_intervals(mask_refs[0].at[batch], first_row(), last_row)
 
                 weights = hide(weights, problem, first_row, key_block * block_kv, bounds, fill)
-                return weights if equal_ids is None else keep_equal(weights, equal_ids, fill)
+                return weights if equal_ids is None else keep_bits(weights, equal_ids, fill)
 
             def compute(dq_acc, s_acc, dp_acc):
                 start = per_row(start_ref) * (1.0 if has_cap else factor)

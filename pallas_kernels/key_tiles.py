@@ -19,13 +19,15 @@ from pallas_kernels.dropout import Words
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.primitives import (
     HAND_ORDERED,
+    bits_from,
+    bits_to,
     div_rem,
     equal_columns,
     fresh_rows,
     fresh_zero,
+    keep_bits,
     keep_columns_from,
     keep_columns_to,
-    keep_equal,
     load_intervals,
     load_rows,
 )
@@ -356,16 +358,17 @@ class Walk:
           fill: what stands there, where it is not 0.
           own_first_key: of the consumer, in the tile.
         """
-        place = self.locate(index)
-        first_key = place[0] * self.tiles.block_kv + own_first_key
-        query_block = from_block - j
-        if self.tiles.problem.dynamic:
-            weights = self._masked_by_intervals(weights, place, first_key, query_block, fill)
-        else:
-            weights = self._masked_by_bounds(weights, place, first_key, query_block, fill)
-        if equal_ids is not None:
-            weights = keep_equal(weights, equal_ids, fill)
-        return weights
+        first, last = self._seeing_columns(self.locate(index), from_block - j, own_first_key)
+        if equal_ids is None:
+            if first is not None:
+                weights = keep_columns_from(weights, first, fill)
+            return weights if last is None else keep_columns_to(weights, last, fill)
+        # Bits of bounds too, so that there is one select an element.
+        if first is not None:
+            equal_ids = bits_from(equal_ids, first)
+        if last is not None:
+            equal_ids = bits_to(equal_ids, last)
+        return keep_bits(weights, equal_ids, fill)
 
     def equal_ids(self, j, *, index, from_block, own_first_key: int):
         """Where keys and queries have equal segment ids, for `masked`; None if there are no ids.
@@ -382,31 +385,32 @@ class Walk:
         block_q = self.tiles.block_q
         return equal_columns(ids, query_ids_ref.at[batch], (from_block - j) * block_q, block_q)
 
-    def _masked_by_intervals(self, weights, place, first_key, query_block, fill):
-        block_q, seeing_ref = self.tiles.block_q, self.more_refs[0]
-        batch, last_key = self.batch_of(place), self.tiles.per_head * self.tiles.block_kv - 1
-        first, end = load_intervals(seeing_ref.at[batch], first_key, last_key)
-        weights = keep_columns_from(weights, first - query_block * block_q, fill)
-        return keep_columns_to(weights, end - (query_block * block_q + 1), fill)
-
-    def _masked_by_bounds(self, weights, place, first_key, query_block, fill):
-        problem, block_q = self.tiles.problem, self.tiles.block_q
+    def _seeing_columns(self, place, query_block, own_first_key: int):
+        """First and last column of a step that see each key but for ids, `(64,)`; None for all."""
+        tiles, problem = self.tiles, self.tiles.problem
+        first_key = place[0] * tiles.block_kv + own_first_key
+        first_query = query_block * tiles.block_q
+        if problem.dynamic:
+            last_key = tiles.per_head * tiles.block_kv - 1
+            seeing_ref = self.more_refs[0].at[self.batch_of(place)]
+            begin, end = load_intervals(seeing_ref, first_key, last_key)
+            return begin - first_query, end - (first_query + 1)
         if not problem.has_far_edge:
-            key = plgpu.broadcasted_iota(jnp.int32, weights.shape[:1], 0, layout=_KEYS)
-        else:  # an iota would stay in registers across all three loops
+            key = plgpu.broadcasted_iota(jnp.int32, (_CONSUMER_KEYS,), 0, layout=_KEYS)
+        else:  # an iota would stay in registers across all loops
             key = fresh_rows()
         key = key + first_key
-        if problem.highest is not None or self.tiles.ragged:
-            first_seeing = jnp.zeros_like(key)
+        first: jax.Array | None = None
+        last: jax.Array | None = None
+        if problem.highest is not None or tiles.ragged:
+            first = jnp.zeros_like(key)
             if problem.highest is not None:
-                first_seeing = key - (query_block * block_q + problem.highest)
-            if self.tiles.ragged:
-                first_seeing = jnp.where(key < problem.key_length, first_seeing, block_q)
-            weights = keep_columns_from(weights, first_seeing, fill)
+                first = key - (first_query + problem.highest)
+            if tiles.ragged:
+                first = jnp.where(key < problem.key_length, first, tiles.block_q)
         if problem.lowest is not None:
-            last_seeing = key - (query_block * block_q + problem.lowest)
-            weights = keep_columns_to(weights, last_seeing, fill)
-        return weights
+            last = key - (first_query + problem.lowest)
+        return first, last
 
     @property
     def has_elements_of_queries(self) -> bool:

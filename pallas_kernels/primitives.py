@@ -379,8 +379,8 @@ def _keep_columns(tile, bound, fill, predicate, compare):
 
     @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS), return_type=shape)
     def keep(_, tile, bound):
-        first_column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
-        bounds = [arith.subi(_scalar(r), first_column) for r in bound.registers.flat]
+        own_column = _own_column()
+        bounds = [arith.subi(_scalar(r), own_column) for r in bound.registers.flat]
         filler = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), fill))
         out = tile.registers.copy()
         for index, group, half, pair in _fragments(tile.registers):
@@ -393,7 +393,9 @@ def _keep_columns(tile, bound, fill, predicate, compare):
     return keep(tile, bound)
 
 
-def keep_equal_columns(tile: jax.Array, rows: jax.Array, ref, first, fill: float) -> jax.Array:
+def keep_equal_columns(
+    tile: jax.Array, rows: jax.Array, ref, first, fill: float, last: jax.Array | None = None
+) -> jax.Array:
     """`(64, n)` float32 tile where a row's value is equal to a column's, else `fill`.
 
     Args:
@@ -401,18 +403,29 @@ def keep_equal_columns(tile: jax.Array, rows: jax.Array, ref, first, fill: float
       rows: `(64,)` int32.
       ref: a one-dimensional int32 view of global memory, of the columns' values from `first` on;
         that place is aligned to 8 bytes.
+      last: None, or `(64,)` int32, where a row's columns behind last[row] are `fill` too.
     """
     if interpreting():
-        columns = ref[pl.ds(first, tile.shape[1])]
-        return jnp.where(rows[:, None] == columns[None, :], tile, fill)
+        keep = rows[:, None] == ref[pl.ds(first, tile.shape[1])][None, :]
+        if last is not None:
+            keep &= lax.broadcasted_iota(jnp.int32, tile.shape, 1) <= last[:, None]
+        return jnp.where(keep, tile, fill)
 
     shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
     splat = plgpu.Layout.WG_SPLAT
+    bounds = () if last is None else (last,)
+    layouts = _TILE, _ROWS, plgpu.RefType(), splat, *[_ROWS] * len(bounds)
+    keep_both = (
+        "{ .reg .pred p; setp.ge.s32 p, $1, $2;"
+        " setp.eq.and.s32 p, $3, $4, p; selp.f32 $0, $5, $6, p; }"
+    )
 
-    @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS, plgpu.RefType(), splat), return_type=shape)
-    def keep(_, tile, rows, ref, first):
+    @plgpu.inline_mgpu(arg_types=layouts, return_type=shape)
+    def keep(_, tile, rows, ref, first, *bounds):
         read_pair = _pair_reader(ref, first)
         own = [_scalar(r) for r in rows.registers.flat]
+        own_column = _own_column()
+        limits = [arith.subi(_scalar(r), own_column) for x in bounds for r in x.registers.flat]
         filler = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), fill))
         out = tile.registers.copy()
         columns: dict[int, list] = {}
@@ -420,16 +433,22 @@ def keep_equal_columns(tile: jax.Array, rows: jax.Array, ref, first, fill: float
             if group not in columns:
                 columns[group] = read_pair(group)
             for e, value in enumerate(columns[group]):
-                is_equal = arith.cmpi(arith.CmpIPredicate.eq, own[half], value)
-                pair = _insert(pair, arith.select(is_equal, _extract(pair, e), filler), e)
+                x = _extract(pair, e)
+                if last is None:
+                    is_equal = arith.cmpi(arith.CmpIPredicate.eq, own[half], value)
+                    kept = arith.select(is_equal, x, filler)
+                else:  # LLVM would make two selects of a conjunction
+                    operands = [limits[half], _i32(8 * group + e), own[half], value, x, filler]
+                    kept = _asm(keep_both, "=f,r,n,r,r,f,f", operands, ir.F32Type.get())
+                pair = _insert(pair, kept, e)
             out[index] = pair
         return _like(tile, out)
 
-    return keep(tile, rows, ref, jnp.int32(first))
+    return keep(tile, rows, ref, jnp.int32(first), *bounds)
 
 
 def equal_columns(rows: jax.Array, ref, first, columns: int) -> jax.Array:
-    """Where a row's value is equal to a column's, for `keep_equal` alone.
+    """Where a row's value is equal to a column's, for `bits_from`, `bits_to` and `keep_bits` alone.
 
     Every thread has a bit for each of its elements, two registers in all. The result passes for one
     of a value a row, which it is not: each thread of a quad has bits of its own.
@@ -465,27 +484,63 @@ def equal_columns(rows: jax.Array, ref, first, columns: int) -> jax.Array:
     return equal(rows, ref, jnp.int32(first))
 
 
-def keep_equal(tile: jax.Array, equal: jax.Array, fill: float) -> jax.Array:
-    """`(64, n)` float32 tile where `equal_columns` found equality, else `fill`."""
+def bits_from(bits: jax.Array, first: jax.Array) -> jax.Array:
+    """What `equal_columns` gave, without columns < first[row]; first is `(64,)` int32."""
     if interpreting():
-        return jnp.where(equal, tile, fill)
+        return bits & (lax.broadcasted_iota(jnp.int32, bits.shape, 1) >= first[:, None])
+    return _bits_masked(bits, first, 0)
+
+
+def bits_to(bits: jax.Array, last: jax.Array) -> jax.Array:
+    """What `equal_columns` gave, without columns > last[row]; last is `(64,)` int32."""
+    if interpreting():
+        return bits & (lax.broadcasted_iota(jnp.int32, bits.shape, 1) <= last[:, None])
+    return _bits_masked(bits, last + 1, -1)
+
+
+def _bits_masked(bits, bound, flip: int):
+    """Bits from bound[row] on, or with flip = -1 those before it."""
+    shape = plgpu.ShapeDtypeStruct((64,), jnp.int32, layout=_ROWS)
+
+    @plgpu.inline_mgpu(arg_types=(_ROWS, _ROWS), return_type=shape)
+    def mask(_, bits, bound):
+        i32 = ir.IntegerType.get_signless(32)
+        own_column, masked = _own_column(), []
+        for word, row_bound in zip(bits.registers.flat, bound.registers.flat, strict=True):
+            # A thread has two of 8 columns: of those before the bound there are so many its own.
+            before = arith.maxsi(arith.subi(_scalar(row_bound), own_column), _i32(0))
+            groups, rest = arith.shrui(before, _i32(3)), arith.andi(before, _i32(7))
+            count = arith.addi(arith.addi(groups, groups), arith.minsi(rest, _i32(2)))
+            # The shift by PTX, as 32 and more shift all out there.
+            kept = _asm("shl.b32 $0, -1, $1;", "=r,r", [count], i32)
+            kept = arith.xori(kept, _i32(flip)) if flip else kept
+            masked.append(arith.andi(_scalar(word), kept))
+        return _rows_like(bits, masked)
+
+    return mask(bits, bound)
+
+
+def keep_bits(tile: jax.Array, bits: jax.Array, fill: float) -> jax.Array:
+    """`(64, n)` float32 tile where the bit of `equal_columns` is set, else `fill`."""
+    if interpreting():
+        return jnp.where(bits, tile, fill)
 
     shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS), return_type=shape)
-    def keep(_, tile, equal):
+    def keep(_, tile, bits):
         filler = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), fill))
-        bits = [_scalar(r) for r in equal.registers.flat]
+        words = [_scalar(r) for r in bits.registers.flat]
         out = tile.registers.copy()
         for index, group, half, pair in _fragments(tile.registers):
             for e in range(2):
-                bit = arith.andi(bits[half], _bit(2 * group + e))
+                bit = arith.andi(words[half], _bit(2 * group + e))
                 ok = arith.cmpi(arith.CmpIPredicate.ne, bit, _i32(0))
                 pair = _insert(pair, arith.select(ok, _extract(pair, e), filler), e)
             out[index] = pair
         return _like(tile, out)
 
-    return keep(tile, equal)
+    return keep(tile, bits)
 
 
 # --- dropout -------------------------------------------------------------------------------------
@@ -1105,7 +1160,7 @@ def load_elements(ref, first_row, first_column, columns: int, *, transposed: boo
         (row_count, column_count), (row_stride, column_stride) = sizes, strides
         bits = like.mlir_dtype.width
         by_pair = column_count > 1 and column_stride == 1 and column_count % 2 == 0
-        own_column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
+        own_column = _own_column()
         column = arith.addi(first_column.registers[()], own_column)
         limit = None
         if _needs_limit(column_count, columns):
@@ -1207,7 +1262,7 @@ def load_bits(ref, first_row, first_column, columns: int) -> jax.Array:
             rows = [_clamped(row, half, _i32(row_count - 1)) for half in range(2)]
             addresses = [arith.addi(base, _bytes_to(row, 4 * word_count)) for row in rows]
 
-        own_shift = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
+        own_shift = _own_column()
 
         def read(address):
             """The words of a row, whose lowest bit is that of this thread's first column."""
@@ -1932,6 +1987,11 @@ def _own_row():
     return arith.addi(arith.muli(arith.shrui(thread, _i32(5)), _i32(16)), row_of_warp)
 
 
+def _own_column():
+    """The first of this thread's columns of a (64, n) tile; it has two of each 8."""
+    return arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
+
+
 def _clamped(row, half: int, last):
     """`row` of the upper or the lower half of the thread's rows, or `last` if that comes before."""
     return arith.minsi(arith.addi(row, _i32(8 * half)), last)
@@ -1968,7 +2028,7 @@ def _bytes_to(index, unit: int):
 def _pair_reader(ref, first):
     """What reads, of 8 columns from `first` + 8 * group on, the int32 of this thread's two."""
     i32 = ir.IntegerType.get_signless(32)
-    own_column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(2))
+    own_column = _own_column()
     offset = arith.muli(arith.addi(first.registers[()], own_column), _i32(4))
     address = _global_address(ref, offset)
 

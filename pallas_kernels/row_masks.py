@@ -66,17 +66,20 @@ class RowMasks:
         """
         problem = self.problem
         is_ragged = problem.key_length % self.block_kv != 0
+        last = None
         if near and (problem.dynamic or problem.highest is not None or is_ragged):
-            logits = self._masked_near(logits, first_row, first_key, bounds)
+            last = self._last_columns(first_row, first_key, bounds)
+        if last is not None and ids is None:
+            logits = keep_columns_to(logits, last, -jnp.inf)
         if problem.dynamic or problem.lowest is not None:
             logits = self._masked_far(logits, first_row, first_key, bounds)
         if ids is not None:
             row_ids, key_ids, first_id = ids
-            logits = keep_equal_columns(logits, row_ids, key_ids, first_id, -jnp.inf)
+            logits = keep_equal_columns(logits, row_ids, key_ids, first_id, -jnp.inf, last)
         return logits
 
-    def _masked_near(self, logits, first_row, first_key, bounds):
-        """Logits with -inf where a key is behind the last of its row, or there is none."""
+    def _last_columns(self, first_row, first_key, bounds):
+        """The last key that there is of those each row sees, from the first of the tile on."""
         last = jnp.int32(self.problem.key_length - 1)
         if bounds is not None:
             last = bounds[1] - 1
@@ -84,7 +87,7 @@ class RowMasks:
             last = jnp.minimum(_numbers() + (first_row + self.problem.highest), last)
         else:
             last = in_each_row(last)
-        return keep_columns_to(logits, last - first_key, -jnp.inf)
+        return last - first_key
 
     def _masked_far(self, logits, first_row, first_key, bounds):
         """Logits with -inf where a key is before the first of its row."""

@@ -12,8 +12,8 @@ import numpy as np
 
 _GREEDY_LIMIT = 1 << 15  # above it a plain deal is as even, and the simulation takes seconds
 # In steps. A thread block's launch, first loads and last stores take 1.3 steps: half a percent of
-# the first, 2% of the second, which is for tiles whose costs a deal could only guess.
-_LONG_TILE, _LONG_UNKNOWN_TILE = 256, 64
+# the first, 1.4% of the second, which is for tiles whose costs a deal could only guess.
+_LONG_TILE, _LONG_UNKNOWN_TILE = 256, 96
 
 
 def heads_per_section(

@@ -39,9 +39,11 @@ ELEMENT_WIDTHS = {
 SEGMENTS = [
     (64, "causal", False, False),
     (96, "causal", False, False),
+    (128, "causal", False, False),
     (128, "lengths", True, False),
     (160, "window", False, False),
     (64, "causal", False, True),
+    (128, "full", True, True),
     (128, "lengths", True, True),
     (160, "window", False, True),
 ]
