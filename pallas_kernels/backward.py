@@ -420,7 +420,9 @@ def _build_main(
                     plgpu.barrier_wait(q_full.at[slot])
                     issue_logits(slot, index)
                     issue_late_dq(1 - parity, index)
-                    equal_ids = mask.equal_ids(j) if mask is not None else None  # while S' is made
+                    equal_ids = None
+                    if mask is not None and not has_dropout:  # while S' is made
+                        equal_ids = mask.equal_ids(j)
                     loaded = load_elements(j)
                     weights = load_weights(loaded, wait_n=1)
                     if width <= 64:  # there are registers for it beside dQ
@@ -434,6 +436,8 @@ def _build_main(
                         plgpu.barrier_wait(o_full.at[o_slot])
                     if width > 64:
                         weights = dropped(weights, key_words, slot)
+                    if mask is not None and has_dropout:  # only now are there registers for it
+                        equal_ids = mask.equal_ids(j)
                     issue_d_weights(o_slot)
                     weights = masked(weights, mask, j, equal_ids, loaded)
                     operand = as_operand(weights, problem)

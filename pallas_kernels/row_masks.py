@@ -69,8 +69,8 @@ class RowMasks:
         last = None
         if near and (problem.dynamic or problem.highest is not None or is_ragged):
             last = self._last_columns(first_row, first_key, bounds)
-        if last is not None and ids is None:
-            logits = keep_columns_to(logits, last, -jnp.inf)
+        if last is not None and (ids is None or problem.dropout):  # with it registers are short
+            logits, last = keep_columns_to(logits, last, -jnp.inf), None
         if problem.dynamic or problem.lowest is not None:
             logits = self._masked_far(logits, first_row, first_key, bounds)
         if ids is not None:
