@@ -677,8 +677,8 @@ def test_a_thread_block_for_each_piece_takes_them_in_order(tile_count, reverse):
     [
         (1000, [1, 511], True, 132),
         (1000, [1, 512], True, 1000),
-        (1000, [1, 127], False, 132),
-        (1000, [1, 128], False, 1000),
+        (1000, [1, 191], False, 132),
+        (1000, [1, 192], False, 1000),
         (100, [1, 1], True, 100),
         (100, [900, 900], True, 100),
     ],
@@ -692,11 +692,11 @@ def test_long_tiles_have_a_thread_block_each(pieces, steps, is_known, expected):
     [
         (16384, {}, False, False, 132),  # 256 steps
         (16448, {}, False, False, 129 * 20),
-        (4096, {}, True, False, 132),
-        (4160, {}, True, False, 33 * 20),
-        (4160, {"highest": 0}, False, True, 132),
-        (8192, {"highest": 0}, False, False, 132),
-        (8192, {"highest": 0}, False, True, 64 * 20),  # 65 steps in the mean
+        (6144, {}, True, False, 132),
+        (6208, {}, True, False, 49 * 20),
+        (12160, {"highest": 0}, False, True, 132),  # 96 steps in the mean
+        (12288, {"highest": 0}, False, False, 132),
+        (12288, {"highest": 0}, False, True, 96 * 20),
         (32768, {"highest": 0}, False, False, 256 * 20),
         (16384, {"highest": 0, "lowest": -1000}, False, False, 132),
     ],
