@@ -225,6 +225,8 @@ class ForwardConfig:
         must be registers, not after it and the product that is open beside it.
       early_values: wait for V of a step before the output of the step before is there, not after.
         ptxas moves nothing over such a wait, so that exponentials are computed under that product.
+      products_first: a consumer's turn lasts until both of its products have ended, and only then
+        does it compute weights; else until they are issued, and it computes under the second.
     """
 
     consumers: int
@@ -237,6 +239,7 @@ class ForwardConfig:
     thread_blocks: int = SM_COUNT
     elements_early: bool = False
     early_values: bool = False
+    products_first: bool = False
 
     def __post_init__(self):
         _need(self.consumers >= 2, "consumers", self.consumers, "at least 2, to take turns")
@@ -260,10 +263,12 @@ class ForwardFP8Config(ForwardConfig):
     Attributes:
       value_stages: slots of the circular buffer of turned V.
       promotes: add up the output in float32, not with the 14 bits of Hopper's FP8 products.
+      keeps_row_scales: in registers for all steps of a tile, instead of loading them in each.
     """
 
     value_stages: int = 2
     promotes: bool = False
+    keeps_row_scales: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -386,7 +391,14 @@ _TWO_CONSUMERS = ForwardConfig(
 # Width of the wider of key and value, in whole tiles -> settings. What others gave is in README.md.
 FORWARD = {
     # Three consumers, as a third softmax under two others' products keeps the exponentials going.
-    64: ForwardConfig(consumers=3, block_kv=128, stages=3, query_buffers=2, registers=(160, 32)),
+    64: ForwardConfig(
+        consumers=3,
+        block_kv=128,
+        stages=3,
+        query_buffers=2,
+        registers=(160, 32),
+        products_first=True,
+    ),
     128: dataclasses.replace(_TWO_CONSUMERS, early_values=True),
     # 128 keys and two stages would take 288 KB of shared memory.
     192: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=2, registers=(240, 24)),
@@ -406,17 +418,32 @@ FORWARD_NARROW = _TWO_CONSUMERS
 
 # The same in FP8, whose operands have 64, 128 or 256 columns.
 FORWARD_FP8 = {
-    64: ForwardFP8Config(consumers=3, block_kv=128, stages=2, query_buffers=2, registers=(160, 32)),
+    64: ForwardFP8Config(
+        consumers=3,
+        block_kv=128,
+        stages=2,
+        query_buffers=2,
+        registers=(160, 32),
+        products_first=True,
+        keeps_row_scales=True,
+    ),
     128: ForwardFP8Config(
         consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(224, 56)
     ),
     # 128 keys a step and the output take all registers.
-    256: ForwardFP8Config(consumers=2, block_kv=64, stages=2, query_buffers=1, registers=(224, 56)),
+    256: ForwardFP8Config(
+        consumers=2,
+        block_kv=64,
+        stages=2,
+        query_buffers=1,
+        registers=(224, 56),
+        keeps_row_scales=True,
+    ),
 }
 
 # Three consumers would spill 4 to 32 bytes.
 FORWARD_FP8_SEGMENTED = FORWARD_FP8 | {
-    64: dataclasses.replace(FORWARD_FP8[64], consumers=2, registers=(224, 56))
+    64: dataclasses.replace(FORWARD_FP8[64], consumers=2, registers=(224, 56), products_first=False)
 }
 
 # With sums in float32. At width 256 they do not fit beside the output.
@@ -524,6 +551,8 @@ def default(
             forward = FORWARD_LATENT
         elif widest == 64 and (segmented or (window is not None and window <= NARROW_WINDOW)):
             forward = FORWARD_NARROW
+    if soft_cap:  # at width 64, 20 to 32 bytes would spill
+        forward = dataclasses.replace(forward, products_first=False)
     backward = BACKWARD_BOXES if widest == 128 and in_boxes else BACKWARD[widest]
     backward_query = (BACKWARD_QUERY_ELEMENTS if has_elements else BACKWARD_QUERY)[widest]
     return Config(forward, backward, backward_query)

@@ -56,6 +56,7 @@ from pallas_kernels.primitives import (
     BlockVote,
     NamedBarriers,
     SharedZeros,
+    code_fence,
     div_rem,
     fence_async_shared,
     fresh_zero,
@@ -433,7 +434,7 @@ def _build(
         # Elements that come late take the registers of weights that no product reads any more.
         elements_early = config.elements_early and not elements.wide
         late = loads_elements and not elements_early
-        open_products = 0 if late else value_columns.tiles
+        open_products = 0 if late or config.products_first else value_columns.tiles
         turn, k_free, v_free, q_free, block_vote, unseen_values = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -631,10 +632,18 @@ def _build(
                     take_turn()
                     issue_logits(query_buffer(index), k_slot)
                     issue_output(weights, v_slot)
-                    pass_turn()
+                    if not config.products_first:
+                        pass_turn()
                     loaded = load_elements(lambda: number, j)
                     products = load_logits()
-                    k_free.arrive(k_slot)
+                    if config.products_first:
+                        output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+                        pass_turn()
+                        k_free.arrive(k_slot)
+                        v_free.arrive(v_slot)
+                        code_fence(end_block)
+                    else:
+                        k_free.arrive(k_slot)
                     correction = None
                     logits, factor = capped(products, loaded, problem)
                     if needs_mask and any_mask:
@@ -645,18 +654,19 @@ def _build(
                             logits, factor, headroom, limit, state
                         )
                     else:
-                        weights, state = online_softmax.go_on(logits, factor, state)
+                        weights, _, state = online_softmax.go_on(logits, factor, state)
                     first_key = (end_block - 1 - j) * block_kv
                     weights = dropout.negated(weights, words, batch, first_key)
-                    # A cast of the weights before the wait makes ptxas serialise every wgmma.
-                    weights, correction, state = lax.optimization_barrier(
-                        (weights, correction, state)
-                    )
-                    # A wait here keeps ptxas from computing the weights after the output product.
-                    if config.early_values:
-                        plgpu.barrier_wait(v_full.at[k_slot])
-                    output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-                    v_free.arrive(v_slot)
+                    if not config.products_first:
+                        # A cast of the weights before the wait makes ptxas serialise every wgmma.
+                        weights, correction, state = lax.optimization_barrier(
+                            (weights, correction, state)
+                        )
+                        # A wait here keeps ptxas from computing the weights after the product.
+                        if config.early_values:
+                            plgpu.barrier_wait(v_full.at[k_slot])
+                        output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+                        v_free.arrive(v_slot)
                     if correction is not None:
                         output *= spread(correction, output.shape)
                     o_acc[...] = output

@@ -47,7 +47,8 @@ from pallas_kernels.forward import Tiles
 from pallas_kernels.online_softmax import RowState, spread
 from pallas_kernels.primitives import (
     NamedBarriers,
-    any_from_256,
+    any_from,
+    code_fence,
     fence_async_shared,
     float8_operand,
     fresh_zero,
@@ -60,8 +61,10 @@ from pallas_kernels.primitives import (
 )
 from pallas_kernels.row_masks import ROWS, RowMasks
 
-# The largest weight of a row when its reference is made, and the one that asks for a new one.
-_HEADROOM, _LIMIT = -4.0, 8.0
+# The largest weight of a row when its reference is made, and the one that asks for a new one where
+# the maximum is looked for, as powers of 2. And the partial sum of a step that asks for one
+# elsewhere: none of its weights is beyond e4m3 then, and those of a thread, 16 of 2^4, make 2^8.
+_HEADROOM, _LIMIT, _SUM_LIMIT = -4.0, 8.0, 448.0
 
 
 class Scales(NamedTuple):
@@ -269,6 +272,13 @@ def _build(
                     last_row = problem.query_length - 1
                     return load_rows(row_scales_ref.at[batch, head], first_row_of(tile), last_row)
 
+                def row_scales_of(tile, batch, head):
+                    """What gives the scales of rows: loads them only then unless they are kept."""
+                    if not config.keeps_row_scales:
+                        return lambda: load_row_scales(tile, batch, head)
+                    row_scales = load_row_scales(tile, batch, head)
+                    return lambda: row_scales
+
                 def first_softmax(logits, tile, batch, head, row_scales):
                     """Of a tile's first key block."""
                     key_block = end_of(tile, batch) - 1
@@ -301,14 +311,15 @@ def _build(
                     output = (zero_tile(ROWS, value_columns.size),) if config.promotes else ()
                     return _Carry(to_float8(weights), output, state)
 
-                def key_step(j, carry, *, steps, index, tile, batch, head, end_block, near, far):
+                def key_step(j, carry, *, steps, index, place, row_scales, end_block, near, far):
                     """Logits of step j's key block together with the output of the step before."""
                     carry = _Carry(*carry)
+                    tile, batch, head = place
                     key_block = end_block - 1 - j
                     first_row, first_key = first_row_of(tile), key_block * block_kv
                     key_scale = key_scales_ref[batch, kv_head_of(head), key_block]
                     ratio = ratios_ref[batch, kv_head_of(head), key_block]
-                    row_scales = load_row_scales(tile, batch, head)
+                    own_scales = row_scales()
                     if near or far:
                         bounds = masks.load_bounds(batch, first_row)
                         ids = masks.load_ids(batch, first_row, first_key)
@@ -317,40 +328,63 @@ def _build(
                     take_turn()
                     issue_logits(query_buffer(index), k_slot)
                     issue_output(carry.weights, v_slot)
-                    pass_turn()
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    k_free.arrive(k_slot)
+                    if config.products_first:
+                        logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+                        output = end_output(carry)
+                        pass_turn()
+                        k_free.arrive(k_slot)
+                        v_free.arrive(v_slot)
+                        code_fence(key_block)
+                    else:
+                        pass_turn()
+                        logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                        k_free.arrive(k_slot)
                     if near or far:
                         logits = masks.masked(logits, first_row, first_key, bounds, ids, near=near)
-                    factor = row_scales * key_scale
+                    factor = own_scales * key_scale
                     correction = None
                     if near or far:
                         weights, correction, state = online_softmax.advance(
                             logits, factor, _HEADROOM, _LIMIT, carry.state
                         )
                     else:
-                        weights, state = online_softmax.go_on(logits, factor, carry.state)
-                    # A cast of the weights before the wait makes ptxas serialise every wgmma.
-                    weights, correction, state = lax.optimization_barrier(
-                        (weights, correction, state)
-                    )
-                    output = end_output(carry)
-                    v_free.arrive(v_slot)
+                        weights, sums, state = online_softmax.go_on(logits, factor, carry.state)
+                    if not config.products_first:
+                        # A cast of the weights before the wait makes ptxas serialise every wgmma.
+                        weights, correction, state = lax.optimization_barrier(
+                            (weights, correction, state)
+                        )
+                        output = end_output(carry)
+                        v_free.arrive(v_slot)
                     weights = to_float8(weights)
 
                     def again(output, *_):
-                        weights, correction, state = online_softmax.advance(
-                            logits, factor, _HEADROOM, _LIMIT, carry.state
+                        is_low = sums.max(axis=1) >= _SUM_LIMIT
+                        weights, correction, state = online_softmax.renew(
+                            logits, factor, _HEADROOM, is_low, carry.state
                         )
                         return output * spread(correction, output.shape), to_float8(weights), state
 
+                    def mend(output, weights, state):
+                        """What few steps need, behind one branch."""
+                        output, weights, state = lax.cond(
+                            any_too_large, again, lambda *x: x, output, weights, state
+                        )
+                        return output * ratio, weights, state
+
                     if correction is not None:
                         output *= spread(correction, output.shape)
+                        output = lax.cond(ratio == 1.0, lambda x: x, lambda x: x * ratio, output)
                     else:
+                        any_too_large = any_from(_SUM_LIMIT, sums)
                         output, weights, state = lax.cond(
-                            any_from_256(weights), again, lambda *x: x, output, weights, state
+                            any_too_large | (ratio != 1.0),
+                            mend,
+                            lambda *x: x,
+                            output,
+                            weights,
+                            state,
                         )
-                    output = lax.cond(ratio == 1.0, lambda x: x, lambda x: x * ratio, output)
                     if config.promotes:
                         return _Carry(weights, (output,), state)
                     p_acc[...] = output
@@ -430,16 +464,15 @@ def _build(
                 def whole_tile(index, carry):
                     steps, carry = carry
                     number, following = number_of(index), number_of(index + 1)
-                    tile, batch, head = tiles.locate(number)
+                    tile, batch, _ = place = tiles.locate(number)
                     blocks, needing_mask = needs(tile, batch, 0), needs(tile, batch, 1)
                     near_end = jnp.maximum(needing_mask, 1)
                     step = functools.partial(
                         key_step,
                         steps=steps,
                         index=index,
-                        tile=tile,
-                        batch=batch,
-                        head=head,
+                        place=place,
+                        row_scales=row_scales_of(*place),
                         end_block=end_of(tile, batch) if has_far_edge else blocks,
                     )
                     if any_mask:

@@ -118,16 +118,28 @@ def advance(
 ) -> tuple[jax.Array, jax.Array, RowState]:
     """A further tile: its weights, what earlier weights must be multiplied with, and the state."""
     maximum = logits.max(axis=1) * factor
-    reference = risen(state.reference, maximum, headroom, limit)
-    correction = jnp.exp2(state.reference - reference)
-    weights = _weights(logits, factor, reference)
-    sums = state.sums * spread(correction, state.sums.shape) + _partial_sums(weights)
-    return weights, correction, RowState(reference, sums)
+    return _with_reference(risen(state.reference, maximum, headroom, limit), logits, factor, state)
+
+
+def renew(
+    logits: jax.Array,
+    factor: float | jax.Array,
+    headroom: float,
+    is_low: jax.Array,
+    state: RowState,
+) -> tuple[jax.Array, jax.Array, RowState]:
+    """What `advance` gives, with a new reference for the rows where `(64,)` is_low is true."""
+    maximum = logits.max(axis=1) * factor
+    reference = _raised_where(is_low, state.reference, maximum, headroom)
+    return _with_reference(reference, logits, factor, state)
 
 
 def risen(reference: jax.Array, maximum: jax.Array, headroom: float, limit: float) -> jax.Array:
     """The reference of rows after a further tile, whose `maximum` is in log2 units."""
-    is_low = maximum >= reference + limit
+    return _raised_where(maximum >= reference + limit, reference, maximum, headroom)
+
+
+def _raised_where(is_low, reference, maximum, headroom):
     # Raised by a whole number, which scales weights without changing how they round: but for ties,
     # what a row gets depends on neither headroom nor limit.
     raised = reference + ((maximum - reference + _TO_WHOLE) - _TO_WHOLE)
@@ -137,10 +149,15 @@ def risen(reference: jax.Array, maximum: jax.Array, headroom: float, limit: floa
 
 def go_on(
     logits: jax.Array, factor: float | jax.Array, state: RowState
-) -> tuple[jax.Array, RowState]:
-    """A further tile of rows that have seen a key, with the reference they have."""
+) -> tuple[jax.Array, jax.Array, RowState]:
+    """A further tile of rows that have seen a key, with the reference they have.
+
+    Returns:
+      Its weights, their own `(64, 8)` partial sums, and the state.
+    """
     weights = _weights(logits, factor, state.reference)
-    return weights, RowState(state.reference, state.sums + _partial_sums(weights))
+    sums = _partial_sums(weights)
+    return weights, sums, RowState(state.reference, state.sums + sums)
 
 
 def finish(
@@ -178,6 +195,14 @@ def normaliser(
         total = jnp.where(total == 0.0, 0.0, total * correction + jnp.exp2(sink - reference))
     inverse = jnp.where(total > 0.0, correction / total, 0.0)
     return inverse, reference * (1.0 / LOG2E) + jnp.log(total)
+
+
+def _with_reference(reference, logits, factor, state):
+    """A further tile: its weights, what earlier weights must be multiplied with, and the state."""
+    correction = jnp.exp2(state.reference - reference)
+    weights = _weights(logits, factor, reference)
+    sums = state.sums * spread(correction, state.sums.shape) + _partial_sums(weights)
+    return weights, correction, RowState(reference, sums)
 
 
 def _weights(logits, factor, reference):

@@ -220,6 +220,27 @@ def fresh_zero() -> jax.Array:
     return zero()
 
 
+def code_fence(count) -> None:
+    """A branch over which ptxas moves nothing; never taken, as `count`, a scalar, is not negative.
+
+    Without it arrivals at named barriers, on which nothing in the warp depends, come after whatever
+    can be computed before the next wait, and what is computed before a wait is ptxas's choice.
+    """
+    if interpreting():
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    def branch(_, count):
+        # A loop without an effect would be removed.
+        text = (
+            "{ .reg .pred p; setp.ge.s32 p, $0, 0; @p bra past;"
+            " asleep: nanosleep.u32 64; bra asleep; past: }"
+        )
+        _asm(text, "r,~{memory}", [count.registers[()]])
+
+    branch(count)
+
+
 def fresh_rows() -> jax.Array:
     """`(64,)` int32, the numbers of the rows of a tile, made anew like `fresh_zero`."""
     if interpreting():
@@ -1642,29 +1663,28 @@ def to_float8(tile: jax.Array) -> jax.Array:
     return cast(tile, zeros)
 
 
-def any_from_256(tile: jax.Array):
-    """Whether an element of `to_float8` of weights is 256 or more, or NaN, in the caller's warp.
+def any_from(limit: float, tile: jax.Array) -> jax.Array:
+    """Whether an element of a `(64, n)` float32 tile is `limit` or more, or NaN, in the warp.
 
     Warps differ in the result, a scalar: what depends on it must be of the warp's rows alone.
     """
     if interpreting():
-        return jnp.logical_not(tile.astype(jnp.float32) < 256).any()
+        return jnp.logical_not(tile < limit).any()
 
-    layout = plgpu.Layout.WGMMA_8BIT
     shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=shape)
+    @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=shape)
     def vote(_, tile):
-        i32 = ir.IntegerType.get_signless(32)
-        words = [mgpu_utils.bitcast(register, i32) for register in tile.registers.flat]
-        # 256 is 0x78, and nothing is above 0x7f: bytes do not carry into each other.
-        carried = [arith.addi(word, _i32(0x08080808)) for word in words]
-        seen = functools.reduce(arith.ori, carried)
+        own = [_extract(pair, e) for pair in tile.registers.flat for e in range(2)]
+        bound = f"0f{np.float32(limit).view(np.uint32):08x}"
+        tests = "".join(f" setp.geu.or.f32 p, ${n + 1}, {bound}, p;" for n in range(len(own)))
         text = (
-            "{ .reg .pred p; .reg .b32 seen; and.b32 seen, $1, 0x80808080; setp.ne.s32 p, seen, 0;"
+            f"{{ .reg .pred p; setp.ne.u32 p, 0, 0;{tests}"
             " vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
         )
-        return mgpu.FragmentedArray.splat(_asm(text, "=r,r", [seen], i32), (), is_signed=True)
+        i32 = ir.IntegerType.get_signless(32)
+        value = _asm(text, "=r" + ",f" * len(own), own, i32)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     return vote(tile) > 0
 

@@ -11,7 +11,7 @@ import pytest
 
 import jax_flash
 from jax_flash import Quantized
-from pallas_kernels import config
+from pallas_kernels import config, forward_fp8
 from tests import oracle
 from tests.support.interpret import interpret_mode
 
@@ -172,6 +172,14 @@ def test_maxima_that_grow(nats, options):
     arrays = growing(384, nats)
     results = interpreted(arrays, **options)
     compare(results, exactly(arrays, **options))
+
+
+@pytest.mark.parametrize("width", config.WIDTHS)
+def test_sums_that_ask_for_a_new_reference(width):
+    """None of weights that are all as large as a new reference makes them, any of larger ones."""
+    weights_of_a_thread = config.FORWARD_FP8[width].block_kv // 8
+    assert weights_of_a_thread * 2.0**-forward_fp8._HEADROOM < forward_fp8._SUM_LIMIT
+    assert jnp.finfo(jnp.float8_e4m3fn).max >= forward_fp8._SUM_LIMIT
 
 
 def test_maxima_that_grow_in_some_rows():

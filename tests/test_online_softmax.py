@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels import online_softmax
-from pallas_kernels.online_softmax import LOG2E, advance, cleared, close, finish, go_on, start
+from pallas_kernels.online_softmax import (
+    LOG2E,
+    advance,
+    cleared,
+    close,
+    finish,
+    go_on,
+    renew,
+    start,
+)
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 
@@ -27,7 +36,7 @@ def run(logits, dtype, exact: bool):
             weights, correction, state = advance(tile, LOG2E, headroom, limit, state)
             all_weights *= correction[:, None]
         else:
-            weights, state = go_on(tile, LOG2E, state)
+            weights, _, state = go_on(tile, LOG2E, state)
         all_weights = jnp.concatenate([all_weights, weights], axis=1)
     inverse, lse, too_low = finish(state, limit)
     return all_weights * inverse[:, None], lse, too_low
@@ -118,6 +127,23 @@ def test_results_do_not_depend_on_when_the_reference_is_raised(limit):
     np.testing.assert_allclose(often[1], never[1], rtol=1e-6)
 
 
+def test_only_rows_that_ask_for_it_get_a_new_reference():
+    first, second = tiles(1.0, 1.0)
+    second += jnp.linspace(0.0, 4.0, 64)[:, None]
+    _, state = start(first, LOG2E, -4.0)
+    weights, sums, kept = go_on(second, LOG2E, state)
+    np.testing.assert_allclose(sums.sum(1), weights.sum(1), rtol=1e-5)
+    is_low = sums.max(axis=1) >= 112.0
+    assert 10 < is_low.sum() < 54
+    new_weights, correction, renewed = renew(second, LOG2E, -4.0, is_low, state)
+    for new, old in [(new_weights, weights), (renewed.sums, kept.sums)]:
+        np.testing.assert_array_equal(new[~is_low], old[~is_low])
+        np.testing.assert_allclose(new[is_low], (old * correction[:, None])[is_low], rtol=1e-5)
+    np.testing.assert_array_equal(correction < 1.0, is_low)
+    np.testing.assert_allclose(np.log2(correction), np.round(np.log2(correction)), atol=1e-5)
+    assert new_weights[is_low].max() <= 2.0**4.5
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_weight_leaves_the_dtype_before_the_sum_tells(dtype):
     headroom, limit = online_softmax.weight_range(dtype)
@@ -157,7 +183,7 @@ def test_rows_that_see_nothing_may_meet_anything_without_a_mask(dtype, poison):
     def end(second):
         _, state = start(jnp.where(closed[:, None], -jnp.inf, first), LOG2E, headroom)
         state = close(state, ~closed)
-        _, state = go_on(second, LOG2E, state)
+        _, _, state = go_on(second, LOG2E, state)
         state, found = cleared(state)
         np.testing.assert_array_equal(found, closed)
         return finish(state, limit)
