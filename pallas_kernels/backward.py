@@ -17,14 +17,14 @@ the weights P and dS are in the registers that the products for dV and dK read t
 delta = rowsum(dO * O) - dLSE, and the zeros that dQ begins with, come from `row_statistics.py`.
 What is left of dQ, the factor scale and the cast, is a small kernel of its own. For deterministic
 gradients dQ comes from `backward_query.py`, and this kernel gives dK and dV alone, as
-`backward_key.py` does at widths above 128. Columns are 64 or 128 here: zeros fill what is missing.
+`backward_key.py` does at widths above 128.
 
 With a soft cap, the logits must come alone: S' starts at 0, and P' times the derivative of the cap
 takes the place of P' in dS'. Registers are shorter then, so that dQ of the step before is done
 before S' is begun.
 
-dQ of a step is 64 rows by 64 columns for each consumer, and needs the dS' of both. As it is a step
-late, neither waits for the other. In the first step of a tile there is none to compute: the product
+dQ of a step is 64 rows by up to 64 columns for each consumer, and needs the dS' of both. As it is a
+step late, neither waits for the other. In the first step of a tile there is none to compute: the product
 runs all the same, on what is there, and goes nowhere.
 
 The next tile's first steps, its K and its V arrive under this one's last: what is staged for the
@@ -64,6 +64,7 @@ from pallas_kernels.config import (
     BackwardKeyConfig,
     BackwardQueryConfig,
     Problem,
+    whole_tiles,
 )
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
@@ -72,7 +73,6 @@ from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query, with_wo
 from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
-    OPERAND,
     NamedBarriers,
     div_rem,
     fence_async_shared,
@@ -80,6 +80,7 @@ from pallas_kernels.primitives import (
     fresh_zero,
     interpreting,
     load_fragment,
+    operand_form,
     store_fragment,
     zero_tile,
 )
@@ -87,7 +88,7 @@ from pallas_kernels.primitives import (
 _CONSUMERS = BACKWARD_CONSUMERS
 _KEYS = 64  # of a consumer: the M of a wgmma
 _BLOCK_KV = _CONSUMERS * _KEYS
-_DQ_TILE = 64  # dQ is accumulated in tiles of 64 rows by 64 columns
+_DQ_TILE = 64  # dQ is accumulated in tiles of 64 rows by up to 64 columns
 _K_SLOTS = 2
 
 
@@ -158,7 +159,7 @@ def attention_gradients(
         d_lse,
         problem=problem,
         padded_rows=rows_of_statistics,
-        with_dq=not deterministic,
+        dq_columns=() if deterministic else _columns_of_dq_tiles(problem),
     )
     operands = query, key, value, d_out, start, minus_delta
     d_bias: tuple[jax.Array, ...] = ()
@@ -198,6 +199,31 @@ def attention_gradients(
     return cast(jax.freeze(d_query)), d_key, d_value, *d_bias
 
 
+def _columns(problem: Problem) -> tuple[Columns, Columns]:
+    """Columns of query and key, and of value."""
+    key, value = Columns.whole(problem.width), Columns.whole(problem.value_width)
+    # dQ is made of dS' and K, and dV leaves from where dS' was: all in boxes of one width. Where
+    # dQ has two tiles of columns, zeros fill what is missing.
+    if key.box_width == value.box_width and (key.size > _DQ_TILE) == (problem.widest > _DQ_TILE):
+        return key, value
+    return (
+        Columns(problem.width, problem.widest),
+        Columns(problem.value_width, whole_tiles(problem.value_width)),
+    )
+
+
+def _dq_tiles(columns: Columns) -> list[slice]:
+    """The columns of dQ in one tile, or in two as much alike as whole boxes allow."""
+    if columns.size <= _DQ_TILE:
+        return [slice(0, columns.size)]
+    middle = -(-columns.size // columns.box_width // 2) * columns.box_width
+    return [slice(0, middle), slice(middle, columns.size)]
+
+
+def _columns_of_dq_tiles(problem: Problem) -> tuple[int, ...]:
+    return tuple(tile.stop - tile.start for tile in _dq_tiles(_columns(problem)[0]))
+
+
 @functools.lru_cache
 def _build_main(
     problem: Problem,
@@ -209,11 +235,11 @@ def _build_main(
     """The main kernel, or without dQ one that gives dK and dV alone."""
     block_q, stages = config.block_q, config.stages
     group, width, dtype = problem.group, problem.widest, problem.dtype
-    key_columns, value_columns = Columns(problem.width, width), Columns.whole(problem.value_width)
-    value_boxes = [
-        Columns(problem.value_width, _DQ_TILE, columns.start)
-        for columns in _tiles_of(value_columns.size)
-    ]
+    key_columns, value_columns = _columns(problem)
+    dq_tiles = _dq_tiles(key_columns)
+    # dV leaves from where dS' was, if it is made of tiles of that shape.
+    dv_apart = value_columns.size % _DQ_TILE > 0
+    staged_values = [value_columns] if dv_apart else value_columns.in_parts(_DQ_TILE)
     factor = problem.logit_unit * LOG2E
     has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
     # With dropout start, words of queries and delta are one array, as copies take registers.
@@ -221,11 +247,11 @@ def _build_main(
     if block_q * width != _CONSUMERS * _DQ_TILE**2:
         raise ValueError(
             f"block_q: got {block_q} at width {width}, needs {_CONSUMERS * _DQ_TILE**2 // width},"
-            f" a {_DQ_TILE} x {_DQ_TILE} tile of dQ for each consumer"
+            " a tile of dQ for each consumer"
         )
 
     # Tiles read Q and dO, and add to dQ in float32.
-    row_bytes = problem.pair_bytes + (4 * problem.widest if with_query_gradient else 0)
+    row_bytes = problem.pair_bytes + (4 * key_columns.size if with_query_gradient else 0)
     tiles = KeyTiles(problem, _BLOCK_KV, block_q, row_bytes=row_bytes)
     query_blocks = tiles.query_blocks
     # There are registers for weights and dQ at a time only where all else is simple.
@@ -263,7 +289,9 @@ def _build_main(
         q_smem=key_columns.smem(stages, block_q, dtype=dtype),
         o_smem=value_columns.smem(stages, block_q, dtype=dtype),
         ds_smem=plgpu.SMEM(
-            (2, block_q // _DQ_TILE, _BLOCK_KV, _DQ_TILE), dtype, transforms=OPERAND
+            (2, block_q // _DQ_TILE, _BLOCK_KV, _DQ_TILE),
+            dtype,
+            transforms=operand_form(key_columns.box_width),
         ),
         start_smem=plgpu.SMEM((stages, *together, block_q), jnp.float32),
         k_full=plgpu.Barrier(num_arrivals=key_columns.tiles, num_barriers=_K_SLOTS),
@@ -275,6 +303,8 @@ def _build_main(
     )
     if not has_dropout:
         scratch["delta_smem"] = plgpu.SMEM((stages, block_q), jnp.float32)
+    if dv_apart:
+        scratch["dv_smem"] = value_columns.smem(1, _BLOCK_KV, dtype=dtype)
     if with_query_gradient:
         scratch["dq_smem"] = plgpu.SMEM((_CONSUMERS, *fragment_shape(_DQ_TILE)), jnp.float32)
     if interpret:
@@ -283,7 +313,7 @@ def _build_main(
     def attention_backward(
         *all_refs,
         k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem,
-        k_full, v_full, q_full, o_full, delta_smem=None, dq_smem=None, twins=None,
+        k_full, v_full, q_full, o_full, delta_smem=None, dv_smem=None, dq_smem=None, twins=None,
     ):  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
@@ -295,6 +325,16 @@ def _build_main(
         zero = jnp.int32(0)
         # Nor, beside S', for dQ of the step before, which is done first then.
         dq_first = has_cap or (has_dropout and width > 64 and walk.has_elements_of_queries)
+
+        def dq_place(consumer: int):
+            """Which 64 rows of a step's dQ a consumer has, and which columns."""
+            row, column = divmod(consumer, len(dq_tiles))
+            return row, dq_tiles[column]
+
+        def value_staging(n, consumer: int):
+            """Where part n of a consumer's dV is staged, as `Columns` take it."""
+            own = pl.ds(consumer * _KEYS, _KEYS)
+            return ds_smem.at[n, :, own] if dv_smem is None else dv_smem.at[n, :, own]
 
         def first_index():
             """A list is walked from its end, since comparing with 0 takes no register."""
@@ -308,6 +348,8 @@ def _build_main(
             plgpu.set_max_registers(registers[0], action="increase")
             own_first_key = _KEYS * consumer
             own = pl.ds(own_first_key, _KEYS)
+            dq_row, dq_columns = dq_place(consumer)
+            dq_size = dq_columns.stop - dq_columns.start
 
             def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc=None):
                 def load_start(slot):
@@ -373,18 +415,17 @@ def _build_main(
                 def issue_late_dq(parity, index):
                     """dQ of a step before, once the other's dS' of that step is there too."""
                     ds_stored.wait(2 * parity + (1 - consumer))
-                    row, column = divmod(_DQ_TILE * consumer, width)
-                    dq_acc[...] = zero_tile(_DQ_TILE, _DQ_TILE)
+                    dq_acc[...] = zero_tile(_DQ_TILE, dq_size)
                     plgpu.wgmma(
                         dq_acc,
-                        ds_smem.at[parity, row].transpose((1, 0)),
-                        key_columns.box(k_smem.at[k_slot(index) + fresh_zero()], column),
+                        ds_smem.at[parity, dq_row].transpose((1, 0)),
+                        key_columns.part(k_smem.at[k_slot(index) + fresh_zero()], dq_columns),
                     )
 
                 def hand_over_dq():
                     dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
                     sent.wait(consumer)
-                    store_fragment(dq_smem.at[consumer], dq)
+                    store_fragment(_fragment(dq_smem.at[consumer], dq_columns), dq)
                     fence_async_shared()
                     dq_staged.arrive(consumer)
 
@@ -395,23 +436,25 @@ def _build_main(
                     dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
                     if has_dropout:
                         dv *= 1.0 / problem.kept_share
-                    dk_acc[...] = zero_tile(_KEYS, width)
+                    dk_acc[...] = zero_tile(_KEYS, key_columns.size)
                     dv_acc[...] = zero_tile(_KEYS, value_columns.size)
                     ds_stored.arrive(2 * parity + consumer)
                     ds_stored.wait(2 * parity + (1 - consumer))
                     dk = dk.astype(dtype)
                     k = k_smem.at[k_slot(index) + fresh_zero(), :, own]
                     key_columns.put(k, dk, anew=has_cap)  # with a cap registers are short
-                    for n, columns in enumerate(_tiles_of(value_columns.size)):
-                        d_value = dv[:, columns].astype(dtype)
-                        put_tile(ds_smem.at[n + fresh_zero(), 0, own], d_value, anew=has_cap)
+                    for n, columns in enumerate(staged_values):
+                        staged = slice(columns.first, columns.first + columns.size)
+                        staging = value_staging(n + fresh_zero(), consumer)
+                        columns.put(staging, dv[:, staged].astype(dtype), anew=has_cap)
                     fence_async_shared()
                     gradients_staged.arrive(0)
 
                 def hand_over_ds(parity, ds):
                     # Two buffers: the other may still read what was stored one step ago.
                     for n, columns in enumerate(_tiles_of(block_q)):
-                        put_tile(ds_smem.at[parity, n, own], ds[:, columns], anew=has_cap)
+                        stored, box_width = ds_smem.at[parity, n, own], key_columns.box_width
+                        put_tile(stored, ds[:, columns], box_width, anew=has_cap)
                     fence_async_shared()
                     ds_stored.arrive(2 * parity + consumer)
 
@@ -511,19 +554,19 @@ def _build_main(
                     hand_over_gradients(1 - parity, index)
                     return index - 1, j
 
-                dk_acc[...] = zero_tile(_KEYS, width)
+                dk_acc[...] = zero_tile(_KEYS, key_columns.size)
                 dv_acc[...] = zero_tile(_KEYS, value_columns.size)
                 lax.while_loop(lambda carry: carry[0] >= 0, whole_tile, (first_index(), zero))
 
             accumulator = lambda rows, columns: plgpu.ACC((rows, columns), jnp.float32)
             accumulators = [
-                accumulator(_KEYS, width),
+                accumulator(_KEYS, key_columns.size),
                 accumulator(_KEYS, value_columns.size),
                 accumulator(_KEYS, block_q),
                 accumulator(_KEYS, block_q),
             ]
             if with_query_gradient:
-                accumulators.append(accumulator(_DQ_TILE, _DQ_TILE))
+                accumulators.append(accumulator(_DQ_TILE, dq_size))
             pl.run_scoped(compute, *accumulators)
 
         for consumer in range(_CONSUMERS):
@@ -602,7 +645,9 @@ def _build_main(
                 (dq_ref,) = dq_refs
 
                 def add(consumer):
-                    source, target = dq_smem.at[consumer], dq_ref.at[first + consumer]
+                    _, columns = dq_place(consumer)
+                    source = _fragment(dq_smem.at[consumer], columns)
+                    target = _fragment(dq_ref.at[first + consumer], columns)
                     plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
 
                 for consumer in range(_CONSUMERS):
@@ -618,8 +663,8 @@ def _build_main(
                     rows = pl.ds(tile * _BLOCK_KV + consumer * _KEYS, _KEYS)
                     source = k_smem.at[k_slot(index), :, own]
                     key_columns.store(source, dk_ref.at[batch, rows, kv_head])
-                    for n, columns in enumerate(value_boxes):
-                        columns.store(ds_smem.at[n, :, own], dv_ref.at[batch, rows, kv_head])
+                    for n, columns in enumerate(staged_values):
+                        columns.store(value_staging(n, consumer), dv_ref.at[batch, rows, kv_head])
 
             def whole_tile(index, following):
                 def one_step(t, following):
@@ -667,9 +712,10 @@ def _build_main(
 @functools.lru_cache
 def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: bool):
     """dQ from fragment order to `[B, T, N, H]`, times scale, in the input dtype."""
-    width, dtype = problem.widest, problem.dtype
-    columns = Columns(problem.width, width)
-    row_tiles, column_tiles = -(-query_rows // _DQ_TILE), width // _DQ_TILE
+    dtype = problem.dtype
+    columns, _ = _columns(problem)
+    column_tiles = _dq_tiles(columns)
+    row_tiles = -(-query_rows // _DQ_TILE)
     thread_blocks = problem.batch * problem.heads * row_tiles
 
     def cast_dq(fragments_ref, dq_ref, *, dq_smem):
@@ -677,14 +723,14 @@ def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: 
         number = thread_blocks - 1 - lax.axis_index("block")
         head_of_all, row_tile = div_rem(number, row_tiles)
         batch, head = div_rem(head_of_all, problem.heads)
-        first = (head_of_all * (padded_rows // _DQ_TILE) + row_tile) * column_tiles
+        first = (head_of_all * (padded_rows // _DQ_TILE) + row_tile) * len(column_tiles)
         tiles = [
-            load_fragment(fragments_ref.at[first + column_tile], _DQ_TILE)
-            for column_tile in range(column_tiles)
+            load_fragment(_fragment(fragments_ref.at[first + n], of_tile), of_tile.stop - of_tile.start)
+            for n, of_tile in enumerate(column_tiles)
         ]
-        for column_tile, tile in enumerate(tiles):
-            box = columns.box(dq_smem, column_tile * _DQ_TILE)
-            box[...] = (tile * (problem.scale * problem.d_logit_unit)).astype(dtype)
+        for of_tile, tile in zip(column_tiles, tiles, strict=True):
+            part = columns.part(dq_smem, of_tile)
+            part[...] = (tile * (problem.scale * problem.d_logit_unit)).astype(dtype)
         plgpu.commit_smem()
         rows = pl.ds(row_tile * _DQ_TILE, _DQ_TILE)
         columns.store(dq_smem, dq_ref.at[batch, rows, head])
@@ -700,6 +746,11 @@ def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: 
         scratch_types=dict(dq_smem=columns.smem(_DQ_TILE, dtype=dtype)),
         compiler_params=HAND_ORDERED,
     )
+
+
+def _fragment(ref, columns: slice):
+    """The part of a tile of dQ in fragment order that a tile of fewer columns takes."""
+    return ref.at[pl.ds(0, fragment_shape(columns.stop - columns.start)[0])]
 
 
 def _tiles_of(columns: int) -> list[slice]:

@@ -48,7 +48,13 @@ from jax import lax
 
 from pallas_kernels import soft_cap
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import BACKWARD_CONSUMERS, BackwardKeyConfig, Problem, whole_tiles
+from pallas_kernels.config import (
+    BACKWARD_CONSUMERS,
+    BackwardKeyConfig,
+    Problem,
+    box_width,
+    whole_tiles,
+)
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
@@ -68,10 +74,11 @@ from pallas_kernels.primitives import (
 )
 
 _CONSUMERS = BACKWARD_CONSUMERS
-# Columns of a part of Q and K, and of V and dO, by their number in whole tiles; at least two tiles.
+# Columns of a part of Q and K, and of V and dO, by their number, or by that of whole tiles, at least
+# two, where it is not here.
 # What the two consumers' products take is level: S' and dP', then dK and dV of their parts.
-_KEY_PARTS = {128: (64, 64), 192: (64, 128), 256: (128, 128)}
-_VALUE_PARTS = {128: (64, 64), 192: (128, 64), 256: (128, 128)}
+_KEY_PARTS = {128: (64, 64), 160: (64, 96), 192: (64, 128), 224: (96, 128), 256: (128, 128)}
+_VALUE_PARTS = {128: (64, 64), 160: (96, 64), 192: (128, 64), 224: (128, 96), 256: (128, 128)}
 _LEFT, _RIGHT = range(2)
 _STAGES = 2  # slots of Q and of dO, as many as fit; see `loads_of_step` for why not 1
 _TILE = plgpu.Layout.WGMMA
@@ -129,8 +136,11 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, width: int, parts: dict[int, tuple[int, int]]) -> "_Parts":
-        left, right = parts[max(whole_tiles(width), min(parts))]
-        return cls(Columns(width, left), Columns(width, right, first=left))
+        size, box = width, box_width(width)
+        if width not in parts:
+            size, box = max(whole_tiles(width), min(parts)), 64
+        left, right = parts[size]
+        return cls(Columns(width, left, 0, box), Columns(width, right, left, box))
 
     @property
     def tiles(self) -> int:
@@ -254,7 +264,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
         def leave(columns, staging, gradient, accumulator):
             """Leaves a gradient for the producer to send, and the accumulator empty."""
             for n, tile_columns in enumerate(columns.tile_slices):
-                store_operand(staging.at[n], gradient[:, tile_columns])
+                store_operand(staging.at[n], gradient[:, tile_columns], columns.box_width)
             fence_async_shared()  # also for K's right part, which was read before it is overwritten
             accumulator[...] = zero_tile(block_kv, columns.size)
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.config import whole_tiles
-from pallas_kernels.primitives import interpreting, store_operand
+from pallas_kernels.config import box_width
+from pallas_kernels.primitives import interpreting, operand_form, store_operand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Columns:
     @classmethod
     def whole(cls, width: int) -> "Columns":
         """All columns of an array of 16 bits."""
-        return cls(width, whole_tiles(width))
+        box = box_width(width)
+        return cls(width, -(-width // box) * box, box_width=box)
 
     @classmethod
     def whole_float8(cls, width: int) -> "Columns":
@@ -68,12 +69,21 @@ class Columns:
         starts = range(0, self.size, self.tile_width)
         return [slice(start, start + self.tile_width) for start in starts]
 
+    def in_parts(self, most: int) -> list["Columns"]:
+        """The same in as few parts as may be, all alike, of `most` columns at most."""
+        boxes = self.size // self.box_width
+        sizes = (self.size // n for n in range(1, boxes + 1) if boxes % n == 0)
+        size = next(size for size in sizes if size <= most)
+        return [
+            dataclasses.replace(self, size=size, first=self.first + start)
+            for start in range(0, self.size, size)
+        ]
+
     def smem(self, *shape: int, dtype: np.dtype) -> Any:
         """Shared memory `(..., tiles, rows, tile_width)` for `(..., rows)` of these columns."""
         *leading, rows = shape
         whole = (*leading, self.tiles, rows, self.tile_width)
-        swizzle = self.box_width * np.dtype(dtype).itemsize
-        transforms = (plgpu.TilingTransform((8, self.box_width)), plgpu.SwizzleTransform(swizzle))
+        transforms = operand_form(self.box_width, np.dtype(dtype).itemsize)
         return plgpu.SMEM(whole, dtype, transforms=transforms)
 
     def load(self, source, buffer, barrier) -> None:
@@ -87,15 +97,15 @@ class Columns:
             if self.first + n * self.tile_width < self.width:
                 plgpu.copy_smem_to_gmem(self._box(buffer, n), target.at[:, self._slice(n)])
 
-    def box(self, buffer, start: int):
-        """All rows and a box of the columns, from `start` on, of what is in shared memory."""
-        n, start = divmod(start, self.tile_width)
-        return buffer.at[n, :, pl.ds(start, self.box_width)]
+    def part(self, buffer, columns: slice):
+        """All rows and some columns, whole boxes of one tile, of what is in shared memory."""
+        n, start = divmod(columns.start, self.tile_width)
+        return buffer.at[n, :, pl.ds(start, columns.stop - columns.start)]
 
     def put(self, buffer, values: jax.Array, *, anew: bool = False) -> None:
         """Stores `(rows, size)` values to shared memory; anew as in `put_tile`."""
         for n, columns in enumerate(self.tile_slices):
-            put_tile(buffer.at[n], values[:, columns], anew=anew)
+            put_tile(buffer.at[n], values[:, columns], self.box_width, anew=anew)
 
     def contract(self, accumulator, a, b) -> None:
         """Issues accumulator += a b', a and b of these columns, in `tiles` commit groups.
@@ -135,9 +145,9 @@ class Columns:
         return dataclasses.replace(rows, transforms=(*rows.transforms, *indices)).at[n]
 
 
-def put_tile(ref, tile: jax.Array, *, anew: bool = False) -> None:
+def put_tile(ref, tile: jax.Array, box_width: int, *, anew: bool = False) -> None:
     """Stores one tile to shared memory; anew: with addresses that are in no register till then."""
     if anew:
-        store_operand(ref, tile)
+        store_operand(ref, tile, box_width)
     else:
         ref[...] = tile

@@ -173,8 +173,20 @@ def sees_itself(lowest: int | None, highest: int | None) -> bool:
 
 
 def whole_tiles(width: int) -> int:
-    """Columns rounded up to a multiple of 64, of which operands have their tiles."""
+    """Columns rounded up to a multiple of 64, by which settings are chosen."""
     return -(-width // 64) * 64
+
+
+# Columns that are swizzled together, where they are not the 64 that TMA and wgmma like best but do
+# without columns of zeros. TFLOP/s* of the forward, b4 s4096 16 heads full, so and with 64: H80 627
+# and 504, H96 718 and 600, H160 776 and 670. With 32 H144 604 and 631, H72 336 and 430, where they
+# do not divide the width; with 16 H112 540 and 668, as TMA is slow with rows of 32 bytes.
+_BOX_WIDTHS = {32: 32, 80: 16, 96: 32, 160: 32, 224: 32}
+
+
+def box_width(width: int) -> int:
+    """Columns of a box of an operand of 16 bits (`columns.py`)."""
+    return _BOX_WIDTHS.get(width, 64)
 
 
 def _need(holds: bool, name: str, got, needs: str) -> None:
@@ -540,7 +552,7 @@ def default(
       dropout: there is dropout.
     """
     widest = whole_tiles(max(width, value_width))
-    in_boxes = width % 64 > 0 or value_width % 64 > 0 or width < value_width
+    in_boxes = width < value_width or any(w % box_width(w) for w in (width, value_width))
     forward = FORWARD_BOXES if widest == 128 and in_boxes else FORWARD[widest]
     if dropout and (soft_cap or forward_loads_elements):
         forward = FORWARD_CROWDED[widest]

@@ -32,7 +32,6 @@ issues its two products, so one warpgroup's softmax runs under another's product
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -379,12 +378,7 @@ def _build(
     key_columns = Columns.whole(problem.width)
     value_columns = Columns.whole(problem.value_width)
     # The output is staged some columns at a time. A bias of keys is where half of it would be.
-    most_columns = 64 if has_bias_of_keys else config.staged_columns
-    staged_size = math.gcd(value_columns.size, most_columns)
-    staged_columns = [
-        Columns(problem.value_width, staged_size, first)
-        for first in range(0, value_columns.size, staged_size)
-    ]
+    staged_columns = value_columns.in_parts(64 if has_bias_of_keys else config.staged_columns)
     headroom, limit = online_softmax.weight_range(dtype)
 
     turn = NamedBarriers(first=consumers + 2, count=consumers, arrivers=1)
@@ -572,7 +566,8 @@ def _build(
                     @pl.when(is_cut)
                     def _():
                         rows = first - first_key, end - first_key
-                        unseen_values.keep_rows(v_smem.at[v_slot], *rows, warpgroup)
+                        box_width = value_columns.box_width
+                        unseen_values.keep_rows(v_smem.at[v_slot], *rows, warpgroup, box_width)
 
                 def await_first_value(index, v_slot):
                     """V of a tile's first key block, if there is such a tile."""

@@ -27,8 +27,14 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 WARPGROUP_THREADS = 128
 
-# How TMA and wgmma have 16-bit operands in shared memory.
-OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+def operand_form(box_width: int, itemsize: int = 2) -> tuple[Any, Any]:
+    """How TMA and wgmma have operands in shared memory: boxes of 8 rows, swizzled in themselves."""
+    swizzle = plgpu.SwizzleTransform(box_width * itemsize)
+    return plgpu.TilingTransform((8, box_width)), swizzle
+
+
+OPERAND = operand_form(64)
 
 # For kernels that order every hand-over through shared memory themselves: Mosaic's own barriers
 # round each store would stop their warpgroups.
@@ -1053,15 +1059,15 @@ class SharedZeros:
     def scratch(self) -> plgpu.Barrier:
         return plgpu.Barrier(num_arrivals=self.warpgroups)
 
-    def keep_rows(self, ref, first, end, warpgroup) -> None:
-        """Zeroes the rows outside of [first, end) of `(tiles, rows, n)`, each tile an `OPERAND`.
+    def keep_rows(self, ref, first, end, warpgroup, box_width: int) -> None:
+        """Zeroes the rows outside of [first, end) of `(tiles, rows, n)`, of `operand_form` each.
 
-        For products that follow; rows are a multiple of 16.
+        For products that follow; rows are a multiple of 64.
         """
 
         def keep():
             for n in range(ref.shape[0]):
-                _keep_any_operand_rows(ref.at[n], first, end)
+                _keep_any_operand_rows(ref.at[n], first, end, box_width)
             plgpu.commit_smem()
 
         if self.twins is None:
@@ -1073,35 +1079,44 @@ class SharedZeros:
             plgpu.barrier_wait(self.twins)
 
 
-def _keep_any_operand_rows(ref, first, end) -> None:
-    """As `keep_operand_rows`, of any multiple of 16 rows, and without bank conflicts."""
+def _keep_any_operand_rows(ref, first, end, box_width: int) -> None:
+    """As `keep_operand_rows`, of any multiple of 64 rows, and without bank conflicts."""
     if interpreting():
         keep_operand_rows(ref, first, end)
         return
 
     splat = plgpu.Layout.WG_SPLAT
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), splat, splat))
+    threads_a_row = box_width // 8
+    threads_a_box, box_bytes = 8 * threads_a_row, 16 * box_width
+    boxes_at_a_time = WARPGROUP_THREADS // threads_a_box
+    shift = lambda x, by: arith.shrui(x, _i32(by.bit_length() - 1))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(operand_form(box_width)), splat, splat))
     def zero(_, ref, first, end):
-        # Threads side by side write 16 bytes side by side. A tile is 8 rows of 128 bytes, of which
-        # the swizzle moves nothing from one row to another.
+        # Threads side by side write 16 bytes side by side. A box is 8 rows, of which the swizzle
+        # moves nothing from one row to another.
         row_tiles, column_tiles, _, _ = ir.MemRefType(ref.type).shape
         thread = _thread()
         address = _shared_address(
             ref,
-            (arith.shrui(thread, _i32(6)), 1024 * column_tiles),
-            (arith.andi(thread, _i32(63)), 16),
+            (shift(thread, threads_a_box), box_bytes * column_tiles),
+            (arith.andi(thread, _i32(threads_a_box - 1)), 16),
         )
         text = "{ .reg .pred p; .reg .b32 zero, row; mov.b32 zero, 0; mov.b32 row, $1;"
-        for row_tile in range(0, row_tiles, 2):
-            text += " setp.lt.s32 p, row, $2; setp.ge.or.s32 p, row, $3, p; add.s32 row, row, 16;"
+        for row_tile in range(0, row_tiles, boxes_at_a_time):
+            text += (
+                " setp.lt.s32 p, row, $2; setp.ge.or.s32 p, row, $3, p;"
+                f" add.s32 row, row, {8 * boxes_at_a_time};"
+            )
             for tile in range(column_tiles):
-                place = 1024 * (row_tile * column_tiles + tile)
+                place = box_bytes * (row_tile * column_tiles + tile)
                 text += f" @p st.shared.v4.b32 [$0+{place}], {{zero, zero, zero, zero}};"
+        row = shift(thread, threads_a_row)
         _asm(
             text + " }",
             "r,r,r,r,~{memory}",
-            [address, arith.shrui(thread, _i32(3)), first.registers[()], end.registers[()]],
+            [address, row, first.registers[()], end.registers[()]],
         )
 
     zero(ref, jnp.int32(first), jnp.int32(end))
@@ -1509,8 +1524,8 @@ def load_fragment(ref, columns: int) -> jax.Array:
     return load(ref, zeros)
 
 
-def store_operand(ref, tile: jax.Array) -> None:
-    """Stores a `(64, n)` 16-bit tile to shared memory in the form of `OPERAND`.
+def store_operand(ref, tile: jax.Array, box_width: int = 64) -> None:
+    """Stores a `(64, n)` 16-bit tile to shared memory of `operand_form`.
 
     `ref[...] = tile` does the same, but the compiler keeps the addresses of all such stores of a
     kernel in registers across its loops.
@@ -1519,7 +1534,9 @@ def store_operand(ref, tile: jax.Array) -> None:
         ref[...] = tile
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(OPERAND), _TILE))
+    chunks = box_width // 8  # of 16 bytes, in a row of a box
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(operand_form(box_width)), _TILE))
     def store(_, ref, tile):
         i32 = ir.IntegerType.get_signless(32)
         words = {(g, half): llvm.bitcast(i32, x) for _, g, half, x in _fragments(tile.registers)}
@@ -1533,16 +1550,19 @@ def store_operand(ref, tile: jax.Array) -> None:
         row_tile = arith.addi(
             arith.muli(arith.shrui(thread, _i32(5)), _i32(2)), arith.andi(matrix, _i32(1))
         )
-        chunk = arith.xori(arith.shrui(matrix, _i32(1)), row)  # of 16 bytes, swizzled
-        address = _shared_address(ref, (row_tile, row_tile_bytes), (row, 128), (chunk, 16))
+        # A box is swizzled by the bits of the address 128 bytes and more apart.
+        swizzle = arith.shrui(row, _i32((8 // chunks).bit_length() - 1))
+        chunk = arith.xori(arith.shrui(matrix, _i32(1)), swizzle)
+        row_bytes = 16 * chunks
+        address = _shared_address(ref, (row_tile, row_tile_bytes), (row, row_bytes), (chunk, 16))
         for first in range(0, groups, 2):
             values = [words[g, half] for g in (first, first + 1) for half in range(2)]
-            column_tile, chunk_of_8 = divmod(first, 8)
+            column_tile, chunk_of_box = divmod(first, chunks)
             _asm(
                 "stmatrix.sync.aligned.m8n8.x4.shared.b16"
-                f" [$0+{column_tile * 1024}], {{$1, $2, $3, $4}};",
+                f" [$0+{column_tile * 128 * chunks}], {{$1, $2, $3, $4}};",
                 "r,r,r,r,r,~{memory}",
-                [arith.xori(address, _i32(16 * chunk_of_8)), *values],
+                [arith.xori(address, _i32(16 * chunk_of_box)), *values],
             )
 
     store(ref, tile)

@@ -14,7 +14,6 @@ blocks share an SM. Those of neighbouring heads run side by side, as their rows 
 """
 
 import functools
-import itertools
 
 import jax
 import jax.experimental.pallas as pl
@@ -35,7 +34,6 @@ from pallas_kernels.primitives import (
 )
 
 _ROWS = 64  # of a thread block
-_COLUMNS = 64  # of a tile of dQ
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -47,9 +45,9 @@ def row_statistics(
     *,
     problem: Problem,
     padded_rows: int,
-    with_dq: bool = False,
+    dq_columns: tuple[int, ...] = (),
 ) -> tuple[jax.Array, ...]:
-    """Start and minus_delta of every row, and with `with_dq` a dQ of zeros.
+    """Start and minus_delta of every row, and zeros for dQ.
 
     XLA may skip the rounding of a cotangent that it computes in float32 (excess precision), and a
     delta of its own would not be of the d_out that another kernel reads. This one is: both read the
@@ -61,12 +59,12 @@ def row_statistics(
       d_lse: `[B, N, >= query_length]` float32.
       problem: static description.
       padded_rows: rows of the results.
-      with_dq: for a main kernel that adds to dQ.
+      dq_columns: of each tile of 64 rows of dQ, up to 64, for a main kernel that adds to it.
 
     Returns:
-      Start and minus_delta, `[B, N, padded_rows]` float32 each, and with `with_dq` zeros for
-      B * N * padded_rows rows of dQ of problem.widest columns, in tiles of 64 rows by 64 columns
-      in fragment order.
+      Start and minus_delta, `[B, N, padded_rows]` float32 each, and if there are dq_columns zeros
+      for B * N * padded_rows rows of dQ: `[row tiles * column tiles, *fragment_shape(64)]` float32,
+      in fragment order. A tile of fewer columns is its first part.
 
     Raises:
       ValueError: padded_rows is no multiple of 64, or less than problem.query_length.
@@ -76,12 +74,12 @@ def row_statistics(
             f"padded_rows: got {padded_rows}, needs a multiple of {_ROWS}, at least"
             f" {problem.query_length}"
         )
-    return _build(problem, padded_rows, with_dq, interpreting())(out, lse, d_out, d_lse)
+    return _build(problem, padded_rows, dq_columns, interpreting())(out, lse, d_out, d_lse)
 
 
 @functools.lru_cache
-def _build(problem: Problem, padded_rows: int, with_dq: bool, interpret: bool):
-    tiles, column_tiles = padded_rows // _ROWS, problem.widest // _COLUMNS
+def _build(problem: Problem, padded_rows: int, dq_columns: tuple[int, ...], interpret: bool):
+    tiles, column_tiles = padded_rows // _ROWS, len(dq_columns)
     last = problem.query_length - 1
 
     def row_statistics(out_ref, lse_ref, do_ref, d_lse_ref, start_ref, minus_delta_ref, *dq_refs):
@@ -101,14 +99,15 @@ def _build(problem: Problem, padded_rows: int, with_dq: bool, interpret: bool):
         if problem.dropout:
             minus_delta *= problem.delta_unit
         store_rows(minus_delta_ref.at[batch, head, rows], minus_delta)
-        for dq_ref, column_tile in itertools.product(dq_refs, range(column_tiles)):
+        for column_tile, columns in enumerate(dq_columns):
+            (dq_ref,) = dq_refs
             number = ((batch * problem.heads + head) * tiles + tile) * column_tiles + column_tile
-            zero_fragment(dq_ref.at[number])
+            zero_fragment(dq_ref.at[number, pl.ds(0, fragment_shape(columns)[0])])
 
     statistics = jax.ShapeDtypeStruct((problem.batch, problem.heads, padded_rows), jnp.float32)
     thread_blocks = problem.batch * problem.heads * tiles
-    dq_tiles = (thread_blocks * column_tiles, *fragment_shape(_COLUMNS))
-    dq = (jax.ShapeDtypeStruct(dq_tiles, jnp.float32),) if with_dq else ()
+    dq_tiles = (thread_blocks * column_tiles, *fragment_shape(64))
+    dq = (jax.ShapeDtypeStruct(dq_tiles, jnp.float32),) if dq_columns else ()
     return plgpu.kernel(
         row_statistics,
         out_type=(statistics, statistics, *dq),
