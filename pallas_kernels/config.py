@@ -422,6 +422,10 @@ FORWARD = {
 # 555.
 FORWARD_BOXES = _TWO_CONSUMERS
 
+# 65 to 96 columns. TFLOP/s*, b4 s4096 16 heads full and causal, so and with FORWARD[128]: H80 627 and
+# 578, 558 and 519; H96 711 and 654, 677 and 652.
+FORWARD_96 = ForwardConfig(consumers=3, block_kv=64, stages=3, query_buffers=2, registers=(160, 32))
+
 # Width 64, windows so narrow that most of what 192 rows by 128 keys visit is not seen. TFLOP/s*
 # with these, and with the above: 148 and 123 at 128 keys, 257 and 186 at 256, 351 and 330 at 512,
 # 424 and 436 at 1024. And segment ids, whose comparison would spill 16 bytes of the third consumer.
@@ -554,6 +558,11 @@ def default(
     widest = whole_tiles(max(width, value_width))
     in_boxes = width < value_width or any(w % box_width(w) for w in (width, value_width))
     forward = FORWARD_BOXES if widest == 128 and in_boxes else FORWARD[widest]
+    simple = not (segmented or has_elements or soft_cap or dropout)
+    if simple and all(w % box_width(w) == 0 for w in (width, value_width)) and 64 < max(
+        width, value_width
+    ) <= 96:
+        forward = FORWARD_96
     if dropout and (soft_cap or forward_loads_elements):
         forward = FORWARD_CROWDED[widest]
     elif forward_loads_elements:
