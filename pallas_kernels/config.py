@@ -418,13 +418,15 @@ FORWARD = {
     256: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=1, registers=(240, 24)),
 }
 
-# Columns in boxes, whose products are in parts. TFLOP/s*, H96 causal s4096: 568, with early values
-# 555.
-FORWARD_BOXES = _TWO_CONSUMERS
+# More than 64 columns, but neither 64 nor 128. TFLOP/s*, H96 causal s4096: 652, with early values 634.
+FORWARD_PARTIAL = _TWO_CONSUMERS
 
-# 65 to 96 columns. TFLOP/s*, b4 s4096 16 heads full and causal, so and with FORWARD[128]: H80 627 and
-# 578, 558 and 519; H96 711 and 654, 677 and 652.
+# The same, of up to 96 columns that are whole boxes, and of columns in boxes, which TMA is slow to
+# load where rows do not begin with a sector of 32 bytes. TFLOP/s*, b4 s4096 16 heads full and causal,
+# and with two consumers: H80 627 and 578 (558 and 519), H96 711 and 654 (677 and 652); H72 460 and
+# 431 (432 and 394), H88 542 and 508 (441 and 420), H112 697 and 625 (668 and 632).
 FORWARD_96 = ForwardConfig(consumers=3, block_kv=64, stages=3, query_buffers=2, registers=(160, 32))
+FORWARD_BOXES = dataclasses.replace(FORWARD_96, stages=2)
 
 # Width 64, windows so narrow that most of what 192 rows by 128 keys visit is not seen. TFLOP/s*
 # with these, and with the above: 148 and 123 at 128 keys, 257 and 186 at 256, 351 and 330 at 512,
@@ -556,13 +558,16 @@ def default(
       dropout: there is dropout.
     """
     widest = whole_tiles(max(width, value_width))
-    in_boxes = width < value_width or any(w % box_width(w) for w in (width, value_width))
-    forward = FORWARD_BOXES if widest == 128 and in_boxes else FORWARD[widest]
-    simple = not (segmented or has_elements or soft_cap or dropout)
-    if simple and all(w % box_width(w) == 0 for w in (width, value_width)) and 64 < max(
-        width, value_width
-    ) <= 96:
-        forward = FORWARD_96
+    widths = width, value_width or width
+    in_boxes = any(w % box_width(w) for w in widths)
+    forward = FORWARD[widest]
+    if widest == 128 and (width < value_width or any(w % 64 for w in widths)):
+        forward = FORWARD_PARTIAL
+        if not (segmented or has_elements or soft_cap or dropout):
+            if in_boxes:
+                forward = FORWARD_BOXES
+            elif max(widths) <= 96:
+                forward = FORWARD_96
     if dropout and (soft_cap or forward_loads_elements):
         forward = FORWARD_CROWDED[widest]
     elif forward_loads_elements:
@@ -574,6 +579,8 @@ def default(
             forward = FORWARD_NARROW
     if soft_cap:  # at width 64, 20 to 32 bytes would spill
         forward = dataclasses.replace(forward, products_first=False)
+    # Where boxes of both are not as wide, those of 64 are taken.
+    in_boxes = in_boxes or width < value_width or len(set(map(box_width, widths))) > 1
     backward = BACKWARD_BOXES if widest == 128 and in_boxes else BACKWARD[widest]
     backward_query = (BACKWARD_QUERY_ELEMENTS if has_elements else BACKWARD_QUERY)[widest]
     return Config(forward, backward, backward_query)
