@@ -24,8 +24,8 @@ takes the place of P' in dS'. Registers are shorter then, so that dQ of the step
 before S' is begun.
 
 dQ of a step is 64 rows by up to 64 columns for each consumer, and needs the dS' of both. As it is a
-step late, neither waits for the other. In the first step of a tile there is none to compute: the product
-runs all the same, on what is there, and goes nowhere.
+step late, neither waits for the other. In the first step of a tile there is none to compute: the
+product runs all the same, on what is there, and goes nowhere.
 
 The next tile's first steps, its K and its V arrive under this one's last: what is staged for the
 producer to send stands where nothing is loaded, dK where K was, beside which there is another K,
@@ -221,7 +221,7 @@ def _dq_tiles(columns: Columns) -> list[slice]:
 
 
 def _columns_of_dq_tiles(problem: Problem) -> tuple[int, ...]:
-    return tuple(tile.stop - tile.start for tile in _dq_tiles(_columns(problem)[0]))
+    return tuple(map(_size, _dq_tiles(_columns(problem)[0])))
 
 
 @functools.lru_cache
@@ -349,7 +349,6 @@ def _build_main(
             own_first_key = _KEYS * consumer
             own = pl.ds(own_first_key, _KEYS)
             dq_row, dq_columns = dq_place(consumer)
-            dq_size = dq_columns.stop - dq_columns.start
 
             def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc=None):
                 def load_start(slot):
@@ -415,7 +414,7 @@ def _build_main(
                 def issue_late_dq(parity, index):
                     """dQ of a step before, once the other's dS' of that step is there too."""
                     ds_stored.wait(2 * parity + (1 - consumer))
-                    dq_acc[...] = zero_tile(_DQ_TILE, dq_size)
+                    dq_acc[...] = zero_tile(_DQ_TILE, _size(dq_columns))
                     plgpu.wgmma(
                         dq_acc,
                         ds_smem.at[parity, dq_row].transpose((1, 0)),
@@ -566,7 +565,7 @@ def _build_main(
                 accumulator(_KEYS, block_q),
             ]
             if with_query_gradient:
-                accumulators.append(accumulator(_DQ_TILE, dq_size))
+                accumulators.append(accumulator(_DQ_TILE, _size(dq_columns)))
             pl.run_scoped(compute, *accumulators)
 
         for consumer in range(_CONSUMERS):
@@ -725,7 +724,7 @@ def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: 
         batch, head = div_rem(head_of_all, problem.heads)
         first = (head_of_all * (padded_rows // _DQ_TILE) + row_tile) * len(column_tiles)
         tiles = [
-            load_fragment(_fragment(fragments_ref.at[first + n], of_tile), of_tile.stop - of_tile.start)
+            load_fragment(_fragment(fragments_ref.at[first + n], of_tile), _size(of_tile))
             for n, of_tile in enumerate(column_tiles)
         ]
         for of_tile, tile in zip(column_tiles, tiles, strict=True):
@@ -748,9 +747,13 @@ def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: 
     )
 
 
+def _size(columns: slice) -> int:
+    return columns.stop - columns.start
+
+
 def _fragment(ref, columns: slice):
     """The part of a tile of dQ in fragment order that a tile of fewer columns takes."""
-    return ref.at[pl.ds(0, fragment_shape(columns.stop - columns.start)[0])]
+    return ref.at[pl.ds(0, fragment_shape(_size(columns))[0])]
 
 
 def _tiles_of(columns: int) -> list[slice]:

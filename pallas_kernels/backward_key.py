@@ -74,8 +74,8 @@ from pallas_kernels.primitives import (
 )
 
 _CONSUMERS = BACKWARD_CONSUMERS
-# Columns of a part of Q and K, and of V and dO, by their number, or by that of whole tiles, at least
-# two, where it is not here.
+# Columns of a part of Q and K, and of V and dO, by their number; where it is not here by that of
+# whole tiles, at least two.
 # What the two consumers' products take is level: S' and dP', then dK and dV of their parts.
 _KEY_PARTS = {128: (64, 64), 160: (64, 96), 192: (64, 128), 224: (96, 128), 256: (128, 128)}
 _VALUE_PARTS = {128: (64, 64), 160: (96, 64), 192: (128, 64), 224: (128, 96), 256: (128, 128)}

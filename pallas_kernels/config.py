@@ -11,7 +11,7 @@ BACKWARD_CONSUMERS = 2  # how they share a tile is in the backward*.py
 # What the heads in work at a time may take of the 50 MB of L2: K and V where a thread block owns
 # queries, and Q, dO and dQ where it owns keys.
 FORWARD_SECTION_BYTES = 12 << 20
-BACKWARD_SECTION_BYTES = 24 << 20
+BACKWARD_SECTION_BYTES = 12 << 20
 SUPPORTED_WIDTHS = range(8, 257, 8)  # TMA takes strides that are multiples of 16 bytes
 DROPOUT_STEPS = 1 << 15  # rates are multiples of one over this
 
@@ -230,7 +230,7 @@ class ForwardConfig:
       stages: slots of the circular buffers of K and of V.
       query_buffers: 2 to start the next tile under the end of this one, 1 where memory is short.
       registers: registers a thread of a consumer and of the producer.
-      staged_columns: of the output at a time, at most.
+      staged_columns: of the output at a time, at most; a multiple of 32.
       section_bytes: heads whose K and V take about this much are worked on together.
       thread_blocks: how many to launch at most; as many as there are SMs.
       elements_early: load mask and bias under the product that makes the logits, for which there
@@ -258,7 +258,8 @@ class ForwardConfig:
         _check_multiple_of_64("block_kv", self.block_kv)
         _need(self.stages >= 2, "stages", self.stages, "at least 2")
         _need(self.query_buffers in (1, 2), "query_buffers", self.query_buffers, "1 or 2")
-        _need(self.staged_columns in (64, 128), "staged_columns", self.staged_columns, "64 or 128")
+        holds = self.staged_columns > 0 and self.staged_columns % 32 == 0
+        _need(holds, "staged_columns", self.staged_columns, "a multiple of 32")
         _need(self.section_bytes >= 0, "section_bytes", self.section_bytes, "at least 0")
         _need(self.thread_blocks >= 1, "thread_blocks", self.thread_blocks, "at least 1")
         _check_registers(self.registers, self.consumers)
@@ -418,13 +419,13 @@ FORWARD = {
     256: ForwardConfig(consumers=2, block_kv=64, stages=2, query_buffers=1, registers=(240, 24)),
 }
 
-# More than 64 columns, but neither 64 nor 128. TFLOP/s*, H96 causal s4096: 652, with early values 634.
+# Up to 128 columns, but neither 64 nor 128. TFLOP/s*, H96 causal s4096: 652, with early values 634.
 FORWARD_PARTIAL = _TWO_CONSUMERS
 
 # The same, of up to 96 columns that are whole boxes, and of columns in boxes, which TMA is slow to
-# load where rows do not begin with a sector of 32 bytes. TFLOP/s*, b4 s4096 16 heads full and causal,
-# and with two consumers: H80 627 and 578 (558 and 519), H96 711 and 654 (677 and 652); H72 460 and
-# 431 (432 and 394), H88 542 and 508 (441 and 420), H112 697 and 625 (668 and 632).
+# load where rows do not begin with a sector of 32 bytes. TFLOP/s*, b4 s4096 16 heads full and
+# causal, and with two consumers: H80 627 and 578 (558 and 519), H96 711 and 654 (677 and 652); H72
+# 460 and 431 (432 and 394), H88 542 and 508 (441 and 420), H112 697 and 625 (668 and 632).
 FORWARD_96 = ForwardConfig(consumers=3, block_kv=64, stages=3, query_buffers=2, registers=(160, 32))
 FORWARD_BOXES = dataclasses.replace(FORWARD_96, stages=2)
 
@@ -577,6 +578,9 @@ def default(
             forward = FORWARD_LATENT
         elif widest == 64 and (segmented or (window is not None and window <= NARROW_WINDOW)):
             forward = FORWARD_NARROW
+    if widest > 128 and all(box_width(w) == 32 for w in widths):
+        # As one: in parts of 32, H160 718 TFLOP/s* for 729 at b4 s4096 causal, H224 725 for 739.
+        forward = dataclasses.replace(forward, staged_columns=widths[1])
     if soft_cap:  # at width 64, 20 to 32 bytes would spill
         forward = dataclasses.replace(forward, products_first=False)
     # Where boxes of both are not as wide, those of 64 are taken.

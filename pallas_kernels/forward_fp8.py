@@ -30,7 +30,6 @@ their own, and are added to the output in float32.
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -160,11 +159,8 @@ def _build(
     lag = stages - 1  # steps by which V is turned after it was asked for, where the next one goes
     key_columns = Columns.whole_float8(problem.width)
     value_columns = Columns.whole_float8(problem.value_width)
-    staged_size = math.gcd(value_columns.size, config.staged_columns)
-    staged_columns = [
-        Columns(problem.value_width, staged_size, first)
-        for first in range(0, value_columns.size, staged_size)
-    ]
+    out_columns = Columns(problem.value_width, value_columns.size)
+    staged_columns = out_columns.in_parts(config.staged_columns)
 
     turn = NamedBarriers(first=consumers + 2, count=consumers, arrivers=1)
     k_free = NamedBarriers(turn.first + consumers, stages, arrivers=consumers)

@@ -38,7 +38,7 @@ _CONSUMER_KEYS = 64  # of one consumer: the M of a wgmma
 _TILE_OVERHEAD = 1.0  # what a tile costs beside its steps, in steps
 # Sections are longer by this where costs are known at run time only, as what thread blocks get is
 # even over many tiles alone; yet not all heads, whose dQ would leave L2.
-_LONGER_SECTIONS = 4
+_LONGER_SECTIONS = 8
 
 
 @dataclasses.dataclass(frozen=True)

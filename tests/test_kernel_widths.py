@@ -28,6 +28,8 @@ WIDTHS = [
     (64, 192),
     (224, 224),
     (256, 8),
+    (80, 80),
+    (32, 96),
 ]
 
 
@@ -141,7 +143,32 @@ def test_columns(width, size, first, tiles, tile_width):
     np.testing.assert_array_equal(covered, np.arange(size))
 
 
-GPU_WIDTHS = [*WIDTHS, (40, 40), (72, 72), (192, 192), (24, 112), (136, 80), (8, 256)]
+@pytest.mark.parametrize(
+    ("width", "size", "tiles", "parts"),
+    [
+        (32, 32, 1, [32]),
+        (80, 80, 1, [80]),
+        (96, 96, 1, [96]),
+        (160, 160, 1, [32] * 5),
+        (224, 224, 1, [32] * 7),
+        (72, 128, 2, [128]),
+        (192, 192, 1, [64] * 3),
+        (256, 256, 1, [128] * 2),
+    ],
+)
+def test_whole_columns(width, size, tiles, parts):
+    """Of up to 128 columns a part."""
+    columns = Columns.whole(width)
+    assert (columns.size, columns.tiles) == (size, tiles)
+    assert [part.size for part in columns.in_parts(128)] == parts
+    assert [part.first for part in columns.in_parts(128)] == list(np.cumsum([0, *parts[:-1]]))
+
+
+GPU_WIDTHS = [
+    *WIDTHS,
+    *((40, 40), (72, 72), (192, 192), (24, 112), (136, 80), (8, 256)),
+    *((32, 32), (80, 96), (96, 64), (160, 96), (224, 160)),
+]
 
 
 @pytest.mark.gpu
@@ -166,6 +193,21 @@ def test_a_thread_block_walks_many_tiles_on_a_gpu(H, h):
 @pytest.mark.parametrize(("H", "h"), [(40, 72), (160, 80)])
 def test_other_heads_do_not_leak_on_a_gpu(H, h):
     check_that_other_heads_do_not_leak(200, 333, H, h)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("H", "h"), [(32, 32), (80, 80), (96, 96), (160, 160)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_soft_cap_and_segment_ids_on_a_gpu(H, h, deterministic):
+    """What is stored at addresses made anew, and where ids are compared."""
+    arrays = inputs(2, 517, 613, 4, 2, H, jnp.bfloat16, h=h)
+    options = dict(is_causal=True, query_offset=96, deterministic=deterministic)
+    check(arrays, **options, logits_soft_cap=3.0)
+    ids = dict(
+        query_segment_ids=jnp.repeat(jnp.arange(11), 47),
+        key_value_segment_ids=jnp.repeat(jnp.arange(14), 44)[:613],
+    )
+    check(arrays, **options, **{name: jnp.tile(x[None], (2, 1)) for name, x in ids.items()})
 
 
 @pytest.mark.gpu

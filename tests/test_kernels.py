@@ -410,7 +410,7 @@ def test_backward_key_settings_that_cannot_be(change, name):
         (dict(block_kv=96), "block_kv"),
         (dict(stages=1), "stages"),
         (dict(query_buffers=3), "query_buffers"),
-        (dict(staged_columns=96), "staged_columns"),
+        (dict(staged_columns=80), "staged_columns"),
         (dict(section_bytes=-1), "section_bytes"),
         (dict(thread_blocks=0), "thread_blocks"),
     ],

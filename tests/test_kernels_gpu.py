@@ -217,7 +217,7 @@ def test_lengths_leave_nan_out(H, deterministic):
     )
 
 
-@pytest.mark.parametrize(("H", "h"), [(64, 64), (40, 72), (96, 96), (192, 128)])
+@pytest.mark.parametrize(("H", "h"), [(64, 64), (40, 72), (80, 80), (96, 96), (192, 128)])
 def test_windows_leave_nan_out(H, h):
     """Of blocks cut at both ends, in thread blocks that walk many tiles."""
     check_that_nan_is_left_out(

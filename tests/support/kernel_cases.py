@@ -48,7 +48,7 @@ SEGMENTS = [
     (160, "window", False, True),
 ]
 # Query and value widths beside those of `config.WIDTHS`.
-OTHER_WIDTHS = [(192, 128), (192, 192), (96, 96), (160, 160), (40, 72)]
+OTHER_WIDTHS = [(192, 128), (192, 192), (80, 80), (96, 96), (160, 160), (40, 72)]
 
 # With a soft cap, at the masks that take most registers, in tiles with tails: widths, mask or
 # "lengths", axes of a dense mask and of a bias in float32, and whether gradients are deterministic.
