@@ -444,8 +444,9 @@ def _build_main(
                     key_columns.put(k, dk, anew=has_cap)  # with a cap registers are short
                     for n, columns in enumerate(staged_values):
                         staged = slice(columns.first, columns.first + columns.size)
+                        d_value = dv[:, staged].astype(dtype)
                         staging = value_staging(n + fresh_zero(), consumer)
-                        columns.put(staging, dv[:, staged].astype(dtype), anew=has_cap)
+                        columns.put(staging, d_value, anew=has_cap)
                     fence_async_shared()
                     gradients_staged.arrive(0)
 
