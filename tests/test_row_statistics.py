@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import config
+from pallas_kernels.primitives import fragment_shape
 from pallas_kernels.row_statistics import row_statistics
 from tests.support.interpret import interpret_mode
 
@@ -51,17 +52,26 @@ def exact(out, lse, d_out, d_lse, problem, padded_rows):
     return start, minus_delta
 
 
+def columns_of_dq(H) -> tuple[int, ...]:
+    return (64,) * (H // 64) + ((H % 64,) if H % 64 else ())
+
+
 def check(B, T, N, H, dtype, padded_rows, unseen=0, more_lse_rows=0):
     arrays, shape = inputs(B, T, N, H, dtype, unseen, more_lse_rows), problem(B, T, N, H, dtype)
-    settings = dict(problem=shape, padded_rows=padded_rows, with_dq=True)
+    dq_columns = columns_of_dq(H)
+    settings = dict(problem=shape, padded_rows=padded_rows, dq_columns=dq_columns)
     run = jax.jit(functools.partial(row_statistics, **settings))
-    start, minus_delta, zeros = (np.asarray(x) for x in run(*arrays))
+    start, minus_delta, dq = (np.asarray(x) for x in run(*arrays))
     exact_start, exact_minus_delta = exact(*arrays, shape, padded_rows)
     np.testing.assert_allclose(start, exact_start, rtol=1e-6)
     np.testing.assert_allclose(minus_delta, exact_minus_delta, rtol=1e-5, atol=1e-4)
     np.testing.assert_array_equal(minus_delta[np.isneginf(start)], 0)
-    assert zeros.size == B * N * padded_rows * H
-    np.testing.assert_array_equal(zeros, 0)
+    row_tiles = B * N * padded_rows // 64
+    assert dq.shape == (row_tiles * len(dq_columns), *fragment_shape(64))
+    for tile, columns in enumerate(dq_columns):
+        tiles = dq[tile :: len(dq_columns), : fragment_shape(columns)[0]]
+        assert tiles.size == row_tiles * 64 * columns
+        np.testing.assert_array_equal(tiles, 0)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +83,7 @@ def check(B, T, N, H, dtype, padded_rows, unseen=0, more_lse_rows=0):
         (1, 1, 2, 64, jnp.bfloat16, 128, 0, 0),
         (1, 90, 2, 256, jnp.float16, 128, 70, 1),
         (1, 40, 2, 128, jnp.bfloat16, 64, 40, 0),
+        (1, 70, 2, 96, jnp.bfloat16, 128, 3, 0),  # a tile of dQ of fewer columns
     ],
 )
 def test_row_statistics(B, T, N, H, dtype, padded_rows, unseen, more_lse_rows):
@@ -125,7 +136,7 @@ def test_more_than_two_to_the_31_elements():
                 row_statistics,
                 problem=problem(b, T, N, H, jnp.bfloat16),
                 padded_rows=T,
-                with_dq=True,
+                dq_columns=(64,),
             )
         )(*arrays)
         for b, arrays in ((B, many), (1, one))
