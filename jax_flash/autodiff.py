@@ -45,7 +45,6 @@ def unsupported(call: Call) -> str | None:
     """Why the kernels cannot do this call, or None if they can; devices are dispatch's business."""
     batch, query_length, heads, width = call.query.shape
     key_length, value_width = call.key.shape[1], call.value.shape[-1]
-    see = call.visibility
     reasons = {
         f"dtype {call.query.dtype}: the kernels take bfloat16 and float16": (
             call.query.dtype not in _DTYPES
@@ -61,18 +60,9 @@ def unsupported(call: Call) -> str | None:
         # The exponent's multiplier is a float32, and -LSE / scale is added up in one.
         f"scale {call.scale} is not in {_SCALES}": isinstance(call.scale, (int, float))
         and not (_SCALES[0] <= call.scale <= _SCALES[1]),
-        "segment ids beside a mask or bias": see.query_segment_ids is not None
-        and (see.mask is not None or call.bias is not None),
         f"logits_soft_cap {call.logits_soft_cap} is not in {_SOFT_CAPS}": (
             call.logits_soft_cap is not None
             and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
-        ),
-        # Registers would spill.
-        "dropout with a soft cap and segment ids, at head widths above 192": (
-            width > 192
-            and call.dropout_rate > 0
-            and call.logits_soft_cap is not None
-            and see.query_segment_ids is not None
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -165,7 +165,7 @@ def attention_gradients(
     d_bias: tuple[jax.Array, ...] = ()
     if with_bias_gradient:
         of_bias = bias_gradient.bias_gradient(
-            *operands, intervals, elements, dropout_words, problem=problem
+            *operands, intervals, ids, elements, dropout_words, problem=problem
         )
         d_bias = (of_bias,)
     statistics = (start,) if deterministic and problem.widest > 128 else (start, minus_delta)
@@ -324,7 +324,13 @@ def _build_main(
         )
         zero = jnp.int32(0)
         # Nor, beside S', for dQ of the step before, which is done first then.
-        dq_first = has_cap or (has_dropout and width > 64 and walk.has_elements_of_queries)
+        of_queries = walk.has_elements_of_queries
+        dq_first = (
+            has_cap
+            or (of_queries and has_dropout and width > 64)
+            or (of_queries and problem.has_bias and problem.segmented)
+            or (of_queries and problem.has_bias and problem.dynamic and width > 64)
+        )
 
         def dq_place(consumer: int):
             """Which 64 rows of a step's dQ a consumer has, and which columns."""

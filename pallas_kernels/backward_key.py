@@ -62,6 +62,7 @@ from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
 from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     NamedBarriers,
+    commit_smem,
     div_rem,
     fence_async_shared,
     fresh_zero,
@@ -171,6 +172,8 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
     factor = problem.logit_unit * LOG2E
     dk_factor, dv_factor = problem.scale * problem.d_logit_unit, 1.0 / problem.kept_share
     has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
+    # Registers are short then.
+    crowded = problem.has_elements or (has_cap and has_dropout)
     both = (2,) if has_dropout else ()  # the words of queries come with their start
     # Tiles read Q and dO.
     tiles = KeyTiles(problem, block_kv, block_q, row_bytes=problem.pair_bytes)
@@ -308,7 +311,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
 
                 def hand_over_dk(j, *, wait_n):
                     dk = take(dk_acc, dk_factor, wait_n=wait_n)
-                    plgpu.commit_smem()  # all warps have read Q
+                    commit_smem(anew=crowded)  # all warps have read Q
                     leave(own_key, late_smem.at[late_slot_of(j - 1)], dk, dk_acc)
                     late_free.arrive(late_slot_of(j - 1))
 
@@ -397,7 +400,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
 
                 def hand_over(j, dk, dv):
                     """The gradients of the tile that ended with the step before j."""
-                    plgpu.commit_smem()  # all warps have read Q and dO
+                    commit_smem(anew=crowded)  # all warps have read Q and dO
                     leave(own_key, q_smem.at[slot_of(j - 1)], dk, dk_acc)
                     d_out = value_parts.at(o_smem, _RIGHT, slot_of(j - 1))
                     leave(own_value, d_out, dv, dv_acc)

@@ -12,12 +12,13 @@ computed once more for it: seven products a tile pair in all, where `backward.py
                dQ += dS K                                         dS from registers
 
 A consumer has no product in flight from one step to the next; the other's fill the gap, as the two
-meet only where the producer waits for both. Key blocks run from the first to the last: under a
-causal mask tiles differ in the last, so that those that begin at the same time read the same keys,
-which is easy on L2. First come those that need no mask, then those that do, then those that this
-consumer cannot see at all; with a sliding window, before them those it cannot see, and more that
-need a mask. As in `backward.py`, -LSE and -delta come from `row_statistics.py`, and rows that do
-not count have a start of -inf.
+meet only where the producer waits for both. Where registers are too few for 256 columns of dQ,
+two kernels make half of them each. Key blocks run from the first to the last: under a causal mask
+tiles differ in the last, so that those that begin at the same time read the same keys, which is
+easy on L2. First come those that need no mask, then those that do, then those that this consumer
+cannot see at all; with a sliding window, before them those it cannot see, and more that need a
+mask. As in `backward.py`, -LSE and -delta come from `row_statistics.py`, and rows that do not count
+have a start of -inf.
 
 Barriers. Full: an mbarrier for Q, for dO, and for each slot of K and of V, completed by TMA. Free:
 a named barrier a slot, the consumers arrive and the producer waits.
@@ -108,10 +109,36 @@ def query_gradient(
     Returns:
       `[B, T, N, H]` in the input dtype. Rows that see no key are 0.
     """
-    kernel = _build(problem, config, query.shape[1], interpreting())
-    operands = query, key, value, d_out, start, minus_delta
     words = dropout_operands(dropout_words, keys=config.block_kv)
-    return kernel(intervals, ids, *words, *elements.operands(), *operands)
+    operands = *words, *elements.operands(), query, key, value, d_out, start, minus_delta
+    build = functools.partial(_build, problem, config, query.shape[1], interpreting())
+    parts = range(len(_key_parts(problem)))
+    if len(parts) == 1:
+        return build(0)(intervals, ids, *operands)
+    d_query = jax.new_ref(jnp.zeros(query.shape, query.dtype))
+    for part in parts:
+        build(part)(intervals, ids, *operands, d_query)
+    return jax.freeze(d_query)
+
+
+def _key_parts(problem: Problem) -> list[Columns]:
+    """The columns of query and key: all, or where registers are short parts of dQ, a kernel each.
+
+    A part takes S and dP once more, but half of the registers that 256 columns of dQ do.
+    """
+    columns = Columns.whole(problem.width)
+    options = (
+        problem.dynamic,
+        problem.segmented,
+        problem.has_mask,
+        problem.has_bias,
+        problem.soft_cap is not None,
+        problem.dropout > 0,
+    )
+    # In boxes more addresses are in use.
+    most = 2 if columns.tiles == 1 else 1
+    is_short = sum(options) > most or (problem.segmented and problem.has_bias)
+    return columns.in_parts(128) if columns.size > 224 and is_short else [columns]
 
 
 def hide(weights, problem: Problem, first_row, first_key, bounds, fill: float = 0.0) -> jax.Array:
@@ -204,10 +231,14 @@ def _key_blocks_of(
 
 
 @functools.lru_cache
-def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, interpret: bool):
+def _build(
+    problem: Problem, config: BackwardQueryConfig, query_rows: int, interpret: bool, part: int
+):
+    """The kernel for one of `_key_parts` of dQ: its result, or in a ref if there are more."""
     block_q, block_kv, (k_stages, v_stages) = config.block_q, config.block_kv, config.stages
     dtype = problem.dtype
-    key_columns = Columns.whole(problem.width)
+    key_parts = _key_parts(problem)
+    dq_columns = key_parts[part]
     value_columns = Columns.whole(problem.value_width)
     factor = problem.logit_unit * LOG2E
     has_cap = problem.soft_cap is not None
@@ -216,7 +247,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
     first_rows = np.arange(tiles) * block_q
     dynamic, by_batch, has_far_edge = problem.dynamic, problem.by_batch, problem.has_far_edge
     # With 256 columns of dQ there are no registers for elements, or a cap, and dP at a time.
-    is_wide = key_columns.size > 192
+    is_wide = dq_columns.size > 192
     # With dropout nor for bounds or ids, or for addresses of the order over the loop.
     crowded = is_wide and problem.dropout > 0 and (problem.has_elements or by_batch)
     weights_first = crowded or (is_wide and (problem.has_elements or has_cap))
@@ -265,14 +296,15 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
     v_free = NamedBarriers(k_free.first + k_stages, v_stages, arrivers=_CONSUMERS)
     named = dict(k_free=k_free, v_free=v_free)
 
+    key_tiles = sum(columns.tiles for columns in key_parts)
     scratch: dict[str, Any] = dict(
-        q_smem=key_columns.smem(_CONSUMERS, _ROWS, dtype=dtype),
+        q_smem=[columns.smem(_CONSUMERS, _ROWS, dtype=dtype) for columns in key_parts],
         o_smem=value_columns.smem(_CONSUMERS, _ROWS, dtype=dtype),
-        k_smem=key_columns.smem(k_stages, block_kv, dtype=dtype),
+        k_smem=[columns.smem(k_stages, block_kv, dtype=dtype) for columns in key_parts],
         v_smem=value_columns.smem(v_stages, block_kv, dtype=dtype),
-        q_full=plgpu.Barrier(num_arrivals=_CONSUMERS * key_columns.tiles),
+        q_full=plgpu.Barrier(num_arrivals=_CONSUMERS * key_tiles),
         o_full=plgpu.Barrier(num_arrivals=_CONSUMERS * value_columns.tiles),
-        k_full=plgpu.Barrier(num_arrivals=key_columns.tiles, num_barriers=k_stages),
+        k_full=plgpu.Barrier(num_arrivals=key_tiles, num_barriers=k_stages),
         v_full=plgpu.Barrier(num_arrivals=value_columns.tiles, num_barriers=v_stages),
     )
     if interpret:
@@ -376,7 +408,8 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     s_acc[...] = zero_tile(_ROWS, block_kv)
                     if not weights_first:
                         dp_acc[...] = zero_tile(_ROWS, block_kv)
-                    key_columns.contract(s_acc, q_smem.at[own_rows], k_smem.at[ks])
+                    for columns, q, k in zip(key_parts, q_smem, k_smem, strict=True):
+                        columns.contract(s_acc, q.at[own_rows], k.at[ks])
                     if not weights_first:
                         issue_d_weights(own_rows, vs)
 
@@ -407,7 +440,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     v_free.arrive(vs)
                     minus_deltas = spread(minus_delta, weights.shape)
                     ds = d_logits(weights, d_weights, minus_deltas, problem).astype(dtype)
-                    key_columns.expand(dq_acc, ds, k_smem.at[ks])
+                    dq_columns.expand(dq_acc, ds, k_smem[part].at[ks])
                     plgpu.wgmma_wait(0)
                     k_free.arrive(ks)
 
@@ -423,7 +456,7 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 plgpu.barrier_wait(o_full)
                 masking = functools.partial(step, needs_mask=True)
                 # The bias of rows that see nothing may be NaN.
-                mask_throughout = dynamic and problem.has_bias
+                mask_throughout = by_batch and problem.has_bias
                 rest = functools.partial(step, needs_mask=mask_throughout)
                 begin, end, begin_rest, end_rest = (
                     n - first_block
@@ -441,16 +474,17 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                 # dQ leaves from where Q was, once all warps have read it.
                 plgpu.commit_smem()
                 factor_of_dq = problem.scale * problem.d_logit_unit
-                key_columns.put(q_smem.at[warpgroup], (dq * factor_of_dq).astype(dtype))
+                own_q = q_smem[part].at[warpgroup]
+                dq_columns.put(own_q, (dq * factor_of_dq).astype(dtype))
                 plgpu.commit_smem()
                 batch, head = batch_and_head()
                 rows = pl.ds(first_row_of(warpgroup), _ROWS)
-                key_columns.store(q_smem.at[warpgroup], dq_ref.at[batch, rows, head])
+                dq_columns.store(own_q, dq_ref.at[batch, rows, head])
                 plgpu.wait_smem_to_gmem(0)
 
             pl.run_scoped(
                 compute,
-                plgpu.ACC((_ROWS, key_columns.size), jnp.float32),
+                plgpu.ACC((_ROWS, dq_columns.size), jnp.float32),
                 plgpu.ACC((_ROWS, block_kv), jnp.float32),
                 plgpu.ACC((_ROWS, block_kv), jnp.float32),
             )
@@ -466,29 +500,30 @@ def _build(problem: Problem, config: BackwardQueryConfig, query_rows: int, inter
                     source = ref.at[batch, pl.ds(first_row_of(consumer), _ROWS), head]
                     columns.load(source, buffer.at[consumer], full)
 
-            def load(ref, buffers, columns, slot, stages, full, free, j):
+            def load(ref, buffers, parts, slot, stages, full, free, j):
                 pl.when(j >= stages)(lambda: free.wait(slot))
                 source = ref.at[batch, pl.ds(key_block_of(j) * block_kv, block_kv), kv_head]
-                columns.load(source, buffers.at[slot], full.at[slot])
+                for columns, buffer in zip(parts, buffers, strict=True):
+                    columns.load(source, buffer.at[slot], full.at[slot])
 
             def load_d_out():
                 load_rows(do_ref, o_smem, value_columns, o_full)
 
-            load_rows(q_ref, q_smem, key_columns, q_full)
+            for columns, buffer in zip(key_parts, q_smem, strict=True):
+                load_rows(q_ref, buffer, columns, q_full)
 
             @pl.loop(jnp.int32(0), blocks)
             def _(j):
-                load(k_ref, k_smem, key_columns, k_slot(j), k_stages, k_full, k_free, j)
+                load(k_ref, k_smem, key_parts, k_slot(j), k_stages, k_full, k_free, j)
                 pl.when(j == 0)(load_d_out)
-                load(v_ref, v_smem, value_columns, v_slot(j), v_stages, v_full, v_free, j)
+                load(v_ref, [v_smem], [value_columns], v_slot(j), v_stages, v_full, v_free, j)
 
             pl.when(blocks == 0)(load_d_out)
 
+    d_query = jax.ShapeDtypeStruct((problem.batch, query_rows, problem.heads, problem.width), dtype)
     kernel = plgpu.kernel(
         attention_backward_query,
-        out_type=jax.ShapeDtypeStruct(
-            (problem.batch, query_rows, problem.heads, problem.width), dtype
-        ),
+        out_type=d_query if len(key_parts) == 1 else (),
         grid=(len(order),),
         grid_names=("block",),
         num_threads=_CONSUMERS + 1,

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import soft_cap
+from pallas_kernels import segments, soft_cap
 from pallas_kernels.backward_query import hide
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BIAS_GRADIENT, BiasGradientConfig, Problem
@@ -50,8 +50,11 @@ from pallas_kernels.primitives import (
     HAND_ORDERED,
     NamedBarriers,
     div_rem,
+    equal_columns,
     interpreting,
+    keep_bits,
     load_intervals,
+    load_rows,
     store_column_sums,
     store_rows,
     store_tile,
@@ -74,6 +77,7 @@ def bias_gradient(
     start: jax.Array,
     minus_delta: jax.Array,
     intervals: jax.Array | None,
+    ids: tuple[jax.Array, jax.Array] | None,
     elements: Elements,
     dropout_words: Words | None = None,
     *,
@@ -92,6 +96,8 @@ def bias_gradient(
         where start is -inf.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
+      ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
+        `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
       elements: the bias, and the mask of a problem that has one.
       dropout_words: None, or for a problem with dropout the words of queries and keys, int32
         `[B, N, problem.query_length]` and `[B, problem.key_length]` (`dropout.py`).
@@ -106,6 +112,10 @@ def bias_gradient(
     pieces = _Pieces(problem, BIAS_GRADIENT[problem.widest], bias.shape)
     words = dropout_operands(dropout_words, keys=pieces.config.block_kv)
     operands = (*words, *elements.operands(), query, key, value, d_out, start, minus_delta)
+    if ids is not None:
+        query_ids, key_ids = ids
+        key_ids = segments.padded(key_ids, pieces.config.block_kv)
+        operands = query_ids, key_ids, *operands
     if intervals is not None:
         operands = intervals, *operands
     gradient = _build(pieces, interpreting())(*operands)
@@ -235,7 +245,8 @@ def _build(pieces: _Pieces, interpret: bool):
         steps_ref, *more_refs, q_smem, o_smem, k_smem, v_smem, full, twin=None
     ):
         intervals_ref, *refs = more_refs if problem.dynamic else (None, *more_refs)
-        dropout, refs = DropoutRefs.split(problem, refs)
+        ids_refs = refs[: 2 * int(problem.segmented)]
+        dropout, refs = DropoutRefs.split(problem, refs[len(ids_refs) :])
         elements, refs = ElementRefs.split(problem, refs)
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, gradient_ref = refs
         slot_free = dataclasses.replace(free, twins=twin)
@@ -274,6 +285,11 @@ def _build(pieces: _Pieces, interpret: bool):
 
                 def hidden(weights, fill):
                     weights = hide(weights, problem, lambda: first_row, first_key, bounds, fill)
+                    if problem.segmented:
+                        query_ids, key_ids = (ref.at[batch] for ref in ids_refs)
+                        ids = load_rows(query_ids, first_row, problem.query_length - 1)
+                        equal = equal_columns(ids, key_ids, first_key, block_kv)
+                        weights = keep_bits(weights, equal, fill)
                     return masked(weights, loaded, fill)
 
                 if has_cap:

@@ -573,10 +573,12 @@ def default(
         forward = FORWARD_CROWDED[widest]
     elif forward_loads_elements:
         forward = FORWARD_ELEMENTS[widest]
+    elif widest == 64 and segmented:
+        forward = FORWARD_NARROW
     elif not has_elements:  # a bias of keys would not fit into shared memory beside these
         if whole_tiles(width) == 192 and 0 < value_width <= 128:
             forward = FORWARD_LATENT
-        elif widest == 64 and (segmented or (window is not None and window <= NARROW_WINDOW)):
+        elif widest == 64 and window is not None and window <= NARROW_WINDOW:
             forward = FORWARD_NARROW
     if widest > 128 and all(box_width(w) == 32 for w in widths):
         # As one: in parts of 32, H160 718 TFLOP/s* for 729 at b4 s4096 causal, H224 725 for 739.

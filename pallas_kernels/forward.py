@@ -358,25 +358,30 @@ def _build(
     exact_throughout = problem.has_elements
     # The bias of rows that see nothing may be NaN, which `online_softmax.close` does not stop. And
     # with a window, loops of their own for other steps take registers that a bias needs.
-    loads_elements = problem.has_mask or (problem.has_bias and not has_bias_of_keys)
+    loads_bias = problem.has_bias and not has_bias_of_keys
+    loads_elements = problem.has_mask or loads_bias
     mask_throughout = problem.has_bias and has_far_edge
     ignores_unseen = problem.forward_ignores_unseen
     # Each step waits for V of its own keys: those with a mask zero rows of it.
     own_values = config.early_values or ignores_unseen
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
+    block_kv, dtype = config.block_kv, problem.dtype
+    key_columns = Columns.whole(problem.width)
+    value_columns = Columns.whole(problem.value_width)
     has_cap = problem.soft_cap is not None
     # Then addresses and bounds too are made anew where they are used.
-    registers_are_scarce = has_cap or (
-        problem.dropout > 0 and problem.widest > 192 and (by_batch or problem.has_bias)
+    crowds_output = by_batch or problem.has_bias or (problem.dropout and key_columns.tiles > 1)
+    registers_are_scarce = (
+        has_cap
+        or (problem.widest > 192 and crowds_output)
+        or (problem.segmented and (loads_bias or (problem.dropout and problem.widest > 64)))
+        or (problem.has_mask and loads_bias)
     )
     # Then entries of lists are.
     registers_are_short = registers_are_scarce or (
         query_buffers == 1 and (config.block_kv > 64 or problem.segmented)
     )
-    block_kv, dtype = config.block_kv, problem.dtype
-    key_columns = Columns.whole(problem.width)
-    value_columns = Columns.whole(problem.value_width)
     # The output is staged some columns at a time. A bias of keys is where half of it would be.
     staged_columns = value_columns.in_parts(64 if has_bias_of_keys else config.staged_columns)
     headroom, limit = online_softmax.weight_range(dtype)

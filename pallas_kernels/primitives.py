@@ -206,6 +206,25 @@ def fence_async_shared() -> None:
     fence()
 
 
+def commit_smem(*, anew: bool) -> None:
+    """`plgpu.commit_smem`; anew: with the number of its barrier in no register till then."""
+    if interpreting() or not anew:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def commit(_):
+        # The barrier that Mosaic GPU has for this warpgroup.
+        _asm(
+            "{ .reg .b32 own; fence.proxy.async.shared::cta;"
+            f" mov.u32 own, %tid.x; shr.u32 own, own, {WARPGROUP_THREADS.bit_length() - 1};"
+            f" add.u32 own, own, 1; bar.sync own, {WARPGROUP_THREADS}; }}",
+            "~{memory}",
+        )
+
+    commit()
+
+
 def fresh_zero() -> jax.Array:
     """A scalar 0 that the compiler cannot see through.
 

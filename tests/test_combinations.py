@@ -59,16 +59,22 @@ def draw(number: int, longest: int, most: int) -> tuple[tuple, dict[str, Any]]:
     if more.random() < 0.3:
         options["logits_soft_cap"] = float(more.choice([0.5, 2.0, 50.0]))
     if more.random() < 0.6 and not {"mask", "bias"} & set(options):
-        query_ids, key_ids = (random_ids(more, B, length) for length in (T, S))
-        if S == T and more.random() < 0.7:
-            key_ids = query_ids
-        options |= dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
-    latest = np.random.default_rng([number, longest, 2])
-    if latest.random() < 0.3:
-        ids_and_cap = {"query_segment_ids", "logits_soft_cap"}
-        if H <= 192 or not ids_and_cap <= set(options):  # or registers would spill
-            options["dropout_rate"] = float(latest.choice([0.125, 0.5, 0.875]))
+        options |= random_pair_of_ids(more, B, T, S)
+    later = np.random.default_rng([number, longest, 2])
+    if later.random() < 0.3:
+        options["dropout_rate"] = float(later.choice([0.125, 0.5, 0.875]))
+    latest = np.random.default_rng([number, longest, 3])
+    if latest.random() < 0.4 and "query_segment_ids" not in options:
+        options |= random_pair_of_ids(latest, B, T, S)
     return arrays, options
+
+
+def random_pair_of_ids(rng: np.random.Generator, batch: int, T: int, S: int) -> dict[str, Any]:
+    """Options of segment ids, those of keys often the same array."""
+    query_ids, key_ids = (random_ids(rng, batch, length) for length in (T, S))
+    if S == T and rng.random() < 0.7:
+        key_ids = query_ids
+    return dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
 
 
 def random_ids(rng: np.random.Generator, batch: int, length: int) -> jax.Array:

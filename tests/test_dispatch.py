@@ -155,9 +155,10 @@ DROPOUT = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
             {
                 "query_segment_ids": jnp.ones((B, T), jnp.int32),
                 "key_value_segment_ids": jnp.ones((B, S), jnp.int32),
-                "bias": jnp.ones((N, 1, S)),
+                "bias": jnp.ones((N, T, S)),
+                "mask": jnp.ones((B, 1, 1, S), bool),
             },
-            "segment ids beside a mask or bias",
+            None,
         ),
         ({"local_window_size": 9, "sinks": jnp.ones(N)}, None),
         ({"mask": jnp.ones((B, 1, T, S), bool)}, None),
@@ -176,19 +177,26 @@ def test_what_the_kernels_take(monkeypatch, options, reason):
     assert (explanation.implementation == "mosaic_gpu") == (reason is None)
 
 
-@pytest.mark.parametrize("width", [192, 200])
-def test_dropout_beside_ids_and_a_cap(monkeypatch, width):
+@pytest.mark.parametrize("width", [64, 256])
+def test_the_kernels_take_all_options_together(monkeypatch, width):
     monkeypatch.setattr(device, "device_of", lambda array: H100)
-    ids = {
+    options = {
+        "is_causal": True,
+        "local_window_size": (5, 0),
+        "query_offset": jnp.zeros(B, jnp.int32),
+        "query_seq_lengths": jnp.ones(B, jnp.int32),
+        "key_value_seq_lengths": jnp.ones(B, jnp.int32),
         "query_segment_ids": jnp.ones((B, T), jnp.int32),
         "key_value_segment_ids": jnp.ones((B, S), jnp.int32),
+        "mask": jnp.ones((B, N, T, S), bool),
+        "bias": jnp.ones((B, N, T, S)),
+        "sinks": jnp.ones(N),
+        "logits_soft_cap": 30.0,
+        "return_residual": True,
+        "deterministic": True,
     }
-    options = DROPOUT | ids
-    arrays = shapes(width=width)
-    assert jax_flash.explain(*arrays, **options).implementation == "mosaic_gpu"
-    explanation = jax_flash.explain(*arrays, **options, logits_soft_cap=30.0)
-    reason = "dropout with a soft cap and segment ids, at head widths above 192"
-    assert explanation.reasons.get("mosaic_gpu") == (reason if width > 192 else None)
+    explanation = jax_flash.explain(*shapes(width=width), **options, **DROPOUT)
+    assert explanation.implementation == "mosaic_gpu"
 
 
 # --- an explicit choice -------------------------------------------------------------------------

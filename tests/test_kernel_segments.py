@@ -14,6 +14,7 @@ from pallas_kernels.backward_query import _key_blocks_of
 from pallas_kernels.forward import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
 from tests.support.interpret import interpret_mode
+from tests.test_kernel_elements import random_bias, random_mask, shape_of
 from tests.test_kernels import (
     check,
     check_that_rows_alone_do_not_count,
@@ -351,6 +352,59 @@ def test_soft_cap(kind, H, deterministic, options):
     options = options_of(ids, **options, deterministic=deterministic)
     with interpret_mode():
         check(arrays, **options, logits_soft_cap=1.0)
+
+
+@pytest.mark.fast_cases(4)
+@pytest.mark.parametrize(
+    ("kind", "H", "mask", "bias", "options"),
+    [
+        ("documents", 64, None, "nts", dict(is_causal=True)),
+        ("at random", 128, "bts", "nts", dict(deterministic=True)),
+        ("one side alone", 64, None, "bs", {}),
+        ("padding", 256, None, "nts", dict(is_causal=True)),  # dQ in two parts
+        ("interleaved", 128, "bs", None, dict(is_causal=True)),
+        ("of other lengths", 128, None, "nts", dict(key_value_seq_lengths=[250, 0])),
+        ("short", 256, "bnts", None, dict(is_causal=True, deterministic=True)),
+        ("documents", 96, "bts", "bt", dict(local_window_size=(90, 10))),
+        ("tiles", 208, None, "bs", dict(logits_soft_cap=2.0, dropout_rate=0.5)),
+        ("at random", 256, None, None, dict(logits_soft_cap=2.0, dropout_rate=0.5)),
+    ],
+)
+def test_beside_a_mask_and_a_bias(kind, H, mask, bias, options):
+    """And what else takes registers, at widths where dQ is made in parts for it."""
+    ids = IDS[kind]
+    (_, T), (_, S) = (x.shape for x in ids)
+    options = {k: jnp.array(v) if isinstance(v, list) else v for k, v in options.items()}
+    if mask is not None:
+        options["mask"] = random_mask(shape_of(mask, BATCH, 2, T, S))
+    if bias is not None:
+        options["bias"] = random_bias(shape_of(bias, BATCH, 2, T, S))
+    arrays = inputs(BATCH, T, S, 2, 1, H, jnp.bfloat16)
+    with interpret_mode():
+        check(arrays, **options_of(ids, **options))
+
+
+@pytest.mark.parametrize("H", [64, 256])
+def test_a_bias_may_be_nan_where_ids_differ(H):
+    """In rows that see nothing too, which share tiles with others."""
+    ids = IDS["one side alone"]
+    arrays = inputs(BATCH, 200, 260, 1, 1, H, jnp.bfloat16)
+    bias = random_bias((BATCH, 1, 200, 260))
+    seen = visible(ids)
+    assert not seen.any(2).all()
+
+    def results(bias):
+        run = functools.partial(attention, **options_of(ids))
+        results, vjp = jax.vjp(lambda *x: run(*x[:3], bias=x[3]), *arrays[:3], bias)
+        return *results, *vjp(arrays[3:])
+
+    with interpret_mode():
+        clean, got = results(bias), results(jnp.where(seen[:, None], bias, jnp.nan))
+    chex.assert_trees_all_equal(got, clean)
+    out, lse, *gradients = clean
+    chex.assert_tree_all_finite((out, gradients))
+    np.testing.assert_array_equal(np.isneginf(lse[..., 0]), ~seen.any(2))
+    assert not np.asarray(gradients[3])[~seen[:, None]].any()
 
 
 @pytest.mark.fast_cases(2)

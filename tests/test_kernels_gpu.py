@@ -451,6 +451,24 @@ def test_segment_ids_with_soft_cap(H, kind):
     check(arrays, **options, **lengths, deterministic=True, config=few_thread_blocks(H, 8))
 
 
+@pytest.mark.parametrize("kind", ["documents", "at random"])
+@pytest.mark.parametrize("H", [64, 128, 208, 256])
+def test_segment_ids_beside_a_mask_and_a_bias(H, kind):
+    """And all else that takes registers at a time, where dQ of 256 columns is made in parts."""
+    query_ids, key_ids = (None if x is None else jnp.asarray(x) for x in SEGMENTS[kind])
+    key_ids = query_ids if key_ids is None else key_ids
+    T, S = query_ids.shape[1], key_ids.shape[1]
+    options = dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
+    arrays = inputs(2, T, S, 4, 2, H, jnp.bfloat16)
+    bias = random_bias((1, 4, T, S))
+    check(arrays, **options, bias=bias, is_causal=True)
+    check(arrays, **options, bias=random_bias((2, 1, 1, S)), mask=random_mask((2, 1, T, S)))
+    more = dict(logits_soft_cap=2.0, dropout_rate=0.125, deterministic=True)
+    check(arrays, **options, **more, config=few_thread_blocks(H, 8))
+    lengths = dict(key_value_seq_lengths=jnp.array([S - 200, 64]))
+    check(arrays, **options, **more, **lengths, bias=bias, mask=random_mask((2, 1, 1, S)))
+
+
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_segment_ids_repeat_bit_equal(H):
     """Forward, and dK and dV, with thread blocks that take many tiles."""

@@ -336,11 +336,16 @@ def test_inside_shard_map(implementation):
         )
 
 
-def test_kernels_inside_shard_map_in_interpret_mode():
+# With lengths enough for dQ of 256 columns to be made in two parts.
+IN_PARTS = {"logits_soft_cap": 2.0, "bias": jnp.ones((2, 1, 24))}
+
+
+@pytest.mark.parametrize(("H", "options"), [(64, {}), (256, IN_PARTS)])
+def test_kernels_inside_shard_map_in_interpret_mode(H, options):
     """Types that vary pass through every kernel; a mesh of one device has them too."""
     mesh = mesh_of((1,))
     query, key, value = (
-        draw(i, 1, 24, heads, 64, dtype=jnp.bfloat16) for i, heads in enumerate((2, 1, 1))
+        draw(i, 1, 24, heads, H, dtype=jnp.bfloat16) for i, heads in enumerate((2, 1, 1))
     )
     lengths, sinks = jnp.array([20]), jnp.zeros(2)
 
@@ -351,6 +356,7 @@ def test_kernels_inside_shard_map_in_interpret_mode():
             value,
             sinks=sinks,
             key_value_seq_lengths=lengths,
+            **options,
             implementation="mosaic_gpu",
         )
 

@@ -27,28 +27,34 @@ ELEMENTS: dict[str, tuple[str, str | None, str | None, Any, bool]] = {
     "dense-bias": ("causal", None, "nts", jnp.float32, True),
     "mask-bias": ("full", "bts", "nts", None, False),
 }
-# The widths that each is compiled at. Dense biases spill at 256, and with a mask at 128.
+# The widths that each is compiled at.
 ELEMENT_WIDTHS = {
     "dense-mask": (64, 256),
     "key-bias": (64, 128, 256),
-    "dense-bias": (128, 160),
-    "mask-bias": (64, 160),
+    "dense-bias": (128, 160, 256),
+    "mask-bias": (64, 128, 160, 256),
 }
-# Width, mask, whether gradients are deterministic, and whether there is a soft cap. The forward
-# spills at 256.
-SEGMENTS = [
-    (64, "causal", False, False),
-    (96, "causal", False, False),
-    (128, "causal", False, False),
-    (128, "lengths", True, False),
-    (160, "window", False, False),
-    (64, "causal", False, True),
-    (128, "full", True, True),
-    (128, "lengths", True, True),
-    (160, "window", False, True),
+# Width, mask, axes of a dense mask and of a bias in float32, whether gradients are deterministic,
+# and whether there is a soft cap.
+SEGMENTS: list[tuple[int, str, str | None, str | None, bool, bool]] = [
+    (64, "causal", None, None, False, False),
+    (96, "causal", None, None, False, False),
+    (128, "causal", None, None, False, False),
+    (128, "lengths", None, None, True, False),
+    (160, "window", None, None, False, False),
+    (256, "lengths", None, None, False, False),
+    (64, "causal", None, None, False, True),
+    (128, "full", None, None, True, True),
+    (128, "lengths", None, None, True, True),
+    (160, "window", None, None, False, True),
+    (64, "full", None, "nts", False, False),
+    (64, "causal", "bnts", "bs", True, False),
+    (128, "lengths", "bts", "nts", False, False),
+    (256, "causal", "bnts", None, False, True),
+    (256, "window", None, "nts", False, False),
 ]
 # Query and value widths beside those of `config.WIDTHS`.
-OTHER_WIDTHS = [(192, 128), (192, 192), (80, 80), (96, 96), (160, 160), (40, 72)]
+OTHER_WIDTHS = [(192, 128), (192, 192), (80, 80), (96, 96), (160, 160), (40, 72), (208, 208)]
 
 # With a soft cap, at the masks that take most registers, in tiles with tails: widths, mask or
 # "lengths", axes of a dense mask and of a bias in float32, and whether gradients are deterministic.
@@ -81,8 +87,7 @@ DROPOUT = [
 ]
 
 # Dropout beside more, in tiles with tails: widths, mask or "lengths", axes of a dense mask and of a
-# bias in float32, and whether there are segment ids and a soft cap. At width 64 the backward spills
-# with a window, a mask and a dense bias.
+# bias in float32, and whether there are segment ids and a soft cap.
 CROWDED: list[tuple[int, int, str, str | None, str | None, bool, bool]] = [
     (64, 64, "full", "bs", None, False, False),
     (64, 64, "causal", None, "nts", False, False),
@@ -97,6 +102,10 @@ CROWDED: list[tuple[int, int, str, str | None, str | None, bool, bool]] = [
     (256, 256, "lengths", None, "bs", False, False),
     (256, 256, "causal", None, "nts", False, False),
     (256, 256, "window", None, None, True, False),
+    (64, 64, "window", "bnts", "nts", False, False),
+    (128, 128, "causal", None, "bs", True, False),
+    (256, 256, "lengths", None, None, True, True),
+    (208, 208, "lengths", "bts", "nts", True, True),
 ]
 
 # In FP8, at each of `config.WIDTHS`: mask, shape, and whether there are segment ids.
@@ -227,11 +236,12 @@ def _cases_of_segments() -> list[tuple[str, Callable, Any]]:
     cases = []
     T, S, *_ = SHAPES["ragged"]
     ids = tuple(jax.ShapeDtypeStruct((BATCH, length), jnp.int32) for length in (T, S))
-    for width, mask, deterministic, has_cap in SEGMENTS:
+    for width, mask, mask_axes, bias_axes, deterministic, has_cap in SEGMENTS:
         options = MASKS.get(mask, {}) | ({"logits_soft_cap": 30.0} if has_cap else {})
         fn = _forward_and_backward(options, deterministic)
-        args = *_ragged_args(width, width, mask, None, None, None), ids
-        cases.append((f"H{width}-{mask}-segments{'-cap' * has_cap}", fn, args))
+        args = *_ragged_args(width, width, mask, mask_axes, bias_axes, jnp.float32), ids
+        elements = "-dense-mask" * bool(mask_axes) + "-bias" * bool(bias_axes)
+        cases.append((f"H{width}-{mask}{elements}-segments{'-cap' * has_cap}", fn, args))
     return cases
 
 
