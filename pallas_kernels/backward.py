@@ -324,12 +324,13 @@ def _build_main(
         )
         zero = jnp.int32(0)
         # Nor, beside S', for dQ of the step before, which is done first then.
-        of_queries = walk.has_elements_of_queries
-        dq_first = (
-            has_cap
-            or (of_queries and has_dropout and width > 64)
-            or (of_queries and problem.has_bias and problem.segmented)
-            or (of_queries and problem.has_bias and problem.dynamic and width > 64)
+        is_wide, has_bias = width > 64, problem.has_bias
+        dq_first = has_cap or (
+            walk.has_elements_of_queries
+            and (
+                (has_dropout and (is_wide or (has_bias and problem.has_mask)))
+                or (has_bias and (problem.segmented or (problem.dynamic and is_wide)))
+            )
         )
 
         def dq_place(consumer: int):

@@ -508,7 +508,8 @@ FORWARD_ELEMENTS = FORWARD | {
     128: dataclasses.replace(_TWO_CONSUMERS, elements_early=True),
 }
 
-# And dropout beside these or a soft cap: 128 keys a step would spill 4 to 48 bytes at width 128.
+# And two of dropout, a soft cap and these, or a soft cap and segment ids beside these: 128 keys a
+# step would spill 4 to 48 bytes at width 128.
 FORWARD_CROWDED = FORWARD_ELEMENTS | {
     128: dataclasses.replace(_TWO_CONSUMERS, block_kv=64, stages=3),
 }
@@ -569,7 +570,8 @@ def default(
                 forward = FORWARD_BOXES
             elif max(widths) <= 96:
                 forward = FORWARD_96
-    if dropout and (soft_cap or forward_loads_elements):
+    beside_cap = dropout or (segmented and forward_loads_elements)
+    if (soft_cap and beside_cap) or (dropout and forward_loads_elements):
         forward = FORWARD_CROWDED[widest]
     elif forward_loads_elements:
         forward = FORWARD_ELEMENTS[widest]

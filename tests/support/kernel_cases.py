@@ -35,7 +35,7 @@ ELEMENT_WIDTHS = {
     "mask-bias": (64, 128, 160, 256),
 }
 # Width, mask, axes of a dense mask and of a bias in float32, whether gradients are deterministic,
-# and whether there is a soft cap.
+# and whether there is a soft cap. Above 192 columns `backward_key.py` spills with a dense one.
 SEGMENTS: list[tuple[int, str, str | None, str | None, bool, bool]] = [
     (64, "causal", None, None, False, False),
     (96, "causal", None, None, False, False),
@@ -50,8 +50,7 @@ SEGMENTS: list[tuple[int, str, str | None, str | None, bool, bool]] = [
     (64, "full", None, "nts", False, False),
     (64, "causal", "bnts", "bs", True, False),
     (128, "lengths", "bts", "nts", False, False),
-    (256, "causal", "bnts", None, False, True),
-    (256, "window", None, "nts", False, False),
+    (256, "full", "bs", "bs", False, True),
 ]
 # Query and value widths beside those of `config.WIDTHS`.
 OTHER_WIDTHS = [(192, 128), (192, 192), (80, 80), (96, 96), (160, 160), (40, 72), (208, 208)]
@@ -105,7 +104,7 @@ CROWDED: list[tuple[int, int, str, str | None, str | None, bool, bool]] = [
     (64, 64, "window", "bnts", "nts", False, False),
     (128, 128, "causal", None, "bs", True, False),
     (256, 256, "lengths", None, None, True, True),
-    (208, 208, "lengths", "bts", "nts", True, True),
+    (208, 208, "lengths", "bts", "nts", False, True),
 ]
 
 # In FP8, at each of `config.WIDTHS`: mask, shape, and whether there are segment ids.
