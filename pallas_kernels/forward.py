@@ -371,11 +371,17 @@ def _build(
     value_columns = Columns.whole(problem.value_width)
     has_cap = problem.soft_cap is not None
     # Then addresses and bounds too are made anew where they are used.
-    crowds_output = by_batch or problem.has_bias or (problem.dropout and key_columns.tiles > 1)
+    has_dropout, in_boxes = problem.dropout > 0, key_columns.tiles > 1
+    beside_wide_output = (
+        problem.segmented
+        or problem.has_bias
+        or (dynamic and has_dropout)
+        or (in_boxes and (dynamic or has_dropout))
+    )
     registers_are_scarce = (
         has_cap
-        or (problem.widest > 192 and crowds_output)
-        or (problem.segmented and (loads_bias or (problem.dropout and problem.widest > 64)))
+        or (problem.widest > 192 and beside_wide_output)
+        or (problem.segmented and (loads_bias or (has_dropout and problem.widest > 64)))
         or (problem.has_mask and loads_bias)
     )
     # Then entries of lists are.
