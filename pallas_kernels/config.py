@@ -508,8 +508,8 @@ FORWARD_ELEMENTS = FORWARD | {
     128: dataclasses.replace(_TWO_CONSUMERS, elements_early=True),
 }
 
-# And two of dropout, a soft cap and these, or a soft cap and segment ids beside these: 128 keys a
-# step would spill 4 to 48 bytes at width 128.
+# And dropout beside these or a soft cap, or these beside segment ids and a cap: 128 keys a step
+# would spill 4 to 48 bytes at width 128.
 FORWARD_CROWDED = FORWARD_ELEMENTS | {
     128: dataclasses.replace(_TWO_CONSUMERS, block_kv=64, stages=3),
 }

@@ -374,8 +374,8 @@ def _build(
     has_dropout, in_boxes = problem.dropout > 0, key_columns.tiles > 1
     beside_wide_output = (
         problem.segmented
-        or problem.has_bias
-        or (dynamic and has_dropout)
+        or loads_bias
+        or (has_dropout and (dynamic or problem.has_bias))
         or (in_boxes and (dynamic or has_dropout))
     )
     registers_are_scarce = (
