@@ -314,7 +314,7 @@ class _Settings:
     highest: int | None
     dynamic: bool
     segmented: bool
-    all_count: bool  # whether every query is known to see a key, and every key to be seen
+    all_count: bool  # whether, but for a mask, each query is known to see a key, and each key seen
     has_mask: bool
     has_bias: bool
     soft_cap: float | None

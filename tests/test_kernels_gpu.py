@@ -422,14 +422,19 @@ SEGMENTS = {
 }
 
 
+def segment_ids(kind: str) -> tuple[dict, int, int]:
+    """Options of `attention`, T and S."""
+    query_ids, key_ids = (None if x is None else jnp.asarray(x) for x in SEGMENTS[kind])
+    key_ids = query_ids if key_ids is None else key_ids
+    ids = dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
+    return ids, query_ids.shape[1], key_ids.shape[1]
+
+
 @pytest.mark.parametrize("kind", SEGMENTS)
 @pytest.mark.parametrize("H", [64, 128, 160, 256])
 def test_segment_ids(H, kind):
     """One array for both sides, documents that are cut, and ids in no order; all masks."""
-    query_ids, key_ids = (None if x is None else jnp.asarray(x) for x in SEGMENTS[kind])
-    key_ids = query_ids if key_ids is None else key_ids
-    ids = dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
-    T, S = query_ids.shape[1], key_ids.shape[1]
+    ids, T, S = segment_ids(kind)
     N, K = [(2, 2), (4, 2), (3, 1)][H // 64 % 3]
     arrays = inputs(2, T, S, N, K, H, [jnp.bfloat16, jnp.float16][H // 64 % 2])
     lengths = dict(key_value_seq_lengths=jnp.array([S - 200, 64]))
@@ -441,10 +446,8 @@ def test_segment_ids(H, kind):
 @pytest.mark.parametrize("kind", ["documents", "at random"])
 @pytest.mark.parametrize("H", [64, 128, 160, 256])
 def test_segment_ids_with_soft_cap(H, kind):
-    query_ids, key_ids = (None if x is None else jnp.asarray(x) for x in SEGMENTS[kind])
-    key_ids = query_ids if key_ids is None else key_ids
-    T, S = query_ids.shape[1], key_ids.shape[1]
-    options = dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids, logits_soft_cap=2.0)
+    ids, T, S = segment_ids(kind)
+    options = dict(**ids, logits_soft_cap=2.0)
     arrays = inputs(2, T, S, 4, 2, H, jnp.bfloat16)
     check(arrays, **options, is_causal=True)
     lengths = dict(key_value_seq_lengths=jnp.array([S - 200, 64]))
@@ -455,10 +458,7 @@ def test_segment_ids_with_soft_cap(H, kind):
 @pytest.mark.parametrize("H", [64, 128, 208, 256])
 def test_segment_ids_beside_a_mask_and_a_bias(H, kind):
     """And all else that takes registers at a time, where dQ of 256 columns is made in parts."""
-    query_ids, key_ids = (None if x is None else jnp.asarray(x) for x in SEGMENTS[kind])
-    key_ids = query_ids if key_ids is None else key_ids
-    T, S = query_ids.shape[1], key_ids.shape[1]
-    options = dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
+    options, T, S = segment_ids(kind)
     arrays = inputs(2, T, S, 4, 2, H, jnp.bfloat16)
     bias = random_bias((1, 4, T, S))
     check(arrays, **options, bias=bias, is_causal=True)
