@@ -400,10 +400,11 @@ def _operand_gradients(settings, residuals, cotangents):
     """Of the operands of `_attention`, which are zero where they do not count."""
     bias_wanted, *operands, out, lse = residuals
     query, key, value, sinks, *masks, elements = operands
-    results = out, lse
-    cotangents = [
-        jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
-    ]
+    d_out, d_lse = cotangents
+    if isinstance(d_out, SymbolicZero):
+        d_out = jnp.zeros(d_out.shape, d_out.dtype)
+    d_lse = () if isinstance(d_lse, SymbolicZero) else (d_lse,)  # as most often
+    results_and_cotangents = out, lse, d_out, d_lse
     # A bias whose gradient is wanted is folded like all others, as under vmap each has its own.
     differentiated: tuple[jax.Array, ...] = ()
     if bias_wanted.holds:
@@ -411,9 +412,9 @@ def _operand_gradients(settings, residuals, cotangents):
     run = _folding_vmap(functools.partial(_run_backward, settings))
     # A sink is in the LSE: to the gradients of the others it is no more than that.
     d_query, d_key, d_value, *d_bias = run(
-        query, key, value, *masks, elements, differentiated, *results, *cotangents
+        query, key, value, *masks, elements, differentiated, *results_and_cotangents
     )
-    d_sinks = tuple(_sink_gradient(sink, *results, *cotangents) for sink in sinks)
+    d_sinks = tuple(_sink_gradient(sink, *results_and_cotangents) for sink in sinks)
     d_elements = Elements(None, *d_bias) if d_bias else None
     return d_query, d_key, d_value, d_sinks, *(None for _ in masks), d_elements
 
@@ -421,7 +422,7 @@ def _operand_gradients(settings, residuals, cotangents):
 def _sink_gradient(sink, out, lse, d_out, d_lse):
     """`[B, N]`: a sink's weight in each row times dLSE - rowsum(dO * O), as its value is 0."""
     products = d_out.astype(jnp.float32) * out.astype(jnp.float32)
-    d_logits = d_lse - products.sum(-1).transpose(0, 2, 1)
+    d_logits = sum(d_lse, -products.sum(-1).transpose(0, 2, 1))
     weights = jnp.exp(sink[:, :, None] - lse)
     return jnp.where(jnp.isneginf(lse), 0.0, weights * d_logits).sum(-1)
 
@@ -520,7 +521,7 @@ def _local_backward(settings, *args):
             _pad_rows(out),
             lse,
             _pad_rows(d_out),
-            d_lse,
+            next(iter(d_lse), None),
             problem=problem,
             config=settings.config.backward,
             deterministic=settings.deterministic,

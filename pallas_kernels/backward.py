@@ -47,6 +47,7 @@ each consumer may stage again.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,7 +56,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import backward_key, backward_query, bias_gradient, row_statistics, soft_cap
+from pallas_kernels import (
+    backward_key,
+    backward_query,
+    backward_query_product,
+    bias_gradient,
+    row_statistics,
+    soft_cap,
+)
 from pallas_kernels.columns import Columns, put_tile
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
@@ -69,7 +77,7 @@ from pallas_kernels.config import (
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
-from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query, with_words
+from pallas_kernels.key_tiles import QUERIES, KeyTiles, Section, Walk, per_query, with_words
 from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
@@ -99,7 +107,7 @@ def attention_gradients(
     out: jax.Array,
     lse: jax.Array,
     d_out: jax.Array,
-    d_lse: jax.Array,
+    d_lse: jax.Array | None,
     *,
     problem: Problem,
     config: BackwardConfig | BackwardKeyConfig,
@@ -120,7 +128,7 @@ def attention_gradients(
         sees.
       out, d_out: `[B, T, N, h]`, as query; out need not be finite in rows that see no key.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
-      d_lse: `[B, N, query_length]` float32.
+      d_lse: `[B, N, query_length]` float32; None for zeros.
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes; a `BackwardKeyConfig` where query or value is wider than 128.
       deterministic: gradients are the same bit by bit from run to run: dQ is made by a kernel of
@@ -145,9 +153,10 @@ def attention_gradients(
             f"config: got a {type(config).__name__} at width {problem.widest}, needs a"
             " BackwardKeyConfig at widths above 128, a BackwardConfig at others"
         )
-    deterministic = deterministic or isinstance(config, BackwardKeyConfig)
     query_config = query_config or BACKWARD_QUERY[problem.widest]
-    block_q = max(config.block_q, query_config.block_q) if deterministic else config.block_q
+    is_wide = isinstance(config, BackwardKeyConfig)
+    adds = not (deterministic or is_wide)  # to dQ, in the order in which thread blocks end
+    block_q = config.block_q if adds else max(config.block_q, query_config.block_q)
     in_whole = lambda block: -(-problem.query_length // block) * block
     padded_rows = rows_of_statistics = in_whole(block_q)
     if with_bias_gradient:  # with more, dQ has tiles at its end that nothing uses
@@ -159,44 +168,67 @@ def attention_gradients(
         d_lse,
         problem=problem,
         padded_rows=rows_of_statistics,
-        dq_columns=() if deterministic else _columns_of_dq_tiles(problem),
+        dq_columns=_columns_of_dq_tiles(problem) if adds else (),
     )
+    masks = intervals, ids, elements, dropout_words
     operands = query, key, value, d_out, start, minus_delta
     d_bias: tuple[jax.Array, ...] = ()
     if with_bias_gradient:
-        of_bias = bias_gradient.bias_gradient(
-            *operands, intervals, ids, elements, dropout_words, problem=problem
-        )
-        d_bias = (of_bias,)
-    statistics = (start,) if deterministic and problem.widest > 128 else (start, minus_delta)
+        d_bias = (bias_gradient.bias_gradient(*operands, *masks, problem=problem),)
+    statistics = (start,) if is_wide else (start, minus_delta)
     start = with_words(dropout_words, *statistics)
     operands_of_keys = query, key, value, d_out, start, minus_delta
-    if deterministic:
-        dq = backward_query.query_gradient(
-            *operands, intervals, ids, elements, dropout_words, problem=problem, config=query_config
+    if isinstance(config, BackwardKeyConfig):
+        of_keys = functools.partial(
+            backward_key.key_value_gradients,
+            *operands_of_keys,
+            *masks,
+            problem=problem,
+            config=config,
         )
-        if isinstance(config, BackwardKeyConfig):
-            gradients = backward_key.key_value_gradients(
-                *operands_of_keys,
-                intervals,
-                ids,
-                elements,
-                dropout_words,
+        if sections := backward_key.d_logits_sections(problem, config):
+            of_query = functools.partial(
+                backward_query_product.query_gradient,
+                key=key,
                 problem=problem,
-                config=config,
+                tiles=backward_key.key_tiles(problem, config),
+                query_rows=query.shape[1],
             )
-        else:
-            main = _build_main(problem, config, key.shape[1], interpreting(), False)
-            element_operands = elements.operands(transposed=True)
-            gradients = main(intervals, ids, dropout_words, *element_operands, *operands_of_keys)
-        return dq, *gradients, *d_bias
-    d_query = jax.new_ref(*zeros)
-    main = _build_main(problem, config, key.shape[1], interpreting(), True)
-    element_operands = elements.operands(transposed=True)
-    main_operands = (*element_operands, *operands_of_keys, d_query)
-    d_key, d_value = main(intervals, ids, dropout_words, *main_operands)
+            return *_by_sections(sections, of_keys, of_query), *d_bias
+    if not adds:
+        d_query = backward_query.query_gradient(
+            *operands, *masks, problem=problem, config=query_config
+        )
+        if is_wide:
+            return d_query, *of_keys(), *d_bias
+    main = _build_main(problem, config, key.shape[1], interpreting(), adds)
+    elements_of_keys = elements.operands(transposed=True)
+    main = functools.partial(
+        main, intervals, ids, dropout_words, *elements_of_keys, *operands_of_keys
+    )
+    if not adds:
+        return d_query, *main(), *d_bias
+    dq_ref = jax.new_ref(*zeros)
+    gradients = main(dq_ref)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())
-    return cast(jax.freeze(d_query)), d_key, d_value, *d_bias
+    return cast(jax.freeze(dq_ref)), *gradients, *d_bias
+
+
+def _by_sections(
+    sections: list[Section], of_keys: Callable, of_query: Callable
+) -> tuple[jax.Array, ...]:
+    """Gradients of query, key and value, with dS' of one section at a time in memory."""
+    first, *others = sections
+    d_key, d_value, d_logits = of_keys(section=first)
+    if not others:
+        return of_query(d_logits, section=first), d_key, d_value
+    # All in one place: refs, so that no kernel begins before the one before it has ended.
+    results = d_key, d_value, d_logits = tuple(map(jax.new_ref, (d_key, d_value, d_logits)))
+    d_query = jax.new_ref(of_query(d_logits, section=first))
+    for section in others:
+        of_keys(section=section, results=results)
+        of_query(d_logits, d_query=d_query, section=section)
+    return tuple(map(jax.freeze, (d_query, d_key, d_value)))
 
 
 def _columns(problem: Problem) -> tuple[Columns, Columns]:

@@ -50,6 +50,7 @@ from pallas_kernels import soft_cap
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
+    D_LOGITS_BYTES,
     BackwardKeyConfig,
     Problem,
     box_width,
@@ -58,7 +59,7 @@ from pallas_kernels.config import (
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
-from pallas_kernels.key_tiles import QUERIES, KeyTiles, Walk, per_query
+from pallas_kernels.key_tiles import QUERIES, KeyTiles, Section, Walk, per_query
 from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     NamedBarriers,
@@ -70,6 +71,7 @@ from pallas_kernels.primitives import (
     mail_shape,
     receive_tile,
     send_tile,
+    store_by_quads,
     store_operand,
     zero_tile,
 )
@@ -99,7 +101,9 @@ def key_value_gradients(
     *,
     problem: Problem,
     config: BackwardKeyConfig,
-) -> tuple[jax.Array, jax.Array]:
+    section: Section | None = None,
+    results: tuple[Any, ...] = (),
+) -> tuple[jax.Array, ...]:
     """Gradients of key and value, the same bit by bit from run to run.
 
     Args:
@@ -120,13 +124,44 @@ def key_value_gradients(
         `[B, N, problem.query_length]` and `[B, problem.key_length]` (`dropout.py`).
       problem: static description; its lengths may be up to 7 below T and S.
       config: registers and thread blocks.
+      section: None for all heads, or one of `d_logits_sections`.
+      results: none, or refs of what is returned, which the kernel writes to then.
 
     Returns:
       Gradients in the shapes and dtype of key and value. Rows from key_length on are arbitrary.
+      With a section other heads are too, and third comes dS' of its heads in the input dtype,
+      `[section.size * group * key tiles * most_blocks, 64, 64]` by `key_tiles(problem)`: tiles of
+      64 keys by 64 queries, for each query block that sees a key tile, of each query head, in the
+      order of `primitives.store_by_quads`.
     """
-    kernel = _build(problem, config, key.shape[1], interpreting())
-    operands = query, key, value, d_out, start, minus_delta
-    return kernel(intervals, ids, dropout_words, *elements.operands(transposed=True), *operands)
+    kernel = _build(problem, config, key.shape[1], interpreting(), section.size if section else 0)
+    operands = *elements.operands(transposed=True), query, key, value, d_out, start, minus_delta
+    kv_heads = section.kv_heads if section else None
+    return kernel(intervals, ids, dropout_words, *operands, kv_heads=kv_heads, results=results)
+
+
+def key_tiles(problem: Problem, config: BackwardKeyConfig) -> KeyTiles:
+    """Tiles of keys, and the blocks of queries that read Q and dO for them."""
+    return KeyTiles(problem, config.block_kv, config.block_q, row_bytes=problem.pair_bytes)
+
+
+def d_logits_sections(problem: Problem, config: BackwardKeyConfig) -> list[Section]:
+    """The key heads whose dS' is in memory at a time, as few sections as may be.
+
+    None where `D_LOGITS_BYTES` are too few for a head, or what is visited is known at run time
+    only, when not all that `backward_query_product.py` would take need have been.
+    """
+    if problem.by_batch:
+        return []
+    tiles = key_tiles(problem, config)
+    tile_bytes = config.block_kv * config.block_q * problem.dtype.itemsize
+    head_bytes = problem.group * tiles.per_head * tiles.most_blocks * tile_bytes
+    count = len(tiles.kv_heads)
+    if head_bytes > D_LOGITS_BYTES:
+        return []
+    sections = -(-count // (D_LOGITS_BYTES // head_bytes))
+    size = -(-count // sections)
+    return [Section(tiles.kv_heads[first : first + size], size) for first in range(0, count, size)]
 
 
 class _Parts(NamedTuple):
@@ -164,7 +199,14 @@ class _Parts(NamedTuple):
 
 
 @functools.lru_cache
-def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret: bool):
+def _build(
+    problem: Problem,
+    config: BackwardKeyConfig,
+    key_rows: int,
+    interpret: bool,
+    stored_heads: int,
+):
+    """The kernel; it stores dS' too, of sections of so many heads, or if 0 does not."""
     block_q, block_kv = config.block_q, config.block_kv
     group, dtype = problem.group, problem.dtype
     key_parts = _Parts.of(problem.width, _KEY_PARTS)
@@ -175,8 +217,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
     # Registers are short then.
     crowded = problem.has_elements or (has_cap and has_dropout)
     both = (2,) if has_dropout else ()  # the words of queries come with their start
-    # Tiles read Q and dO.
-    tiles = KeyTiles(problem, block_kv, block_q, row_bytes=problem.pair_bytes)
+    tiles = key_tiles(problem, config)
 
     weights_sent = NamedBarriers(first=_CONSUMERS + 2, count=1, arrivers=1)
     ds_sent = NamedBarriers(weights_sent.first + 1, count=1, arrivers=1)
@@ -221,7 +262,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
     ):  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
-        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dk_ref, dv_ref = refs
+        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dk_ref, dv_ref, *ds_refs = refs
         weights_sent, ds_sent, late_free, q_free, o_free, k_free, v_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -410,7 +451,17 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                     o_free.arrive(slot_of(j))
                     q_free.arrive(slot_of(j))
 
-                def step(j, *, key_words, end, is_first=False):
+                def store_d_logits(ds, index, t):
+                    """For dQ, of step t of a tile."""
+                    place = tile, kv_head_of_all = walk.locate(index + fresh_zero())
+                    query_block, member = walk.step_of(place, t)
+                    head = lax.rem(kv_head_of_all, jnp.int32(stored_heads)) * group + member
+                    first_place = (head * tiles.per_head + tile) * tiles.most_blocks
+                    (ds_ref,) = ds_refs
+                    number = first_place + query_block - walk.first_block(place)
+                    store_by_quads(ds_ref.at[number], ds)
+
+                def step(j, *, index, key_words, end, is_first=False):
                     slot = slot_of(j) + fresh_zero()
                     if is_first:
                         gradients = take_gradients()
@@ -435,6 +486,8 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                     ds = d_logits(weights, d_weights, minus_delta, problem).astype(dtype)
                     send_tile(ds_mail, ds)
                     ds_sent.arrive(0)
+                    if stored_heads:
+                        store_d_logits(ds, index, j - end + walk.steps(index))
                     if not has_cap:
                         plgpu.barrier_wait(q_full.at[slot])
                     own_key.expand(dk_acc, ds, q_smem.at[slot])
@@ -445,7 +498,7 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
                     end = j + walk.steps(index)
                     plgpu.barrier_wait(v_full)
                     key_words = walk.key_words(index, 0) if has_cap else None
-                    settings = dict(key_words=key_words, end=end)
+                    settings = dict(index=index, key_words=key_words, end=end)
                     step(j, **settings, is_first=True)
                     pl.loop(j + 1, end)(functools.partial(step, **settings))
                     return end
@@ -587,4 +640,14 @@ def _build(problem: Problem, config: BackwardKeyConfig, key_rows: int, interpret
             loads_of_step(carry[0], walk.count(), zero, carry[1:])
             plgpu.wait_smem_to_gmem(0)
 
-    return tiles.gradient_kernel(attention_backward_key, key_rows, config.thread_blocks, scratch)
+    more_results: tuple[jax.ShapeDtypeStruct, ...] = ()
+    if stored_heads:
+        count = stored_heads * group * tiles.per_head * tiles.most_blocks
+        more_results = (jax.ShapeDtypeStruct((count, block_kv, block_q), dtype),)
+    return tiles.gradient_kernel(
+        attention_backward_key,
+        key_rows,
+        config.thread_blocks,
+        scratch,
+        more_results=more_results,
+    )

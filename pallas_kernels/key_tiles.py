@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -41,6 +41,19 @@ _TILE_OVERHEAD = 1.0  # what a tile costs beside its steps, in steps
 _LONGER_SECTIONS = 8
 
 
+class Section(NamedTuple):
+    """Key heads, of every batch entry, that kernels work on before they go on to the next.
+
+    Attributes:
+      kv_heads: which.
+      size: how many all sections but the last have. What is kept of one section at a time stands
+        at the head's number modulo this.
+    """
+
+    kv_heads: range
+    size: int
+
+
 @dataclasses.dataclass(frozen=True)
 class KeyTiles:
     """Tiles of `block_kv` keys, and the blocks of `block_q` queries that see any of them.
@@ -59,9 +72,14 @@ class KeyTiles:
         return -(-self.problem.key_length // self.block_kv)
 
     @property
+    def kv_heads(self) -> range:
+        """All key heads, of every batch entry."""
+        return range(self.problem.batch * self.problem.kv_heads)
+
+    @property
     def count(self) -> int:
         """Tiles of all heads, of every batch entry."""
-        return self.problem.batch * self.problem.kv_heads * self.per_head
+        return len(self.kv_heads) * self.per_head
 
     @property
     def query_blocks(self) -> int:
@@ -154,34 +172,46 @@ class KeyTiles:
         first, end = self.seeing_blocks()
         return self.problem.group * (end - first)
 
-    def thread_blocks(self, most: int | None) -> int:
-        """How many to launch: at most so many, or if None as `scheduler.thread_blocks` decides."""
+    @property
+    def most_blocks(self) -> int:
+        """Of query blocks that see a key of a tile."""
+        first, end = self.seeing_blocks()
+        return int((end - first).max())
+
+    def thread_blocks(self, most: int | None, kv_heads: range | None = None) -> int:
+        """How many to launch: at most so many, or if None as `scheduler.thread_blocks` decides.
+
+        Args:
+          kv_heads: those that have tiles; None for all.
+        """
+        count = len(kv_heads or self.kv_heads) * self.per_head
         if most is None:
             is_known = not self.problem.by_batch
-            return scheduler.thread_blocks(self.count, self.steps(), SM_COUNT, is_known)
-        return min(self.count, most)
+            return scheduler.thread_blocks(count, self.steps(), SM_COUNT, is_known)
+        return min(count, most)
 
-    def schedule(self, thread_blocks: int, reverse: bool = False) -> np.ndarray:
+    def schedule(
+        self, thread_blocks: int, reverse: bool = False, kv_heads: range | None = None
+    ) -> np.ndarray:
         """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`.
 
         If costs are known at run time only, with ranks by cost in the place of tiles.
         """
-        p = self.problem
+        p, kv_heads = self.problem, kv_heads or self.kv_heads
         if p.by_batch:
             cost = scheduler.costs_by_rank(self.per_head)
         else:
             cost = self.steps() + _TILE_OVERHEAD
-        kv_heads = p.batch * p.kv_heads
         section = scheduler.heads_per_section(
             BACKWARD_SECTION_BYTES * (_LONGER_SECTIONS if p.by_batch else 1),
             p.group * p.query_length * self.row_bytes,
             tiles_per_kv_head=self.per_head,
             slots=SM_COUNT,
-            kv_heads=kv_heads,
+            kv_heads=len(kv_heads),
             group=1,
         )
-        tile, kv_head = scheduler.tile_order(cost, kv_heads, section)
-        number = kv_head * self.per_head + tile
+        tile, kv_head = scheduler.tile_order(cost, len(kv_heads), section)
+        number = (kv_heads.start + kv_head) * self.per_head + tile
         return scheduler.deal(number, cost[tile], thread_blocks, reverse)
 
     def locate(self, number):
@@ -196,38 +226,44 @@ class KeyTiles:
         most_thread_blocks: int | None,
         scratch: dict[str, Any],
         from_end: bool = False,
+        more_results: tuple[jax.ShapeDtypeStruct, ...] = (),
     ) -> Callable:
         """The kernel that makes dK and dV, `[batch, key_rows, kv_heads, width or value_width]`.
 
         Args:
-          body: takes the refs that `Walk.of_refs` takes, those of the operands, and of dK and dV.
+          body: takes the refs that `Walk.of_refs` takes, those of the operands, and of dK, dV and
+            more results.
           most_thread_blocks: as `thread_blocks` takes it.
           from_end: thread blocks walk their lists from the end.
+          more_results: shapes of what the kernel makes beside dK and dV.
 
         Returns:
           A function of the intervals of keys `[B, 2, T]` that queries see, or None, of the segment
           ids of queries and keys, or None, of the words of dropout, or None, and of the operands.
+          Of a section the kernel takes its heads alone, and if there are refs of results, it writes
+          those heads of them.
         """
         p = self.problem
-        thread_blocks = self.thread_blocks(most_thread_blocks)
-        schedule = self.schedule(thread_blocks, reverse=from_end)
         seeing_blocks = self.seeing_blocks()
         d_key, d_value = (
             jax.ShapeDtypeStruct((p.batch, key_rows, p.kv_heads, width), p.dtype)
             for width in (p.width, p.value_width)
         )
-        kernel = plgpu.kernel(
-            body,
-            out_type=(d_key, d_value),
-            grid=(thread_blocks,),
-            grid_names=("block",),
-            num_threads=BACKWARD_CONSUMERS + 1,
-            thread_name="warpgroup",
-            scratch_types=scratch,
-            compiler_params=HAND_ORDERED,
-        )
 
-        def run(intervals, ids, words: Words | None, *operands):
+        def run(intervals, ids, words: Words | None, *operands, kv_heads=None, results=()):
+            thread_blocks = self.thread_blocks(most_thread_blocks, kv_heads)
+            schedule = self.schedule(thread_blocks, from_end, kv_heads)
+            kernel = plgpu.kernel(
+                body,
+                out_type=() if results else (d_key, d_value, *more_results),
+                grid=(thread_blocks,),
+                grid_names=("block",),
+                num_threads=BACKWARD_CONSUMERS + 1,
+                thread_name="warpgroup",
+                scratch_types=scratch,
+                compiler_params=HAND_ORDERED,
+            )
+            operands = (*operands, *results)
             if words is not None:  # those of queries come with their start
                 operands = (words[1], *operands)
             if not p.by_batch:

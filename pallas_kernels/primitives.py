@@ -827,6 +827,33 @@ def store_tile(ref, tile: jax.Array) -> None:
     store(ref, tile)
 
 
+def store_by_quads(ref, tile: jax.Array) -> None:
+    """Stores a `(64, 64)` 16-bit tile to a view of global memory, columns in an order of its own.
+
+    A thread's columns of a row stand side by side, so that it stores 16 bytes at a time and a quad
+    of threads a whole row of 128. `store_operand` puts rows in that order back in their places.
+    """
+    if interpreting():
+        ref[...] = tile.reshape(64, 8, 4, 2).swapaxes(1, 2).reshape(64, 64)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
+    def store(_, ref, tile):
+        i32 = ir.IntegerType.get_signless(32)
+        words = {(g, half): llvm.bitcast(i32, x) for _, g, half, x in _fragments(tile.registers)}
+        own_columns = arith.muli(arith.andi(_thread(), _i32(3)), _i32(32))
+        offset = arith.addi(arith.muli(_own_row(), _i32(128)), own_columns)
+        address = _global_address(ref, offset)
+        for half, first in itertools.product(range(2), (0, 4)):
+            _asm(
+                f"st.global.v4.b32 [$0+{1024 * half + 4 * first}], {{$1, $2, $3, $4}};",
+                "l,r,r,r,r,~{memory}",
+                [address, *(words[group, half] for group in range(first, first + 4))],
+            )
+
+    store(ref, tile)
+
+
 def store_column_sums(ref, tile: jax.Array) -> None:
     """Stores what each warp's 16 rows of a `(64, n)` float32 tile add up to, in a `(4, n)` view."""
     if interpreting():
@@ -1543,13 +1570,18 @@ def load_fragment(ref, columns: int) -> jax.Array:
     return load(ref, zeros)
 
 
-def store_operand(ref, tile: jax.Array, box_width: int = 64) -> None:
+def store_operand(ref, tile: jax.Array, box_width: int = 64, *, by_quads: bool = False) -> None:
     """Stores a `(64, n)` 16-bit tile to shared memory of `operand_form`.
 
     `ref[...] = tile` does the same, but the compiler keeps the addresses of all such stores of a
     kernel in registers across its loops.
+
+    Args:
+      by_quads: rows of the tile are in the order of `store_by_quads`, and leave it here.
     """
     if interpreting():
+        if by_quads:
+            tile = tile.reshape(4, 8, 2, -1).swapaxes(0, 1).reshape(tile.shape)
         ref[...] = tile
         return
 
@@ -1566,9 +1598,11 @@ def store_operand(ref, tile: jax.Array, box_width: int = 64) -> None:
         thread = _thread()
         matrix = arith.andi(arith.shrui(thread, _i32(3)), _i32(3))
         row = arith.andi(thread, _i32(7))
-        row_tile = arith.addi(
-            arith.muli(arith.shrui(thread, _i32(5)), _i32(2)), arith.andi(matrix, _i32(1))
-        )
+        warp, row_half = arith.shrui(thread, _i32(5)), arith.andi(matrix, _i32(1))
+        row_tile = arith.addi(arith.muli(warp, _i32(2)), row_half)
+        if by_quads:
+            row_tile = arith.addi(arith.muli(row_half, _i32(4)), arith.shrui(row, _i32(1)))
+            row = arith.addi(arith.muli(warp, _i32(2)), arith.andi(row, _i32(1)))
         # A box is swizzled by the bits of the address 128 bytes and more apart.
         swizzle = arith.shrui(row, _i32((8 // chunks).bit_length() - 1))
         chunk = arith.xori(arith.shrui(matrix, _i32(1)), swizzle)

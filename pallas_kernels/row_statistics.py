@@ -41,7 +41,7 @@ def row_statistics(
     out: jax.Array,
     lse: jax.Array,
     d_out: jax.Array,
-    d_lse: jax.Array,
+    d_lse: jax.Array | None,
     *,
     problem: Problem,
     padded_rows: int,
@@ -56,7 +56,7 @@ def row_statistics(
     Args:
       out, d_out: `[B, >= query_length, N, h]`.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
-      d_lse: `[B, N, >= query_length]` float32.
+      d_lse: `[B, N, >= query_length]` float32; None for zeros.
       problem: static description.
       padded_rows: rows of the results.
       dq_columns: of each tile of 64 rows of dQ, up to 64, for a main kernel that adds to it.
@@ -74,7 +74,8 @@ def row_statistics(
             f"padded_rows: got {padded_rows}, needs a multiple of {_ROWS}, at least"
             f" {problem.query_length}"
         )
-    return _build(problem, padded_rows, dq_columns, interpreting())(out, lse, d_out, d_lse)
+    kernel = _build(problem, padded_rows, dq_columns, interpreting())
+    return kernel(out, lse, d_out, *([] if d_lse is None else [d_lse]))
 
 
 @functools.lru_cache
@@ -82,13 +83,17 @@ def _build(problem: Problem, padded_rows: int, dq_columns: tuple[int, ...], inte
     tiles, column_tiles = padded_rows // _ROWS, len(dq_columns)
     last = problem.query_length - 1
 
-    def row_statistics(out_ref, lse_ref, do_ref, d_lse_ref, start_ref, minus_delta_ref, *dq_refs):
-        tile_of_all, head = div_rem(lax.axis_index("block"), problem.heads)
+    def row_statistics(out_ref, lse_ref, do_ref, *refs):
+        results = 2 + bool(dq_columns)
+        d_lse_refs, (start_ref, minus_delta_ref, *dq_refs) = refs[:-results], refs[-results:]
+        # From the end on, as the forward may have left O there in L2.
+        tile_of_all, head = div_rem(thread_blocks - 1 - lax.axis_index("block"), problem.heads)
         batch, tile = div_rem(tile_of_all, tiles)
         first = tile * _ROWS
         out_rows, do_rows = (r.at[batch, :, head] for r in (out_ref, do_ref))
         products = row_products(out_rows, do_rows, first, last)
-        lse, d_lse = (load_rows(r.at[batch, head], first, last) for r in (lse_ref, d_lse_ref))
+        rows_of = lambda ref: load_rows(ref.at[batch, head], first, last)
+        lse, d_lse = rows_of(lse_ref), sum(map(rows_of, d_lse_refs))
 
         row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW) + first
         counts = (row <= last) & (lse != -jnp.inf)

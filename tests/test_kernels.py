@@ -12,7 +12,7 @@ import pytest
 import jax_flash
 from jax_flash import autodiff
 from jax_flash.masks import dropout_keep
-from pallas_kernels import config, primitives, scheduler
+from pallas_kernels import backward_key, config, primitives, scheduler
 from pallas_kernels.key_tiles import KeyTiles
 from tests import oracle
 from tests.support.interpret import interpret_mode
@@ -317,6 +317,25 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offs
 
 
 @pytest.mark.fast_cases(1)
+@pytest.mark.fast_cases(6)
+@pytest.mark.parametrize("sections", [(1, 1, 1), (2, 1), ()], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(is_causal=True), dict(local_window_size=(20, 30))], ids=["causal", "window"]
+)
+def test_sections_of_heads_at_width_256(sections, options, monkeypatch):
+    """As few as the memory for dS' allows; where it is too little dQ has products of its own."""
+    arrays = inputs(3, 140, 70, 2, 1, 256, jnp.bfloat16)
+    tile_bytes = 64 * 64 * 2
+    head_bytes = 2 * 2 * 3 * tile_bytes  # two query heads, two key tiles, three query blocks
+    most = {(1, 1, 1): head_bytes, (2, 1): 3 * head_bytes - 1, (): tile_bytes}[sections]
+    monkeypatch.setattr(backward_key, "D_LOGITS_BYTES", most)
+    problem = config.Problem(3, 140, 70, 2, 1, 256, np.dtype(jnp.bfloat16), scale=1.0)
+    made = backward_key.d_logits_sections(problem, config.BACKWARD[256])
+    assert tuple(len(section.kv_heads) for section in made) == sections
+    with interpret_mode():
+        check(arrays, **options)
+
+
 @pytest.mark.parametrize(
     ("H", "options"),
     [

@@ -1,0 +1,251 @@
+"""The gradient of the query as one product, dQ = dS K, of dS' that another kernel has left.
+
+`backward_key.py` has dS' in registers anyway. Where it writes it to global memory, as it does of
+so many heads at a time that it takes no more than `config.D_LOGITS_BYTES`, dQ takes one product of
+what is there, where `backward_query.py` takes three, as it makes S and dP once more.
+
+    producer   K0 dS0' | K1 dS1' | ...      TMA into a circular buffer, on through all tiles
+    consumer   dQ += dS K                   dS' turned by wgmma; dQ leaves by TMA
+
+A thread block walks a list of tiles of `_CONSUMERS` * 64 query rows of one head. dS' stands in
+tiles of 64 keys by 64 queries, with queries in the order of `primitives.store_by_quads`, which
+rows of dQ leave when they are stored. Tiles that `backward_key.py` has not visited are not there,
+so that a consumer takes those that it has, by the same table.
+
+Barriers. Full: an mbarrier a slot, completed by TMA. Free: a named barrier a slot, the consumers
+arrive and the producer waits.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import scheduler
+from pallas_kernels.columns import Columns
+from pallas_kernels.config import BACKWARD_CONSUMERS, FORWARD_SECTION_BYTES, SM_COUNT, Problem
+from pallas_kernels.key_tiles import KeyTiles, Section
+from pallas_kernels.primitives import (
+    HAND_ORDERED,
+    OPERAND,
+    NamedBarriers,
+    div_rem,
+    interpreting,
+    store_operand,
+    zero_tile,
+)
+
+_CONSUMERS = BACKWARD_CONSUMERS
+_TILE = 64  # keys and queries of a tile of dS'
+_STAGES = 3
+_REGISTERS = (240, 24)
+
+
+def query_gradient(
+    d_logits: Any,
+    key: jax.Array,
+    d_query: Any = None,
+    *,
+    problem: Problem,
+    tiles: KeyTiles,
+    section: Section,
+    query_rows: int,
+) -> jax.Array | None:
+    """Gradient of the query, of the heads of a section.
+
+    Args:
+      d_logits: dS' as `backward_key.py` leaves it, or a ref of it.
+      key: `[B, S, K, H]`; S a multiple of 8, rows from problem.key_length on finite.
+      d_query: None, or a ref of the result, which the kernel writes to then.
+      problem: static description, not one by batch entry.
+      tiles: what `backward_key.py` has visited.
+      section: whose dS' is there.
+      query_rows: rows of the result.
+
+    Returns:
+      `[B, query_rows, N, H]` in the input dtype, of which other heads are arbitrary. Rows that see
+      no key are 0.
+    """
+    schedule, bounds, first_blocks = _tables(problem, tiles, section.kv_heads)
+    kernel = _build(problem, tiles, len(schedule), section.size, query_rows, interpreting())
+    operands = *map(jnp.asarray, (schedule, bounds, first_blocks)), d_logits, key
+    if d_query is not None:
+        kernel(False)(*operands, d_query)
+        return None
+    return kernel(True)(*operands)
+
+
+def _tables(problem: Problem, tiles: KeyTiles, kv_heads: range):
+    """The schedule, the key tiles of each query tile, and the first query block of each of them.
+
+    The second is `[query tiles, 2 + 2 * _CONSUMERS]`: first and end of the tile, and of each
+    consumer, whose first is its end where it has none.
+    """
+    first, end = tiles.seeing_blocks()
+    query_blocks = tiles.query_blocks
+    query_tiles = -(-query_blocks // _CONSUMERS)
+    blocks = np.arange(query_tiles * _CONSUMERS)
+    own_first = np.searchsorted(end, blocks, side="right")
+    own_end = np.searchsorted(first, blocks, side="right")
+    own_end = np.where(blocks < query_blocks, np.maximum(own_end, own_first), own_first)
+    own = np.stack([own_first, own_end], axis=1).reshape(query_tiles, _CONSUMERS, 2)
+    tile_end = own[..., 1].max(1)
+    seen = own[..., 0] < own[..., 1]
+    tile_first = np.where(seen, own[..., 0], tile_end[:, None]).min(1)
+    of_tile = np.stack([tile_first, tile_end], axis=1)
+    bounds = np.concatenate([of_tile, own.reshape(query_tiles, -1)], axis=1)
+
+    group, steps = problem.group, tile_end - tile_first
+    heads = len(kv_heads) * group
+    section = scheduler.heads_per_section(
+        FORWARD_SECTION_BYTES,
+        bytes_per_kv_head=2 * problem.key_length * problem.width,
+        tiles_per_kv_head=query_tiles * group,
+        slots=SM_COUNT,
+        kv_heads=len(kv_heads),
+        group=group,
+    )
+    tile, head = scheduler.tile_order(steps, heads, section)
+    number = (head + kv_heads.start * group) * query_tiles + tile
+    thread_blocks = min(len(number), SM_COUNT)
+    schedule = scheduler.deal(number, steps[tile] + 1.0, thread_blocks)
+    return schedule, bounds.astype(np.int32), first.astype(np.int32)
+
+
+@functools.lru_cache
+def _build(
+    problem: Problem,
+    tiles: KeyTiles,
+    thread_blocks: int,
+    stored_heads: int,
+    query_rows: int,
+    interpret: bool,
+):
+    dtype, group = problem.dtype, problem.group
+    columns = Columns.whole(problem.width)
+    query_tiles = -(-tiles.query_blocks // _CONSUMERS)
+    factor = problem.scale * problem.d_logit_unit
+    free = NamedBarriers(first=_CONSUMERS + 2, count=_STAGES, arrivers=_CONSUMERS)
+
+    scratch: dict[str, Any] = dict(
+        k_smem=columns.smem(_STAGES, _TILE, dtype=dtype),
+        ds_smem=plgpu.SMEM((_STAGES, _CONSUMERS, _TILE, _TILE), dtype, transforms=OPERAND),
+        dq_smem=columns.smem(_CONSUMERS, _TILE, dtype=dtype),
+        full=plgpu.Barrier(num_arrivals=columns.tiles + _CONSUMERS, num_barriers=_STAGES),
+    )
+    if interpret:
+        scratch["free_twins"] = free.scratch()
+
+    def attention_backward_query_product(
+        schedule_ref, bounds_ref, first_blocks_ref, ds_ref, k_ref, dq_ref,
+        *, k_smem, ds_smem, dq_smem, full, free_twins=None,
+    ):  # fmt: skip
+        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        slots_free = dataclasses.replace(free, twins=free_twins)
+        zero = jnp.int32(0)
+        slot_of = lambda j: lax.rem(j, jnp.int32(_STAGES))
+
+        def locate(index):
+            """Query tile and head, of every batch entry, of a tile of the list."""
+            head_of_all, tile = div_rem(schedule_ref[block, 1 + index], query_tiles)
+            return tile, head_of_all
+
+        @pl.when(warpgroup < _CONSUMERS)
+        def _consumer():
+            plgpu.set_max_registers(_REGISTERS[0], action="increase")
+
+            def compute(dq_acc):
+                def skip(j):
+                    plgpu.barrier_wait(full.at[slot_of(j)])
+                    slots_free.arrive(slot_of(j))
+
+                def step(j, *, first):
+                    slot = slot_of(j)
+                    plgpu.barrier_wait(full.at[slot])
+                    ds = ds_smem.at[slot, warpgroup].transpose((1, 0))
+                    columns.expand(dq_acc, ds, k_smem.at[slot])
+                    plgpu.wgmma_wait(columns.tiles)
+                    pl.when(j > first)(lambda: slots_free.arrive(slot_of(j - 1)))
+
+                def whole_tile(index, j):
+                    tile, head_of_all = locate(index)
+                    first, end = bounds_ref[tile, 0], bounds_ref[tile, 1]
+                    own_first = jnp.clip(bounds_ref[tile, 2 + 2 * warpgroup], first, end)
+                    own_end = jnp.clip(bounds_ref[tile, 3 + 2 * warpgroup], own_first, end)
+                    begin, end = j + (own_first - first), j + (end - first)
+                    own_end = begin + (own_end - own_first)
+                    pl.loop(j, begin)(skip)
+                    pl.loop(begin, own_end)(functools.partial(step, first=begin))
+                    dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+                    pl.when(own_end > begin)(lambda: slots_free.arrive(slot_of(own_end - 1)))
+                    pl.loop(own_end, end)(skip)
+
+                    # The last tile of this consumer has left shared memory.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    dq = (dq * factor).astype(dtype)
+                    own_smem = dq_smem.at[warpgroup]
+                    for n, tile_columns in enumerate(columns.tile_slices):
+                        store_operand(
+                            own_smem.at[n], dq[:, tile_columns], columns.box_width, by_quads=True
+                        )
+                    dq_acc[...] = zero_tile(_TILE, columns.size)
+                    plgpu.commit_smem()
+                    batch, head = div_rem(head_of_all, problem.heads)
+                    rows = pl.ds((tile * _CONSUMERS + warpgroup) * _TILE, _TILE)
+                    columns.store(own_smem, dq_ref.at[batch, rows, head])
+                    return end
+
+                lax.fori_loop(zero, schedule_ref[block, 0], whole_tile, zero)
+                plgpu.wait_smem_to_gmem(0)
+
+            pl.run_scoped(compute, plgpu.ACC((_TILE, columns.size), jnp.float32))
+
+        @pl.when(warpgroup == _CONSUMERS)
+        def _producer():
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+
+            def whole_tile(index, j):
+                tile, head_of_all = locate(index)
+                batch, head = div_rem(head_of_all, problem.heads)
+                kv_head = lax.div(head, jnp.int32(group))
+                own_head = lax.rem(head_of_all, jnp.int32(stored_heads * group))
+                first, end = bounds_ref[tile, 0], bounds_ref[tile, 1]
+
+                def load(j):
+                    slot, key_tile = slot_of(j), first + (j - begin)
+                    pl.when(j >= _STAGES)(lambda: slots_free.wait(slot))
+                    keys = pl.ds(key_tile * _TILE, _TILE)
+                    columns.load(k_ref.at[batch, keys, kv_head], k_smem.at[slot], full.at[slot])
+                    first_place = (own_head * tiles.per_head + key_tile) * tiles.most_blocks
+                    for consumer in range(_CONSUMERS):
+                        # Of blocks that are not there any is loaded, and none used.
+                        query_block = tile * _CONSUMERS + consumer
+                        place = jnp.clip(
+                            query_block - first_blocks_ref[key_tile], 0, tiles.most_blocks - 1
+                        )
+                        source = ds_ref.at[first_place + place]
+                        plgpu.copy_gmem_to_smem(source, ds_smem.at[slot, consumer], full.at[slot])
+
+                begin = j
+                pl.loop(j, j + (end - first))(load)
+                return j + (end - first)
+
+            lax.fori_loop(zero, schedule_ref[block, 0], whole_tile, zero)
+
+    d_query = jax.ShapeDtypeStruct((problem.batch, query_rows, problem.heads, problem.width), dtype)
+    return lambda with_result: plgpu.kernel(
+        attention_backward_query_product,
+        out_type=d_query if with_result else (),
+        grid=(thread_blocks,),
+        grid_names=("block",),
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=HAND_ORDERED,
+    )
