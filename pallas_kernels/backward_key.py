@@ -129,10 +129,10 @@ def key_value_gradients(
 
     Returns:
       Gradients in the shapes and dtype of key and value. Rows from key_length on are arbitrary.
-      With a section other heads are too, and third comes dS' of its heads in the input dtype,
-      `[section.size * group * key tiles * most_blocks, 64, 64]` by `key_tiles(problem)`: tiles of
-      64 keys by 64 queries, for each query block that sees a key tile, of each query head, in the
-      order of `primitives.store_by_quads`.
+      With a section other heads are too, and third comes dS' of its heads in the input dtype, of
+      each step of `key_tiles(problem)` 64 keys by 64 queries, in the order of the key heads, their
+      tiles and the steps of these: `[section.size * steps, 64, 64]`. Queries are in the order of
+      `primitives.store_by_quads`.
     """
     kernel = _build(problem, config, key.shape[1], interpreting(), section.size if section else 0)
     operands = *elements.operands(transposed=True), query, key, value, d_out, start, minus_delta
@@ -155,7 +155,7 @@ def d_logits_sections(problem: Problem, config: BackwardKeyConfig) -> list[Secti
         return []
     tiles = key_tiles(problem, config)
     tile_bytes = config.block_kv * config.block_q * problem.dtype.itemsize
-    head_bytes = problem.group * tiles.per_head * tiles.most_blocks * tile_bytes
+    head_bytes = int(tiles.first_steps()[-1]) * tile_bytes
     count = len(tiles.kv_heads)
     if head_bytes > D_LOGITS_BYTES:
         return []
@@ -218,6 +218,7 @@ def _build(
     crowded = problem.has_elements or (has_cap and has_dropout)
     both = (2,) if has_dropout else ()  # the words of queries come with their start
     tiles = key_tiles(problem, config)
+    steps_per_head = int(tiles.first_steps()[-1])
 
     weights_sent = NamedBarriers(first=_CONSUMERS + 2, count=1, arrivers=1)
     ds_sent = NamedBarriers(weights_sent.first + 1, count=1, arrivers=1)
@@ -451,17 +452,13 @@ def _build(
                     o_free.arrive(slot_of(j))
                     q_free.arrive(slot_of(j))
 
-                def store_d_logits(ds, index, t):
-                    """For dQ, of step t of a tile."""
-                    place = tile, kv_head_of_all = walk.locate(index + fresh_zero())
-                    query_block, member = walk.step_of(place, t)
-                    head = lax.rem(kv_head_of_all, jnp.int32(stored_heads)) * group + member
-                    first_place = (head * tiles.per_head + tile) * tiles.most_blocks
-                    (ds_ref,) = ds_refs
-                    number = first_place + query_block - walk.first_block(place)
-                    store_by_quads(ds_ref.at[number], ds)
+                def first_stored(index):
+                    """Where dS' of a tile's first step goes."""
+                    place = _, kv_head_of_all = walk.locate(index)
+                    own_head = lax.rem(kv_head_of_all, jnp.int32(stored_heads))
+                    return own_head * steps_per_head + walk.first_step(place)
 
-                def step(j, *, index, key_words, end, is_first=False):
+                def step(j, *, key_words, end, to_stored, is_first=False):
                     slot = slot_of(j) + fresh_zero()
                     if is_first:
                         gradients = take_gradients()
@@ -486,8 +483,8 @@ def _build(
                     ds = d_logits(weights, d_weights, minus_delta, problem).astype(dtype)
                     send_tile(ds_mail, ds)
                     ds_sent.arrive(0)
-                    if stored_heads:
-                        store_d_logits(ds, index, j - end + walk.steps(index))
+                    for ds_ref in ds_refs:
+                        store_by_quads(ds_ref.at[j + to_stored], ds)
                     if not has_cap:
                         plgpu.barrier_wait(q_full.at[slot])
                     own_key.expand(dk_acc, ds, q_smem.at[slot])
@@ -498,7 +495,8 @@ def _build(
                     end = j + walk.steps(index)
                     plgpu.barrier_wait(v_full)
                     key_words = walk.key_words(index, 0) if has_cap else None
-                    settings = dict(index=index, key_words=key_words, end=end)
+                    to_stored = first_stored(index) - j if stored_heads else None
+                    settings = dict(key_words=key_words, end=end, to_stored=to_stored)
                     step(j, **settings, is_first=True)
                     pl.loop(j + 1, end)(functools.partial(step, **settings))
                     return end
@@ -642,7 +640,7 @@ def _build(
 
     more_results: tuple[jax.ShapeDtypeStruct, ...] = ()
     if stored_heads:
-        count = stored_heads * group * tiles.per_head * tiles.most_blocks
+        count = stored_heads * steps_per_head
         more_results = (jax.ShapeDtypeStruct((count, block_kv, block_q), dtype),)
     return tiles.gradient_kernel(
         attention_backward_key,

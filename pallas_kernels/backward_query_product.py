@@ -72,20 +72,20 @@ def query_gradient(
       `[B, query_rows, N, H]` in the input dtype, of which other heads are arbitrary. Rows that see
       no key are 0.
     """
-    schedule, bounds, first_blocks = _tables(problem, tiles, section.kv_heads)
-    kernel = _build(problem, tiles, len(schedule), section.size, query_rows, interpreting())
-    operands = *map(jnp.asarray, (schedule, bounds, first_blocks)), d_logits, key
-    if d_query is not None:
-        kernel(False)(*operands, d_query)
-        return None
-    return kernel(True)(*operands)
+    schedule, *_ = tables = _tables(problem, tiles, section.kv_heads)
+    more = () if d_query is None else (d_query,)
+    settings = problem, tiles, len(schedule), section.size, query_rows, not more, interpreting()
+    return _build(*settings)(*map(jnp.asarray, tables), d_logits, key, *more)
 
 
 def _tables(problem: Problem, tiles: KeyTiles, kv_heads: range):
-    """The schedule, the key tiles of each query tile, and the first query block of each of them.
+    """What there is to know of thread blocks, of query tiles and of key tiles.
 
-    The second is `[query tiles, 2 + 2 * _CONSUMERS]`: first and end of the tile, and of each
-    consumer, whose first is its end where it has none.
+    Returns:
+      The schedule, as `scheduler.deal` gives it; `[query tiles, 2 + 2 * _CONSUMERS]`, first and end
+      of the key tiles of each, and of each consumer, whose first is its end where it has none;
+      `[2, key tiles]`, where dS' of query block 0 of the first head would stand, from where others
+      stand backwards, and how many each head has.
     """
     first, end = tiles.seeing_blocks()
     query_blocks = tiles.query_blocks
@@ -115,7 +115,8 @@ def _tables(problem: Problem, tiles: KeyTiles, kv_heads: range):
     number = (head + kv_heads.start * group) * query_tiles + tile
     thread_blocks = min(len(number), SM_COUNT)
     schedule = scheduler.deal(number, steps[tile] + 1.0, thread_blocks)
-    return schedule, bounds.astype(np.int32), first.astype(np.int32)
+    places = np.stack([tiles.first_steps()[:-1] + end - 1, end - first])
+    return schedule, bounds.astype(np.int32), places.astype(np.int32)
 
 
 @functools.lru_cache
@@ -125,11 +126,14 @@ def _build(
     thread_blocks: int,
     stored_heads: int,
     query_rows: int,
+    with_result: bool,
     interpret: bool,
 ):
+    """The kernel: its result, or if not with_result in a ref."""
     dtype, group = problem.dtype, problem.group
     columns = Columns.whole(problem.width)
     query_tiles = -(-tiles.query_blocks // _CONSUMERS)
+    steps_per_head = int(tiles.first_steps()[-1])
     factor = problem.scale * problem.d_logit_unit
     free = NamedBarriers(first=_CONSUMERS + 2, count=_STAGES, arrivers=_CONSUMERS)
 
@@ -143,7 +147,7 @@ def _build(
         scratch["free_twins"] = free.scratch()
 
     def attention_backward_query_product(
-        schedule_ref, bounds_ref, first_blocks_ref, ds_ref, k_ref, dq_ref,
+        schedule_ref, bounds_ref, places_ref, ds_ref, k_ref, dq_ref,
         *, k_smem, ds_smem, dq_smem, full, free_twins=None,
     ):  # fmt: skip
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
@@ -214,7 +218,10 @@ def _build(
                 tile, head_of_all = locate(index)
                 batch, head = div_rem(head_of_all, problem.heads)
                 kv_head = lax.div(head, jnp.int32(group))
-                own_head = lax.rem(head_of_all, jnp.int32(stored_heads * group))
+                own_kv_head = lax.rem(
+                    lax.div(head_of_all, jnp.int32(group)), jnp.int32(stored_heads)
+                )
+                member = lax.rem(head, jnp.int32(group))
                 first, end = bounds_ref[tile, 0], bounds_ref[tile, 1]
 
                 def load(j):
@@ -222,14 +229,14 @@ def _build(
                     pl.when(j >= _STAGES)(lambda: slots_free.wait(slot))
                     keys = pl.ds(key_tile * _TILE, _TILE)
                     columns.load(k_ref.at[batch, keys, kv_head], k_smem.at[slot], full.at[slot])
-                    first_place = (own_head * tiles.per_head + key_tile) * tiles.most_blocks
+                    last_place = own_kv_head * steps_per_head + places_ref[0, key_tile]
+                    if group > 1:
+                        last_place += member * places_ref[1, key_tile]
                     for consumer in range(_CONSUMERS):
-                        # Of blocks that are not there any is loaded, and none used.
-                        query_block = tile * _CONSUMERS + consumer
-                        place = jnp.clip(
-                            query_block - first_blocks_ref[key_tile], 0, tiles.most_blocks - 1
-                        )
-                        source = ds_ref.at[first_place + place]
+                        # Of blocks that are not there something is loaded, and not used.
+                        place = last_place - (tile * _CONSUMERS + consumer)
+                        place = jnp.clip(place, 0, stored_heads * steps_per_head - 1)
+                        source = ds_ref.at[place]
                         plgpu.copy_gmem_to_smem(source, ds_smem.at[slot, consumer], full.at[slot])
 
                 begin = j
@@ -239,7 +246,7 @@ def _build(
             lax.fori_loop(zero, schedule_ref[block, 0], whole_tile, zero)
 
     d_query = jax.ShapeDtypeStruct((problem.batch, query_rows, problem.heads, problem.width), dtype)
-    return lambda with_result: plgpu.kernel(
+    kernel = plgpu.kernel(
         attention_backward_query_product,
         out_type=d_query if with_result else (),
         grid=(thread_blocks,),
@@ -249,3 +256,4 @@ def _build(
         scratch_types=scratch,
         compiler_params=HAND_ORDERED,
     )
+    return jax.jit(kernel)  # lowered once for all sections

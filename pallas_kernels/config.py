@@ -12,8 +12,8 @@ BACKWARD_CONSUMERS = 2  # how they share a tile is in the backward*.py
 # queries, and Q, dO and dQ where it owns keys.
 FORWARD_SECTION_BYTES = 12 << 20
 BACKWARD_SECTION_BYTES = 12 << 20
-# Of global memory, for the gradients of logits at widths above 128, as dS' in 16 bits.
-D_LOGITS_BYTES = 512 << 20
+# Of global memory, for the gradients of logits at widths above 128: two causal heads of 16384 rows.
+D_LOGITS_BYTES = 528 << 20
 SUPPORTED_WIDTHS = range(8, 257, 8)  # TMA takes strides that are multiples of 16 bytes
 DROPOUT_STEPS = 1 << 15  # rates are multiples of one over this
 

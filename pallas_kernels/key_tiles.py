@@ -172,11 +172,9 @@ class KeyTiles:
         first, end = self.seeing_blocks()
         return self.problem.group * (end - first)
 
-    @property
-    def most_blocks(self) -> int:
-        """Of query blocks that see a key of a tile."""
-        first, end = self.seeing_blocks()
-        return int((end - first).max())
+    def first_steps(self) -> np.ndarray:
+        """`[per_head + 1]` int32: how many steps the tiles before each take, and all of them."""
+        return np.append(0, self.steps().cumsum()).astype(np.int32)
 
     def thread_blocks(self, most: int | None, kv_heads: range | None = None) -> int:
         """How many to launch: at most so many, or if None as `scheduler.thread_blocks` decides.
@@ -235,7 +233,8 @@ class KeyTiles:
             more results.
           most_thread_blocks: as `thread_blocks` takes it.
           from_end: thread blocks walk their lists from the end.
-          more_results: shapes of what the kernel makes beside dK and dV.
+          more_results: shapes of what the kernel makes beside dK and dV; with any, `first_steps`
+            goes with `seeing_blocks`.
 
         Returns:
           A function of the intervals of keys `[B, 2, T]` that queries see, or None, of the segment
@@ -245,17 +244,18 @@ class KeyTiles:
         """
         p = self.problem
         seeing_blocks = self.seeing_blocks()
+        if more_results:
+            seeing_blocks = np.append(seeing_blocks, self.first_steps()[None, :-1], axis=0)
         d_key, d_value = (
             jax.ShapeDtypeStruct((p.batch, key_rows, p.kv_heads, width), p.dtype)
             for width in (p.width, p.value_width)
         )
 
-        def run(intervals, ids, words: Words | None, *operands, kv_heads=None, results=()):
-            thread_blocks = self.thread_blocks(most_thread_blocks, kv_heads)
-            schedule = self.schedule(thread_blocks, from_end, kv_heads)
+        @functools.lru_cache
+        def kernel_of(thread_blocks: int, has_results: bool) -> Callable:
             kernel = plgpu.kernel(
                 body,
-                out_type=() if results else (d_key, d_value, *more_results),
+                out_type=() if has_results else (d_key, d_value, *more_results),
                 grid=(thread_blocks,),
                 grid_names=("block",),
                 num_threads=BACKWARD_CONSUMERS + 1,
@@ -263,6 +263,12 @@ class KeyTiles:
                 scratch_types=scratch,
                 compiler_params=HAND_ORDERED,
             )
+            return jax.jit(kernel)  # lowered once for all sections
+
+        def run(intervals, ids, words: Words | None, *operands, kv_heads=None, results=()):
+            thread_blocks = self.thread_blocks(most_thread_blocks, kv_heads)
+            schedule = self.schedule(thread_blocks, from_end, kv_heads)
+            kernel = kernel_of(thread_blocks, bool(results))
             operands = (*operands, *results)
             if words is not None:  # those of queries come with their start
                 operands = (words[1], *operands)
@@ -350,6 +356,10 @@ class Walk:
         if not self.tiles.problem.has_far_edge:
             return self.tiles.query_blocks
         return self.seeing(place, 1)
+
+    def first_step(self, place):
+        """How many steps the tiles of a head before it take, in a kernel with more results."""
+        return self.seeing(place, 2)
 
     def blocks_of(self, place):
         """First query block of a tile, and how many there are of each head of the group."""

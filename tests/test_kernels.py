@@ -325,9 +325,9 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offs
 def test_sections_of_heads_at_width_256(sections, options, monkeypatch):
     """As few as the memory for dS' allows; where it is too little dQ has products of its own."""
     arrays = inputs(3, 140, 70, 2, 1, 256, jnp.bfloat16)
-    tile_bytes = 64 * 64 * 2
-    head_bytes = 2 * 2 * 3 * tile_bytes  # two query heads, two key tiles, three query blocks
-    most = {(1, 1, 1): head_bytes, (2, 1): 3 * head_bytes - 1, (): tile_bytes}[sections]
+    step_bytes = 64 * 64 * 2
+    head_bytes = 2 * 2 * 3 * step_bytes  # two query heads, two key tiles, three query blocks
+    most = {(1, 1, 1): head_bytes, (2, 1): 3 * head_bytes - 1, (): step_bytes}[sections]
     monkeypatch.setattr(backward_key, "D_LOGITS_BYTES", most)
     problem = config.Problem(3, 140, 70, 2, 1, 256, np.dtype(jnp.bfloat16), scale=1.0)
     made = backward_key.d_logits_sections(problem, config.BACKWARD[256])
