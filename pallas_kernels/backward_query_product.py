@@ -33,10 +33,10 @@ from pallas_kernels.config import BACKWARD_CONSUMERS, FORWARD_SECTION_BYTES, SM_
 from pallas_kernels.key_tiles import KeyTiles, Section
 from pallas_kernels.primitives import (
     HAND_ORDERED,
-    OPERAND,
     NamedBarriers,
     div_rem,
     interpreting,
+    operand_form,
     store_operand,
     zero_tile,
 )
@@ -139,7 +139,11 @@ def _build(
 
     scratch: dict[str, Any] = dict(
         k_smem=columns.smem(_STAGES, _TILE, dtype=dtype),
-        ds_smem=plgpu.SMEM((_STAGES, _CONSUMERS, _TILE, _TILE), dtype, transforms=OPERAND),
+        ds_smem=plgpu.SMEM(
+            (_STAGES, _CONSUMERS, _TILE, _TILE),
+            dtype,
+            transforms=operand_form(columns.box_width),  # as wgmma wants both operands
+        ),
         dq_smem=columns.smem(_CONSUMERS, _TILE, dtype=dtype),
         full=plgpu.Barrier(num_arrivals=columns.tiles + _CONSUMERS, num_barriers=_STAGES),
     )
