@@ -27,7 +27,14 @@ from jax_flash.masks import Visibility
 from jax_flash.sharding import over_devices, placed, vary_alike
 from pallas_kernels import backward, dropout, forward, segments
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels.config import SUPPORTED_WIDTHS, Config, Problem, default, sees_itself
+from pallas_kernels.config import (
+    SUPPORTED_WIDTHS,
+    Config,
+    ForwardConfig,
+    Problem,
+    default,
+    sees_itself,
+)
 from pallas_kernels.elements import BIAS_DTYPES, Elements
 from pallas_kernels.primitives import interpreting
 
@@ -381,7 +388,15 @@ def _attention_forward(settings, *operands):
     out, lse = run(*operands)
     out = checkpoint_name(out, OUT_NAME)
     lse = checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (*operands, out, lse)
+    return (out, _of_rows(lse, out)), (*operands, out, lse)
+
+
+def _of_rows(lse, out):
+    """LSE `[B, N, T]` of output `[B, T, N, h]`, without the rows that fill the last tile.
+
+    Here and not beside the kernel, so that nothing is copied where only the backward takes it.
+    """
+    return lse[:, :, : out.shape[1]]
 
 
 def _attention_backward(settings, residuals, cotangents):
@@ -421,6 +436,7 @@ def _operand_gradients(settings, residuals, cotangents):
 
 def _sink_gradient(sink, out, lse, d_out, d_lse):
     """`[B, N]`: a sink's weight in each row times dLSE - rowsum(dO * O), as its value is 0."""
+    lse = _of_rows(lse, out)
     products = d_out.astype(jnp.float32) * out.astype(jnp.float32)
     d_logits = sum(d_lse, -products.sum(-1).transpose(0, 2, 1))
     weights = jnp.exp(sink[:, :, None] - lse)
@@ -477,16 +493,19 @@ def _local_forward(settings, query, key, value, *operands):
             problem=problem,
             config=settings.config.forward,
         )
-        rows = problem.query_length
-        return _keep_apart((out[:, :rows], lse[:, :, :rows]))
+        return _keep_apart((out[:, : problem.query_length], lse))
 
-    return _on_hopper(kernel, _result_types(problem, query.dtype), query, key, value, *operands)
+    out_types = _result_types(problem, query.dtype, settings.config.forward)
+    return _on_hopper(kernel, out_types, query, key, value, *operands)
 
 
-def _result_types(problem: Problem, dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of output `[B, T, N, h]` in dtype, and LSE `[B, N, T]`."""
+def _result_types(
+    problem: Problem, dtype, config: ForwardConfig
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of output `[B, T, N, h]` in dtype, and LSE `[B, N, T]` with rows that fill the last tile."""
     out_shape = (problem.batch, problem.query_length, problem.heads, problem.value_width)
-    lse_shape = (problem.batch, problem.heads, problem.query_length)
+    rows = -(-problem.query_length // config.block_q) * config.block_q
+    lse_shape = (problem.batch, problem.heads, rows)
     return jax.ShapeDtypeStruct(out_shape, dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)
 
 
@@ -543,7 +562,7 @@ def _zero_empty(query, d_out, lse, problem: Problem):
     """Query and d_out with zeros in rows that see nothing by mask or bias, where 0 * NaN is NaN."""
     if not problem.has_elements:
         return query, d_out
-    seeing = jnp.logical_not(jnp.isneginf(lse)).transpose(0, 2, 1)[..., None]
+    seeing = jnp.logical_not(jnp.isneginf(_of_rows(lse, d_out))).transpose(0, 2, 1)[..., None]
     d_out = jnp.where(seeing, d_out, 0)
     return jnp.where(seeing, query, 0) if problem.has_mask else query, d_out
 

@@ -85,7 +85,7 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     scales = _scales(call, settings)
     operands = placed((query, key, value, scales, intervals, ids), _OPERANDS)
     out, lse = autodiff._folding_vmap(functools.partial(_run, settings))(*operands)
-    return out, lse.transpose(0, 2, 1)
+    return out, autodiff._of_rows(lse, out).transpose(0, 2, 1)
 
 
 def _scales(call: Call, settings: "_Settings") -> tuple[jax.Array, ...]:
@@ -160,8 +160,7 @@ def _local(settings, query, key, value, scales, intervals, ids):
             config=settings.config,
             out_dtype=settings.out_dtype,
         )
-        rows = problem.query_length
-        return autodiff._keep_apart((out[:, :rows], lse[:, :, :rows]))
+        return autodiff._keep_apart((out[:, : problem.query_length], lse))
 
-    out_types = autodiff._result_types(problem, settings.out_dtype)
+    out_types = autodiff._result_types(problem, settings.out_dtype, settings.config)
     return autodiff._on_hopper(kernel, out_types, query, key, value, scales, intervals, ids)

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import re
 from collections.abc import Iterator
 from unittest import mock
@@ -71,7 +72,6 @@ def _visible(problem, T: int, S: int, intervals, ids):
 
 
 def _attention(query, key, value, sinks, intervals, ids, elements, words, *, problem, config):
-    del config
     assert elements == (None, None) and words is None
     assert (problem.batch, problem.heads) == (query.shape[0], query.shape[2])
     assert problem.kv_heads == key.shape[2]
@@ -81,16 +81,19 @@ def _attention(query, key, value, sinks, intervals, ids, elements, words, *, pro
     call = Call(query, key, value, visibility, problem.scale, logits_soft_cap=problem.soft_cap)
     out, lse = xla.attention(call)
     lse = lse.transpose(0, 2, 1)
+    to_whole_tiles = ((0, 0), (0, 0), (0, -lse.shape[2] % config.block_q))
+    filled = functools.partial(jnp.pad, pad_width=to_whole_tiles, constant_values=jnp.nan)
     if sinks is None:
-        return out, lse
+        return out, filled(lse)
     with_sinks = jnp.where(lse == -jnp.inf, lse, jnp.logaddexp(lse, sinks[..., None]))
     weight = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - with_sinks))
-    return (out * weight.transpose(0, 2, 1)[..., None]).astype(out.dtype), with_sinks
+    return (out * weight.transpose(0, 2, 1)[..., None]).astype(out.dtype), filled(with_sinks)
 
 
 def _gradients(query, key, value, out, lse, d_out, d_lse, *, problem, intervals, ids, **_):
     """By the formula, from the LSE that is given, which may be of more keys than these."""
     T = problem.query_length
+    lse = lse[:, :, :T]
     query, out, d_out = (x[:, :T].astype(jnp.float32) for x in (query, out, d_out))
     key, value = key.astype(jnp.float32), value.astype(jnp.float32)
     every = lambda x: jnp.repeat(x, problem.group, axis=2)
@@ -104,7 +107,7 @@ def _gradients(query, key, value, out, lse, d_out, d_lse, *, problem, intervals,
         logits, slope = problem.soft_cap * capped, 1 - capped**2
     weights = jnp.exp(logits - jnp.where(seeing, lse[..., None], 0))
     weights = jnp.where(visible & seeing, weights, 0)
-    delta = (d_out * out).sum(-1).transpose(0, 2, 1) - d_lse
+    delta = (d_out * out).sum(-1).transpose(0, 2, 1) - (0.0 if d_lse is None else d_lse)
     d_weights = jnp.einsum("btnh,bsnh->bnts", d_out, every(value))
     d_logits = weights * slope * (d_weights - delta[..., None]) * problem.scale
     gradients = (
