@@ -50,7 +50,6 @@ from pallas_kernels import soft_cap
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
-    D_LOGITS_BYTES,
     BackwardKeyConfig,
     Problem,
     box_width,
@@ -148,8 +147,8 @@ def key_tiles(problem: Problem, config: BackwardKeyConfig) -> KeyTiles:
 def d_logits_sections(problem: Problem, config: BackwardKeyConfig) -> list[Section]:
     """The key heads whose dS' is in memory at a time, as few sections as may be.
 
-    None where `D_LOGITS_BYTES` are too few for a head, or what is visited is known at run time
-    only, when not all that `backward_query_product.py` would take need have been.
+    None where config.d_logits_bytes are too few for a head, or what is visited is known at run
+    time only: `backward_query_product.py` takes no step that was not.
     """
     if problem.by_batch:
         return []
@@ -157,9 +156,9 @@ def d_logits_sections(problem: Problem, config: BackwardKeyConfig) -> list[Secti
     tile_bytes = config.block_kv * config.block_q * problem.dtype.itemsize
     head_bytes = int(tiles.first_steps()[-1]) * tile_bytes
     count = len(tiles.kv_heads)
-    if head_bytes > D_LOGITS_BYTES:
+    if head_bytes > config.d_logits_bytes:
         return []
-    sections = -(-count // (D_LOGITS_BYTES // head_bytes))
+    sections = -(-count // (config.d_logits_bytes // head_bytes))
     size = -(-count // sections)
     return [Section(tiles.kv_heads[first : first + size], size) for first in range(0, count, size)]
 

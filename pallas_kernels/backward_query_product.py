@@ -1,8 +1,8 @@
 """The gradient of the query as one product, dQ = dS K, of dS' that another kernel has left.
 
-`backward_key.py` has dS' in registers anyway. Where it writes it to global memory, as it does of
-so many heads at a time that it takes no more than `config.D_LOGITS_BYTES`, dQ takes one product of
-what is there, where `backward_query.py` takes three, as it makes S and dP once more.
+`backward_key.py` has dS' in registers anyway. It writes it to global memory, of so many heads at a
+time as `BackwardKeyConfig.d_logits_bytes` hold, and dQ is one product of what is there, where
+`backward_query.py` takes three, as it makes S and dP once more.
 
     producer   K0 dS0' | K1 dS1' | ...      TMA into a circular buffer, on through all tiles
     consumer   dQ += dS K                   dS' turned by wgmma; dQ leaves by TMA

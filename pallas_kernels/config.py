@@ -12,8 +12,6 @@ BACKWARD_CONSUMERS = 2  # how they share a tile is in the backward*.py
 # queries, and Q, dO and dQ where it owns keys.
 FORWARD_SECTION_BYTES = 12 << 20
 BACKWARD_SECTION_BYTES = 12 << 20
-# Of global memory, for the gradients of logits at widths above 128: two causal heads of 16384 rows.
-D_LOGITS_BYTES = 528 << 20
 SUPPORTED_WIDTHS = range(8, 257, 8)  # TMA takes strides that are multiples of 16 bytes
 DROPOUT_STEPS = 1 << 15  # rates are multiples of one over this
 
@@ -324,14 +322,20 @@ class BackwardKeyConfig:
       registers: registers a thread of a consumer and of the producer.
       thread_blocks: how many to launch at most; None for as many as there are SMs, or one a tile
         where tiles are long (`scheduler.thread_blocks`).
+      d_logits_bytes: of global memory, for the gradients of the logits of some heads at a time,
+        from which `backward_query_product.py` makes dQ. Where a key head needs more, and where
+        what is visible is known at run time only, `backward_query.py` does it without. The default
+        holds two causal heads of 16,384 rows.
     """
 
     registers: tuple[int, int] = (240, 24)
     thread_blocks: int | None = None
+    d_logits_bytes: int = 528 << 20
 
     def __post_init__(self):
         _check_thread_blocks(self.thread_blocks)
         _check_registers(self.registers, BACKWARD_CONSUMERS)
+        _need(self.d_logits_bytes >= 0, "d_logits_bytes", self.d_logits_bytes, "at least 0")
 
     @property
     def block_q(self) -> int:

@@ -322,18 +322,36 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offs
 @pytest.mark.parametrize(
     "options", [dict(is_causal=True), dict(local_window_size=(20, 30))], ids=["causal", "window"]
 )
-def test_sections_of_heads_at_width_256(sections, options, monkeypatch):
+def test_sections_of_heads_at_width_256(sections, options):
     """As few as the memory for dS' allows; where it is too little dQ has products of its own."""
     arrays = inputs(3, 140, 70, 2, 1, 256, jnp.bfloat16)
     step_bytes = 64 * 64 * 2
     head_bytes = 2 * 2 * 3 * step_bytes  # two query heads, two key tiles, three query blocks
     most = {(1, 1, 1): head_bytes, (2, 1): 3 * head_bytes - 1, (): step_bytes}[sections]
-    monkeypatch.setattr(backward_key, "D_LOGITS_BYTES", most)
+    backward = config.BackwardKeyConfig(d_logits_bytes=most)
     problem = config.Problem(3, 140, 70, 2, 1, 256, np.dtype(jnp.bfloat16), scale=1.0)
-    made = backward_key.d_logits_sections(problem, config.BACKWARD[256])
+    made = backward_key.d_logits_sections(problem, backward)
     assert tuple(len(section.kv_heads) for section in made) == sections
+    settings = dataclasses.replace(config.default(256), backward=backward)
     with interpret_mode():
-        check(arrays, **options)
+        check(arrays, **options, config=settings)
+
+
+@pytest.mark.parametrize("H", [64, 256])
+def test_an_lse_that_nothing_differentiates(H):
+    """Its gradient is left out, not made of zeros."""
+    query, key, value, dout, dlse = inputs(1, 70, 130, 2, 1, H, jnp.bfloat16)
+
+    def attention(query, key, value):
+        options = dict(is_causal=True, query_offset=60, implementation="mosaic_gpu")
+        return jax_flash.attention(query, key, value, **options, return_residual=True)
+
+    with interpret_mode():
+        (_, lse), vjp = jax.vjp(attention, query, key, value)
+        assert lse.shape == dlse.shape
+        with_zeros = vjp((dout, jnp.zeros_like(dlse)))
+        _, vjp_of_out = jax.vjp(lambda *x: attention(*x)[0], query, key, value)
+        chex.assert_trees_all_equal(vjp_of_out(dout), with_zeros)
 
 
 @pytest.mark.parametrize(
