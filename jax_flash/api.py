@@ -107,7 +107,7 @@ def attention(
         (key, b, n, i, j) alone, so it is the same on every implementation. Under vmap b counts
         within one mapped call: map the key too. Keys of four words (rbg) are folded to two.
       deterministic: gradients are the same bit by bit from run to run. On "mosaic_gpu" the backward
-        pass then takes seven products of work for five, as at widths above 128 it does anyway.
+        pass then takes seven products of work for five; at widths above 128 they always are.
       config: settings of the kernels (`pallas_kernels.config`), read by "mosaic_gpu" alone; None
         for the tuned ones.
 

@@ -15,6 +15,7 @@ are transposed.
                P' from the other;  dV += P' dO, right columns
                dS' = P' * (dP' - delta)                          while that is computed
                dS' to the other;  dK += dS' Q, right columns
+               dS' to global memory, for dQ                      where there is room for it
 
 Both tiles are left operands from registers, and go through one place in shared memory in which
 each thread finds what the same thread of the other consumer left (`primitives.send_tile`).

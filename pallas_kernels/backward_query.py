@@ -4,6 +4,7 @@ In `backward.py` a thread block owns keys, so that many of them add to one row o
 in which they get to it. Here it owns `block_q` query rows of one head, 64 for each consumer
 warpgroup, and adds up what each key block gives in a fixed order. Logits and their gradients are
 computed once more for it: seven products a tile pair in all, where `backward.py` with dQ has five.
+Above width 128 it serves where `backward_query_product.py` does not.
 
     producer   Q | K0 dO V0 | K1 V1 | ...                TMA, K and V into circular buffers
     consumer   S = Q K';  dP = dO V'

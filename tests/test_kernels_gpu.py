@@ -1,5 +1,6 @@
 """The kernels on a Hopper GPU."""
 
+import dataclasses
 import functools
 
 import chex
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
+from pallas_kernels import config
 from tests import oracle
 from tests.test_kernel_elements import random_bias, random_mask, shape_of
 from tests.test_kernel_intervals import as_arrays
@@ -55,6 +57,17 @@ def test_lengths(T, S, H, is_causal):
     if T > 2000:  # a float64 reference of gigabytes otherwise
         B, N, K = 1, 2, 1
     check(inputs(B, T, S, N, K, H, dtype, seed=case), is_causal=is_causal)
+
+
+@all_masks
+@pytest.mark.parametrize("H", [160, 256])
+def test_sections_of_heads(H, mask):
+    """With dS of two of six key heads in memory, or more where less is visible, and with none."""
+    arrays = inputs(3, 700, 900, 4, 2, H, jnp.bfloat16)
+    for heads in (2, 0):
+        head_bytes = 2 * 15 * 11 * 64 * 64 * 2  # two query heads, tiles of 64 keys by 64 queries
+        backward = config.BackwardKeyConfig(d_logits_bytes=heads * head_bytes)
+        check(arrays, **mask, config=dataclasses.replace(config.default(H), backward=backward))
 
 
 @all_masks
