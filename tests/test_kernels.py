@@ -24,10 +24,10 @@ DROPOUT_KEY = jax.random.key(31)
 def inputs(B, T, S, N, K, H, dtype, seed=0, h=None):
     """Query, key, value and the cotangents of output and LSE; values have h columns, or H."""
     h = h or H
+    rng = np.random.default_rng(seed)  # nothing to compile for each shape
     shapes = (B, T, N, H), (B, S, K, H), (B, S, K, h), (B, T, N, h)
-    keys = jax.random.split(jax.random.key(seed), 5)
-    arrays = [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=False)]
-    return (*arrays, jax.random.normal(keys[4], (B, T, N), jnp.float32))
+    arrays = [jnp.array(rng.standard_normal(shape, np.float32).astype(dtype)) for shape in shapes]
+    return (*arrays, jnp.array(rng.standard_normal((B, T, N), np.float32)))
 
 
 def check(
@@ -72,8 +72,10 @@ def check(
     *gradients, d_sinks = vjp((dout, dlse))
 
     (B, T, N, _), S = query.shape, key.shape[1]
-    places = np.ix_(range(B), range(N), range(T), range(S))
-    keep = np.asarray(dropout_keep(jax.random.key_data(DROPOUT_KEY), dropout_rate, *places))
+    keep = np.ones((B, N, T, S), bool)
+    if dropout_rate:
+        places = np.ix_(range(B), range(N), range(T), range(S))
+        keep = np.asarray(dropout_keep(jax.random.key_data(DROPOUT_KEY), dropout_rate, *places))
     exact_options = dict(
         sinks=sinks,
         logits_soft_cap=logits_soft_cap,
@@ -84,21 +86,17 @@ def check(
     exact_out, exact_lse = oracle.attention(query, key, value, bias, **exact_options)
     exact = oracle.gradients(query, key, value, bias, dout=dout, dlse=dlse, **exact_options)
     visible = oracle.visibility(query.shape[0], query.shape[1], key.shape[1], **options)
-    (plain, _), plain_vjp = jax.vjp(
-        lambda *x: plain_attention(
-            *x[:3], visible, sinks, x[3], logits_soft_cap, keep / (1 - dropout_rate)
-        ),
-        query,
-        key,
-        value,
-        bias,
+    plain, rough_gradients = _plain_with_gradients(
+        logits_soft_cap,
+        (query, key, value, bias),
+        (visible, sinks, keep / (1 - dropout_rate)),
+        (dout, dlse),
     )
     assert_as_accurate_as_plain(out, plain, exact_out, "out")
     seen = np.isfinite(exact_lse)
     chex.assert_trees_all_equal(np.isfinite(lse), seen)
     np.testing.assert_allclose(np.asarray(lse)[seen], exact_lse[seen], atol=1e-4, rtol=1e-5)
     np.testing.assert_array_equal(np.asarray(lse)[~seen], -np.inf)
-    rough_gradients = plain_vjp((dout, dlse))
     for name, actual, rough, truth in zip(
         ("d_query", "d_key", "d_value", "d_bias"), gradients, rough_gradients, exact, strict=False
     ):
@@ -123,6 +121,21 @@ def check(
         np.testing.assert_allclose(d_sinks, exact.sinks, atol=1e-2 * terms + 1e-6)
     for empty in (np.asarray(out)[~seen], np.asarray(gradients[0])[~seen]):
         assert not empty.any()
+
+
+# Compiled as a whole, as that of single operations takes longer; rounded like these.
+@functools.partial(
+    jax.jit, static_argnums=0, compiler_options={"xla_allow_excess_precision": False}
+)
+def _plain_with_gradients(logits_soft_cap, operands, others, cotangents):
+    """Output of `plain_attention`, and the gradients of query, key, value and bias."""
+    seen, sinks, dropout = others
+
+    def attention(query, key, value, bias):
+        return plain_attention(query, key, value, seen, sinks, bias, logits_soft_cap, dropout)
+
+    (out, _), vjp = jax.vjp(attention, *operands)
+    return out, vjp(cotangents)
 
 
 @pytest.mark.fast_cases(6)
