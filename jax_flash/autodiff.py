@@ -504,8 +504,7 @@ def _result_types(
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Of output `[B, T, N, h]` in dtype, and LSE `[B, N, T]` with rows that fill the last tile."""
     out_shape = (problem.batch, problem.query_length, problem.heads, problem.value_width)
-    rows = -(-problem.query_length // config.block_q) * config.block_q
-    lse_shape = (problem.batch, problem.heads, rows)
+    lse_shape = (problem.batch, problem.heads, forward.Tiles(problem, config).rows)
     return jax.ShapeDtypeStruct(out_shape, dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)
 
 

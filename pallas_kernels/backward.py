@@ -178,6 +178,9 @@ def attention_gradients(
     statistics = (start,) if is_wide else (start, minus_delta)
     start = with_words(dropout_words, *statistics)
     operands_of_keys = query, key, value, d_out, start, minus_delta
+    of_query_alone = functools.partial(
+        backward_query.query_gradient, *operands, *masks, problem=problem, config=query_config
+    )
     if isinstance(config, BackwardKeyConfig):
         of_keys = functools.partial(
             backward_key.key_value_gradients,
@@ -186,28 +189,24 @@ def attention_gradients(
             problem=problem,
             config=config,
         )
-        if sections := backward_key.d_logits_sections(problem, config):
-            of_query = functools.partial(
-                backward_query_product.query_gradient,
-                key=key,
-                problem=problem,
-                tiles=backward_key.key_tiles(problem, config),
-                query_rows=query.shape[1],
-            )
-            return *_by_sections(sections, of_keys, of_query), *d_bias
-    if not adds:
-        d_query = backward_query.query_gradient(
-            *operands, *masks, problem=problem, config=query_config
+        sections = backward_key.d_logits_sections(problem, config)
+        if not sections:
+            return of_query_alone(), *of_keys(), *d_bias
+        of_query = functools.partial(
+            backward_query_product.query_gradient,
+            key=key,
+            problem=problem,
+            tiles=backward_key.key_tiles(problem, config),
+            query_rows=query.shape[1],
         )
-        if is_wide:
-            return d_query, *of_keys(), *d_bias
+        return *_by_sections(sections, of_keys, of_query), *d_bias
     main = _build_main(problem, config, key.shape[1], interpreting(), adds)
     elements_of_keys = elements.operands(transposed=True)
     main = functools.partial(
         main, intervals, ids, dropout_words, *elements_of_keys, *operands_of_keys
     )
-    if not adds:
-        return d_query, *main(), *d_bias
+    if deterministic:
+        return of_query_alone(), *main(), *d_bias
     dq_ref = jax.new_ref(*zeros)
     gradients = main(dq_ref)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())

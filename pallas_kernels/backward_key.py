@@ -155,7 +155,7 @@ def d_logits_sections(problem: Problem, config: BackwardKeyConfig) -> list[Secti
         return []
     tiles = key_tiles(problem, config)
     tile_bytes = config.block_kv * config.block_q * problem.dtype.itemsize
-    head_bytes = int(tiles.first_steps()[-1]) * tile_bytes
+    head_bytes = tiles.steps_per_head * tile_bytes
     count = len(tiles.kv_heads)
     if head_bytes > config.d_logits_bytes:
         return []
@@ -218,7 +218,6 @@ def _build(
     crowded = problem.has_elements or (has_cap and has_dropout)
     both = (2,) if has_dropout else ()  # the words of queries come with their start
     tiles = key_tiles(problem, config)
-    steps_per_head = int(tiles.first_steps()[-1])
 
     weights_sent = NamedBarriers(first=_CONSUMERS + 2, count=1, arrivers=1)
     ds_sent = NamedBarriers(weights_sent.first + 1, count=1, arrivers=1)
@@ -456,7 +455,7 @@ def _build(
                     """Where dS' of a tile's first step goes."""
                     place = _, kv_head_of_all = walk.locate(index)
                     own_head = lax.rem(kv_head_of_all, jnp.int32(stored_heads))
-                    return own_head * steps_per_head + walk.first_step(place)
+                    return own_head * tiles.steps_per_head + walk.first_step(place)
 
                 def step(j, *, key_words, end, to_stored, is_first=False):
                     slot = slot_of(j) + fresh_zero()
@@ -640,7 +639,7 @@ def _build(
 
     more_results: tuple[jax.ShapeDtypeStruct, ...] = ()
     if stored_heads:
-        count = stored_heads * steps_per_head
+        count = stored_heads * tiles.steps_per_head
         more_results = (jax.ShapeDtypeStruct((count, block_kv, block_q), dtype),)
     return tiles.gradient_kernel(
         attention_backward_key,

@@ -115,7 +115,7 @@ def _tables(problem: Problem, tiles: KeyTiles, kv_heads: range):
     number = (head + kv_heads.start * group) * query_tiles + tile
     thread_blocks = min(len(number), SM_COUNT)
     schedule = scheduler.deal(number, steps[tile] + 1.0, thread_blocks)
-    places = np.stack([tiles.first_steps()[:-1] + end - 1, end - first])
+    places = np.stack([tiles.first_steps() + end - 1, end - first])
     return schedule, bounds.astype(np.int32), places.astype(np.int32)
 
 
@@ -133,7 +133,7 @@ def _build(
     dtype, group = problem.dtype, problem.group
     columns = Columns.whole(problem.width)
     query_tiles = -(-tiles.query_blocks // _CONSUMERS)
-    steps_per_head = int(tiles.first_steps()[-1])
+    steps_per_head = tiles.steps_per_head
     factor = problem.scale * problem.d_logit_unit
     free = NamedBarriers(first=_CONSUMERS + 2, count=_STAGES, arrivers=_CONSUMERS)
 

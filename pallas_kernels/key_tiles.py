@@ -172,9 +172,15 @@ class KeyTiles:
         first, end = self.seeing_blocks()
         return self.problem.group * (end - first)
 
+    @property
+    def steps_per_head(self) -> int:
+        """Of all tiles of a key head."""
+        return int(self.steps().sum())
+
     def first_steps(self) -> np.ndarray:
-        """`[per_head + 1]` int32: how many steps the tiles before each take, and all of them."""
-        return np.append(0, self.steps().cumsum()).astype(np.int32)
+        """`[per_head]` int32: how many steps the tiles before each take."""
+        steps = self.steps()
+        return (steps.cumsum() - steps).astype(np.int32)
 
     def thread_blocks(self, most: int | None, kv_heads: range | None = None) -> int:
         """How many to launch: at most so many, or if None as `scheduler.thread_blocks` decides.
@@ -245,7 +251,7 @@ class KeyTiles:
         p = self.problem
         seeing_blocks = self.seeing_blocks()
         if more_results:
-            seeing_blocks = np.append(seeing_blocks, self.first_steps()[None, :-1], axis=0)
+            seeing_blocks = np.append(seeing_blocks, self.first_steps()[None], axis=0)
         d_key, d_value = (
             jax.ShapeDtypeStruct((p.batch, key_rows, p.kv_heads, width), p.dtype)
             for width in (p.width, p.value_width)
