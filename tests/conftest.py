@@ -19,6 +19,9 @@ if not HAS_NVIDIA_GPU:
 # Processes of `pytest -n` share a GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# And cores: threads of numpy spin while they wait for each other, more of them than there are cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # Interpret mode runs each warpgroup as a program of its own that waits for the others; XLA's pool
 # has as many threads as there are cores, and a kernel with more warpgroups would hang.
 os.environ.setdefault("NPROC", "16")
@@ -29,7 +32,10 @@ os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
 
 # A machine of eight devices, to shard over.
 _XLA_FLAGS = {"--xla_force_host_platform_device_count": 8}
-if not HAS_NVIDIA_GPU:
+if HAS_NVIDIA_GPU:
+    # Programs beside the kernels run once: a tenth of the time would go into timing their products.
+    _XLA_FLAGS["--xla_gpu_autotune_level"] = 0
+else:
     # Programs here are large and run once: a third of the time would go into making them faster.
     _XLA_FLAGS["--xla_backend_optimization_level"] = 0
 for flag, setting in _XLA_FLAGS.items():

@@ -95,6 +95,7 @@ def test_combinations_in_interpret_mode(number):
         check(arrays, **options)
 
 
+@pytest.mark.fast_cases(24)
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(200))
 def test_combinations(number):

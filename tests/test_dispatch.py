@@ -549,6 +549,7 @@ def assert_as_good_as_xla(ours, low, exact):
         assert np.abs(a - c).max() <= 2 * np.abs(b - c).max() + 1e-3, name
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -573,6 +574,7 @@ def test_cudnn_on_gpu(t, s, width, dtype, options):
     assert_as_good_as_xla(ours, low, exact)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [(0, 0), (7, 0), (130, 5)])
 @pytest.mark.parametrize("length", [114, 384])

@@ -355,6 +355,7 @@ MASKS = {
 WIDTHS = [(64, 64), (128, 128), (256, 256), (192, 128), (80, 48)]
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("H", "h"), WIDTHS)
@@ -368,6 +369,7 @@ def test_masks_and_widths_on_a_gpu(H, h, mask):
         chex.assert_trees_all_equal(attention(*arrays, **MASKS[mask]), results)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("H", "N", "K"), [(64, 16, 4), (128, 12, 3), (256, 8, 1)])
 def test_many_tiles_on_a_gpu(H, N, K):
@@ -376,6 +378,7 @@ def test_many_tiles_on_a_gpu(H, N, K):
     on_gpu(arrays, is_causal=True)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", config.WIDTHS)
 def test_maxima_that_grow_on_a_gpu(width):
@@ -387,6 +390,7 @@ def test_maxima_that_grow_on_a_gpu(width):
     on_gpu(arrays, **errors, is_causal=True, query_offset=S - T)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", config.WIDTHS)
 def test_maxima_that_grow_in_some_rows_on_a_gpu(width):
@@ -398,6 +402,7 @@ def test_maxima_that_grow_in_some_rows_on_a_gpu(width):
     on_gpu(arrays, lse_error=2e-2)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", config.WIDTHS)
 def test_sinks_on_a_gpu(width):
@@ -405,6 +410,7 @@ def test_sinks_on_a_gpu(width):
         on_gpu(with_sinks(6.0, first, T=T, S=S, N=2, width=width), lse_error=2e-2)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", config.WIDTHS)
 def test_values_of_blocks_with_very_different_scales_on_a_gpu(width):
@@ -415,6 +421,7 @@ def test_values_of_blocks_with_very_different_scales_on_a_gpu(width):
     on_gpu(arrays, is_causal=True)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", config.FORWARD_FP8_PROMOTING)
 def test_sums_in_float32_on_a_gpu(width):

@@ -171,6 +171,7 @@ GPU_WIDTHS = [
 ]
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("H", "h"), GPU_WIDTHS)
 def test_widths_on_a_gpu(H, h):
@@ -181,6 +182,7 @@ def test_widths_on_a_gpu(H, h):
     check(arrays, is_causal=case % 3 > 0, query_offset=96, deterministic=case % 4 == 0)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("H", "h"), [(192, 128), (96, 96), (200, 40)])
 def test_a_thread_block_walks_many_tiles_on_a_gpu(H, h):
@@ -189,12 +191,14 @@ def test_a_thread_block_walks_many_tiles_on_a_gpu(H, h):
     check(with_a_jump(arrays, 0, 300), local_window_size=(400, 100))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("H", "h"), [(40, 72), (160, 80)])
 def test_other_heads_do_not_leak_on_a_gpu(H, h):
     check_that_other_heads_do_not_leak(200, 333, H, h)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("H", "h"), [(32, 32), (80, 80), (96, 96), (160, 160)])
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -210,6 +214,7 @@ def test_soft_cap_and_segment_ids_on_a_gpu(H, h, deterministic):
     check(arrays, **options, **{name: jnp.tile(x[None], (2, 1)) for name, x in ids.items()})
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("H", "h"), [(192, 128), (96, 96)])
 def test_lengths_and_sinks_on_a_gpu(H, h):
@@ -218,6 +223,7 @@ def test_lengths_and_sinks_on_a_gpu(H, h):
     check(arrays, is_causal=True, **lengths, sinks=jnp.array([0.0, 2.0, -3.0, 12.0]))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("H", "h"), [(192, 128), (96, 96)])
 def test_repeats_are_bit_equal_on_a_gpu(H, h):

@@ -45,6 +45,7 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.fast_cases(16)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize(("T", "S"), LENGTHS)
@@ -59,6 +60,7 @@ def test_lengths(T, S, H, is_causal):
     check(inputs(B, T, S, N, K, H, dtype, seed=case), is_causal=is_causal)
 
 
+@pytest.mark.fast_cases(4)
 @all_masks
 @pytest.mark.parametrize("H", [160, 256])
 def test_sections_of_heads(H, mask):
@@ -70,6 +72,7 @@ def test_sections_of_heads(H, mask):
         check(arrays, **mask, config=dataclasses.replace(config.default(H), backward=backward))
 
 
+@pytest.mark.fast_cases(4)
 @all_masks
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_a_thread_block_walks_many_tiles(H, mask):
@@ -80,12 +83,14 @@ def test_a_thread_block_walks_many_tiles(H, mask):
     check(arrays, **mask, config=settings, deterministic=True)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_keys_beyond_the_end_where_every_logit_is_very_negative(H):
     query, key, *rest = inputs(2, 300, 333, 2, 1, H, jnp.bfloat16)
     check((abs(query) * 8, -abs(key) * 8, *rest), is_causal=False)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
@@ -100,6 +105,7 @@ def test_maxima_that_jump_and_other_heads(H, is_causal, dtype):
     )
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize(("N", "K"), [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("H", [64, 128, 256])
@@ -107,12 +113,14 @@ def test_heads(H, N, K, dtype):
     check(inputs(2, 300, 413, N, K, H, dtype), is_causal=True, query_offset=413 - 300)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("query_offset", [-1000, -450, -77, 1, 63, 500, 10**9])
 def test_query_offset(query_offset):
     arrays = inputs(1, 500, 300, 2, 1, 128, jnp.bfloat16)
     check(arrays, is_causal=True, query_offset=query_offset)
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_sinks(H, is_causal):
@@ -133,6 +141,7 @@ WINDOWS = [
 ]
 
 
+@pytest.mark.fast_cases(11)
 @pytest.mark.parametrize("options", WINDOWS, ids=str)
 @pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize("lengths", [[(1157, 1091)], [(3, 3), (799, 3), (113, 703), (1024, 512)]])
@@ -145,6 +154,7 @@ def test_windows(lengths, H, options):
     check(arrays, **options, deterministic=case % 4 == 0)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_windows_of_long_sequences(H):
     arrays = inputs(1, 4224, 4224, 2, 1, H, jnp.bfloat16)
@@ -168,6 +178,7 @@ INTERVALS = {
 }
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize(
     ("T", "S", "kind"),
@@ -183,6 +194,7 @@ def test_lengths_and_offsets_by_batch_entry(T, S, H, kind):
     check(arrays, **as_arrays(INTERVALS[kind]), deterministic=case % 4 == 0)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_lengths_where_a_thread_block_walks_many_tiles(H):
     arrays = inputs(4, 1157, 1091, 2, 1, H, jnp.bfloat16)
@@ -219,6 +231,7 @@ def check_that_nan_is_left_out(arrays, **options):
     np.testing.assert_allclose(dq.astype("float32"), clean[2].astype("float32"), atol=1e-2)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_lengths_leave_nan_out(H, deterministic):
@@ -230,6 +243,7 @@ def test_lengths_leave_nan_out(H, deterministic):
     )
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("H", "h"), [(64, 64), (40, 72), (80, 80), (96, 96), (192, 128)])
 def test_windows_leave_nan_out(H, h):
     """Of blocks cut at both ends, in thread blocks that walk many tiles."""
@@ -241,6 +255,7 @@ def test_windows_leave_nan_out(H, h):
     )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_maxima_that_jump_towards_the_far_edge(H):
     """A second round with masks at both edges."""
@@ -248,6 +263,7 @@ def test_maxima_that_jump_towards_the_far_edge(H):
     check(with_a_jump(arrays, 0, 300), local_window_size=(600, 50), query_offset=500)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_other_batch_entries_do_not_leak(H):
     arrays = inputs(3, 613, 517, 4, 2, H, jnp.bfloat16)[:4]
@@ -266,6 +282,7 @@ def test_other_batch_entries_do_not_leak(H):
     np.testing.assert_allclose(dq.astype("float32"), clean_dq.astype("float32"), atol=1e-2)
 
 
+@pytest.mark.fast_cases(4)
 @all_masks
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_repeats_are_bit_equal(H, mask):
@@ -296,6 +313,7 @@ def test_repeats_are_bit_equal(H, mask):
         )
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize(
@@ -309,12 +327,14 @@ def test_deterministic_gradients(T, S, N, K, H, is_causal):
     check(arrays, is_causal=True, query_offset=S - T, deterministic=True)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_deterministic_keys_beyond_the_end(H):
     query, key, *rest = inputs(2, 300, 333, 2, 1, H, jnp.bfloat16)
     check((abs(query) * 8, -abs(key) * 8, *rest), is_causal=False, deterministic=True)
 
 
+@pytest.mark.fast_cases(2)
 @all_masks
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_gradients_do_not_depend_on_thread_blocks(H, mask):
@@ -339,6 +359,7 @@ def test_gradients_do_not_depend_on_thread_blocks(H, mask):
         )
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_a_thread_block_for_each_tile(H, is_causal):
@@ -359,6 +380,7 @@ def test_a_thread_block_for_each_tile(H, is_causal):
     )
 
 
+@pytest.mark.fast_cases(4)
 @all_masks
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_deterministic_repeats_are_bit_equal(H, mask):
@@ -443,6 +465,7 @@ def segment_ids(kind: str) -> tuple[dict, int, int]:
     return ids, query_ids.shape[1], key_ids.shape[1]
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("kind", SEGMENTS)
 @pytest.mark.parametrize("H", [64, 128, 160, 256])
 def test_segment_ids(H, kind):
@@ -456,6 +479,7 @@ def test_segment_ids(H, kind):
     check(arrays, **ids, **lengths, config=few_thread_blocks(H, 8))
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("kind", ["documents", "at random"])
 @pytest.mark.parametrize("H", [64, 128, 160, 256])
 def test_segment_ids_with_soft_cap(H, kind):
@@ -467,6 +491,7 @@ def test_segment_ids_with_soft_cap(H, kind):
     check(arrays, **options, **lengths, deterministic=True, config=few_thread_blocks(H, 8))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kind", ["documents", "at random"])
 @pytest.mark.parametrize("H", [64, 128, 208, 256])
 def test_segment_ids_beside_a_mask_and_a_bias(H, kind):
@@ -482,6 +507,7 @@ def test_segment_ids_beside_a_mask_and_a_bias(H, kind):
     check(arrays, **options, **more, **lengths, bias=bias, mask=random_mask((2, 1, 1, S)))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_segment_ids_repeat_bit_equal(H):
     """Forward, and dK and dV, with thread blocks that take many tiles."""
@@ -515,6 +541,7 @@ ELEMENTS = {
 }
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("kind", ELEMENTS)
 @pytest.mark.parametrize("H", [64, 128, 160, 256])
 def test_mask_and_bias(H, kind):
@@ -532,6 +559,7 @@ def test_mask_and_bias(H, kind):
     check(arrays, **options, deterministic=case % 4 == 0)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_mask_and_bias_repeats_are_bit_equal(H):
     """All gradients, 100 times, with thread blocks of many tiles."""
@@ -568,6 +596,7 @@ def test_a_scan_over_layers_runs_each_kernel_once():
         assert sum(f"/{kernel}/" in line for line in calls) == 1, kernel
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("H", "cap", "deterministic", "options"),
     [
@@ -589,6 +618,7 @@ def test_soft_cap(H, cap, deterministic, options):
     check(arrays, **options, config=few_thread_blocks(H, 20))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("H", "mask", "bias"), [(64, "bts", "nts"), (128, None, "bs")])
 def test_soft_cap_with_mask_and_bias(H, mask, bias):
     """And sinks, which no cap is for."""
@@ -599,6 +629,7 @@ def test_soft_cap_with_mask_and_bias(H, mask, bias):
     check(inputs(2, T, S, N, 2, H, jnp.bfloat16), logits_soft_cap=5.0, **options)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 256])
 def test_soft_cap_where_maxima_jump(H):
     """A second round, and sinks."""
@@ -622,11 +653,13 @@ DROPOUT = [
 ]
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(("H", "options"), DROPOUT)
 def test_dropout(H, options):
     check(inputs(2, 1001, 1013, 4, 2, H, jnp.bfloat16), dropout_rate=0.25, **options)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("H", "mask_axes", "bias_axes", "options"),
     [
@@ -650,6 +683,7 @@ def test_dropout_with_mask_and_bias(H, mask_axes, bias_axes, options):
     check(inputs(2, T, S, N, 2, H, jnp.bfloat16), dropout_rate=0.25, **options)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("H", "logits_soft_cap"), [(64, 5.0), (160, 5.0), (256, None)])
 def test_dropout_with_segment_ids(H, logits_soft_cap):
     ids = jnp.arange(900) // 70
@@ -659,6 +693,7 @@ def test_dropout_with_segment_ids(H, logits_soft_cap):
     check(arrays, dropout_rate=0.25, logits_soft_cap=logits_soft_cap, **options)
 
 
+@pytest.mark.fast_cases(3)
 # Kernels compare in another way from 31745 steps on.
 @pytest.mark.parametrize(
     ("H", "steps"),

@@ -91,6 +91,7 @@ def test_row_statistics(B, T, N, H, dtype, padded_rows, unseen, more_lse_rows):
         check(B, T, N, H, dtype, padded_rows, unseen, more_lse_rows)
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("H", [64, 128, 256])
@@ -103,6 +104,7 @@ def test_row_statistics_on_a_gpu(B, T, N, H, dtype, unseen, more_lse_rows):
     check(B, T, N, H, dtype, padded_rows, unseen, more_lse_rows)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.gpu
 @pytest.mark.parametrize("H", [8, 40, 96, 192, 248])
 def test_other_widths_on_a_gpu(H):
