@@ -19,7 +19,7 @@ if not HAS_NVIDIA_GPU:
 # Processes of `pytest -n` share a GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# And cores: threads of numpy spin while they wait for each other, more of them than there are cores.
+# And cores, of which the threads of numpy would want all, spinning while they wait.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Interpret mode runs each warpgroup as a program of its own that waits for the others; XLA's pool
