@@ -34,7 +34,8 @@ class Option:
     """One way to call attention.
 
     Attributes:
-      arrays: of a row and a key, arguments of `jax_flash.attention` that are arrays.
+      arrays: of a row and a key, arguments of `jax_flash.attention` that are arrays; `segment_ids`
+        stands for those of queries and keys, if they are one array.
       static: its other arguments.
       gradients: names of those of `arrays` whose gradient is taken too.
     """
@@ -52,9 +53,11 @@ def _lengths(row: Row, key: jax.Array) -> dict[str, jax.Array]:
     return {"key_value_seq_lengths": jnp.full((row.batch,), row.length, jnp.int32)}
 
 
-def _one_document(row: Row, key: jax.Array) -> dict[str, jax.Array]:
-    ids = jnp.zeros((row.batch, row.length), jnp.int32)
-    return {"query_segment_ids": ids, "key_value_segment_ids": ids}
+def _one_document(*names: str) -> Callable[[Row, jax.Array], dict]:
+    def arrays(row: Row, key: jax.Array) -> dict[str, jax.Array]:
+        return {name: jnp.zeros((row.batch, row.length), jnp.int32) for name in names}
+
+    return arrays
 
 
 def _mask(shape: Callable[[Row], tuple[int, ...]]) -> Callable[[Row, jax.Array], dict]:
@@ -84,7 +87,10 @@ OPTIONS = {
     "soft cap": Option(static={"logits_soft_cap": 30.0}),
     "dropout 0.1": Option(static=_DROPOUT),
     "lengths of all keys": Option(_lengths),
-    "one document": Option(_one_document),
+    "one document": Option(_one_document("segment_ids")),
+    "one document, ids of two arrays": Option(
+        _one_document("query_segment_ids", "key_value_segment_ids")
+    ),
     "mask [B, 1, 1, S]": Option(_mask(_of_keys)),
     "mask [B, 1, T, S]": Option(_mask(_of_batch_and_rows)),
     "bias [1, N, 1, S]": Option(_bias(_of_heads_and_keys)),
@@ -101,12 +107,13 @@ def attend(implementation: str, option: Option, arrays: dict, row: Row, query, k
     """Attention with an option, by jax.nn if the implementation is cudnn, else by jax_flash."""
     peer = implementation == "cudnn"
     function: Callable = jax.nn.dot_product_attention if peer else jax_flash.attention
-    more = dict(option.static)
+    more = arrays | option.static
     if "dropout_key" in more:
         more["dropout_key"] = jax.random.key(more["dropout_key"])
-    return function(
-        query, key, value, is_causal=row.causal, implementation=implementation, **arrays, **more
-    )
+    if "segment_ids" in more:
+        ids = more.pop("segment_ids")
+        more |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    return function(query, key, value, is_causal=row.causal, implementation=implementation, **more)
 
 
 def programs(implementation: str, option: Option, row: Row) -> dict[str, Callable]:

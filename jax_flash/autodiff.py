@@ -345,6 +345,10 @@ class _Settings:
             dropout=self.dropout,
         )
 
+    def backward_ignores_unseen(self, problem: Problem) -> bool:
+        """Whether what does not count may be NaN in the backward kernels."""
+        return problem.backward_ignores_unseen and not self.deterministic
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
@@ -402,7 +406,7 @@ def _of_rows(lse, out):
 def _attention_backward(settings, residuals, cotangents):
     bias_wanted, query, key, value, sinks, intervals, ids, *more = residuals
     problem = settings.problem(query, key, value)
-    if not problem.forward_ignores_unseen:
+    if not problem.forward_ignores_unseen or settings.backward_ignores_unseen(problem):
         return _operand_gradients(settings, residuals, cotangents)
     # As if they had been set to zero before the forward pass, as others are.
     zeroed = functools.partial(_zero_all_unseen, problem=problem, intervals=intervals, ids=ids)
@@ -528,7 +532,7 @@ def _local_backward(settings, *args):
         differentiated, out, lse, d_out, d_lse,
     ):  # fmt: skip
         query, d_out = _zero_empty(query, d_out, lse, problem)
-        if not settings.all_count:
+        if not (settings.all_count or settings.backward_ignores_unseen(problem)):
             d_out = _zero_unseeing(d_out, problem, intervals, ids)
         if differentiated:
             elements = elements._replace(bias=differentiated[0])

@@ -82,12 +82,16 @@ from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     NamedBarriers,
+    SharedZeros,
+    code_fence,
     div_rem,
     fence_async_shared,
     fragment_shape,
+    fresh_rows,
     fresh_zero,
     interpreting,
     load_fragment,
+    load_rows,
     operand_form,
     store_fragment,
     zero_tile,
@@ -176,7 +180,7 @@ def attention_gradients(
     if with_bias_gradient:
         d_bias = (bias_gradient.bias_gradient(*operands, *masks, problem=problem),)
     statistics = (start,) if is_wide else (start, minus_delta)
-    start = with_words(dropout_words, *statistics)
+    row_start, start = start, with_words(dropout_words, *statistics)
     operands_of_keys = query, key, value, d_out, start, minus_delta
     of_query_alone = functools.partial(
         backward_query.query_gradient, *operands, *masks, problem=problem, config=query_config
@@ -210,7 +214,8 @@ def attention_gradients(
     dq_ref = jax.new_ref(*zeros)
     gradients = main(dq_ref)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())
-    return cast(jax.freeze(dq_ref)), *gradients, *d_bias
+    starts = (row_start,) if problem.backward_ignores_unseen else ()
+    return cast(jax.freeze(dq_ref), *starts), *gradients, *d_bias
 
 
 def _by_sections(
@@ -295,6 +300,7 @@ def _build_main(
     with_ids = problem.segmented and (problem.dynamic or not with_query_gradient)
     crowded = has_dropout or with_ids or (problem.by_batch and width <= 64)
     weights_first = problem.has_elements or (has_cap and crowded)
+    ignores_unseen = problem.backward_ignores_unseen and with_query_gradient
     registers = config.registers
     if has_cap and problem.by_batch and with_query_gradient and width == 128:
         registers = (232, 40)  # the producer spills with fewer
@@ -305,13 +311,15 @@ def _build_main(
     dq_staged = NamedBarriers(v_free.first + 1, _CONSUMERS, arrivers=1)
     gradients_staged = NamedBarriers(dq_staged.first + _CONSUMERS, 1, arrivers=_CONSUMERS)
     sent = NamedBarriers(gradients_staged.first + 1, _CONSUMERS, arrivers=1)
-    named = dict(
+    unseen_rows = SharedZeros(_CONSUMERS)
+    named: dict[str, Any] = dict(
         ds_stored=ds_stored,
         free=free,
         v_free=v_free,
         dq_staged=dq_staged,
         gradients_staged=gradients_staged,
         sent=sent,
+        unseen_rows=unseen_rows,
     )
 
     scratch: dict[str, Any] = dict(
@@ -349,7 +357,7 @@ def _build_main(
         warpgroup = lax.axis_index("warpgroup")
         walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, *dq_refs, dk_ref, dv_ref = refs
-        ds_stored, free, v_free, dq_staged, gradients_staged, sent = (
+        ds_stored, free, v_free, dq_staged, gradients_staged, sent, unseen_rows = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
         )
@@ -449,6 +457,41 @@ def _build_main(
                     slot = lax.rem(j, jnp.int32(stages))
                     return slot, slot + fresh_zero(), lax.rem(j, jnp.int32(2))
 
+                def keep_rows(ref, columns, first, end):
+                    """Zeroes other rows of a tile: 0 times what they hold may be NaN."""
+                    unseen_rows.keep_rows(ref, first, end, warpgroup, columns.box_width)
+
+                def await_keys(index):
+                    slot = k_slot(index)
+                    plgpu.barrier_wait(k_full.at[slot])
+                    plgpu.barrier_wait(v_full)
+                    if not ignores_unseen:
+                        return
+                    first, end = walk.counting_keys(walk.locate(index))
+
+                    @pl.when((first > 0) | (end < _BLOCK_KV))
+                    def _():
+                        keep_rows(k_smem.at[slot], key_columns, first, end)
+                        keep_rows(v_smem.at[0], value_columns, first, end)
+
+                def await_query(slot, mask, j):
+                    plgpu.barrier_wait(q_full.at[slot])
+                    if mask is None or not ignores_unseen:
+                        return
+                    plgpu.barrier_wait(o_full.at[slot])  # while no product is open
+                    first, end, is_cut = mask.counting_queries(j)
+
+                    @pl.when(is_cut)
+                    def _():
+                        keep_rows(q_smem.at[slot], key_columns, first, end)
+                        keep_rows(o_smem.at[slot], value_columns, first, end)
+
+                def await_d_out(slot, mask, j):
+                    if mask is None or not ignores_unseen:
+                        plgpu.barrier_wait(o_full.at[slot])
+                    else:  # as it has been waited for; the code stays where it is all the same
+                        code_fence(j)
+
                 def issue_late_dq(parity, index):
                     """dQ of a step before, once the other's dS' of that step is there too."""
                     ds_stored.wait(2 * parity + (1 - consumer))
@@ -471,6 +514,11 @@ def _build_main(
                     dk_factor = problem.scale * problem.d_logit_unit
                     dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0) * dk_factor
                     dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
+                    if ignores_unseen:  # 0 times NaN of a query that counts is none of theirs
+                        first, end = walk.counting_keys(walk.locate(index))
+                        row = fresh_rows() + own_first_key
+                        seen = (row >= first) & (row < end)
+                        dk, dv = (jnp.where(spread(seen, x.shape), x, 0.0) for x in (dk, dv))
                     if has_dropout:
                         dv *= 1.0 / problem.kept_share
                     dk_acc[...] = zero_tile(_KEYS, key_columns.size)
@@ -498,7 +546,7 @@ def _build_main(
 
                 def step_with_dq(j, mask, load_elements, index, key_words):
                     slot, o_slot, parity = slots(j)
-                    plgpu.barrier_wait(q_full.at[slot])
+                    await_query(slot, mask, j)
                     issue_logits(slot, index)
                     issue_late_dq(1 - parity, index)
                     equal_ids = None
@@ -510,11 +558,11 @@ def _build_main(
                         weights = dropped(weights, key_words, slot)
                     if early_weights:
                         # A wait here keeps ptxas from computing the weights after dQ.
-                        plgpu.barrier_wait(o_full.at[o_slot])
+                        await_d_out(o_slot, mask, j)
                         hand_over_dq()
                     else:
                         hand_over_dq()
-                        plgpu.barrier_wait(o_full.at[o_slot])
+                        await_d_out(o_slot, mask, j)
                     if width > 64:
                         weights = dropped(weights, key_words, slot)
                     if mask is not None and has_dropout:  # only now are there registers for it
@@ -532,7 +580,7 @@ def _build_main(
                 def step_without_dq(j, mask, load_elements, index, key_words):
                     slot, o_slot, parity = slots(j)
                     equal_ids = mask.equal_ids(j) if mask is not None else None
-                    plgpu.barrier_wait(q_full.at[slot])
+                    await_query(slot, mask, j)
                     # All that starts at zero before the first product, or ptxas injects a wait.
                     zeroed = has_cap and not weights_first
                     if zeroed:
@@ -541,7 +589,7 @@ def _build_main(
                     loaded = load_elements(j)
                     wait_n = 0 if weights_first else value_columns.tiles
                     if not weights_first:
-                        plgpu.barrier_wait(o_full.at[o_slot])
+                        await_d_out(o_slot, mask, j)
                         issue_d_weights(o_slot, zeroed)
                     if has_cap:
                         operand, weights = load_capped_weights(
@@ -550,7 +598,7 @@ def _build_main(
                     else:
                         weights = load_weights(loaded, wait_n=wait_n)
                     if weights_first:
-                        plgpu.barrier_wait(o_full.at[o_slot])
+                        await_d_out(o_slot, mask, j)
                         issue_d_weights(o_slot)
                     if not has_cap:
                         weights = masked(weights, mask, j, equal_ids, loaded)
@@ -574,8 +622,7 @@ def _build_main(
 
                 def whole_tile(carry):
                     index, j = carry
-                    plgpu.barrier_wait(k_full.at[k_slot(index)])
-                    plgpu.barrier_wait(v_full)
+                    await_keys(index)
                     step = step_without_dq
                     if with_query_gradient:
                         step = step_after_dq if dq_first else step_with_dq
@@ -749,14 +796,19 @@ def _build_main(
 
 @functools.lru_cache
 def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: bool):
-    """dQ from fragment order to `[B, T, N, H]`, times scale, in the input dtype."""
+    """dQ from fragment order to `[B, T, N, H]`, times scale, in the input dtype.
+
+    If the problem has `backward_ignores_unseen` it takes the start of rows too: dQ of those that
+    see no key is 0, and not 0 times NaN of a key that counts.
+    """
     dtype = problem.dtype
     columns, _ = _columns(problem)
     column_tiles = _dq_tiles(columns)
     row_tiles = -(-query_rows // _DQ_TILE)
     thread_blocks = problem.batch * problem.heads * row_tiles
 
-    def cast_dq(fragments_ref, dq_ref, *, dq_smem):
+    def cast_dq(fragments_ref, *refs, dq_smem):
+        *start_refs, dq_ref = refs
         # From the end: what the main kernel added to last may still be in L2.
         number = thread_blocks - 1 - lax.axis_index("block")
         head_of_all, row_tile = div_rem(number, row_tiles)
@@ -766,6 +818,10 @@ def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: 
             load_fragment(_fragment(fragments_ref.at[first + n], of_tile), _size(of_tile))
             for n, of_tile in enumerate(column_tiles)
         ]
+        for start_ref in start_refs:
+            rows_of_head = start_ref.at[batch, head]
+            seeing = load_rows(rows_of_head, row_tile * _DQ_TILE, padded_rows - 1) != -jnp.inf
+            tiles = [jnp.where(spread(seeing, tile.shape), tile, 0.0) for tile in tiles]
         for of_tile, tile in zip(column_tiles, tiles, strict=True):
             part = columns.part(dq_smem, of_tile)
             part[...] = (tile * (problem.scale * problem.d_logit_unit)).astype(dtype)

@@ -121,6 +121,12 @@ class Problem:
         return self.dynamic and not (self.segmented or self.has_elements or spills)
 
     @property
+    def backward_ignores_unseen(self) -> bool:
+        """Whether they may be NaN in `backward.py` too, of all three gradients."""
+        spills = self.dropout > 0
+        return self.forward_ignores_unseen and self.widest <= 128 and not spills
+
+    @property
     def has_elements(self) -> bool:
         """Whether anything is known of single pairs of query and key alone."""
         return self.has_mask or self.has_bias

@@ -385,7 +385,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
     # below a sink, which may be the first key, must not vanish in a narrow dtype.
     is_narrow = p.cache_dtype != jnp.bfloat16
     in_doubt = is_narrow or (p.window is not None and p.tokens > 1)
-    headroom, limit = online_softmax.weight_range(p.cache_dtype, searched=is_narrow)
+    allowed = online_softmax.weight_range(p.cache_dtype, searched=is_narrow)
     page_size = p.page_size
     copies = 1 if page_size is None else max(1, BLOCK_KV // page_size)
     rows_of_copy = BLOCK_KV // copies
@@ -542,7 +542,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
 
                     def risen():
                         maximum = column_maxima(logits, reduced_smem) * factor
-                        return online_softmax.risen(reference, maximum, headroom, limit)
+                        return online_softmax.risen(reference, maximum, allowed)
 
                     if in_doubt:
                         before, reference = reference, risen()
@@ -582,7 +582,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
 
             total = column_sums(sums, reduced_smem)
             if not in_doubt:
-                again = vote_any(jnp.where(total < 2.0**limit, 0, 1))
+                again = vote_any(jnp.where(total < 2.0**allowed.limit, 0, 1))
                 pl.when(again)(lambda: first_loads(steps, begin, pages_of))
                 end = jnp.where(again, steps, 0)
                 risen, sums, _ = attend(end, (*nothing_seen(rows), []), True)

@@ -390,7 +390,7 @@ def _build(
     )
     # The output is staged some columns at a time. A bias of keys is where half of it would be.
     staged_columns = value_columns.in_parts(64 if has_bias_of_keys else config.staged_columns)
-    headroom, limit = online_softmax.weight_range(dtype)
+    allowed = online_softmax.weight_range(dtype)
 
     turn = NamedBarriers(first=consumers + 2, count=consumers, arrivers=1)
     k_free = NamedBarriers(turn.first + consumers, stages, arrivers=consumers)
@@ -540,7 +540,7 @@ def _build(
                 if any_mask:
                     logits = masked(logits, tile, key_block, bounds, ids)
                 logits = masked_by_element(logits, loaded, -jnp.inf)
-                weights, state = online_softmax.start(logits, factor, headroom)
+                weights, state = online_softmax.start(logits, factor, allowed.headroom)
                 if bounds is not None:
                     state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
                 return weights, state
@@ -657,7 +657,7 @@ def _build(
                     logits = masked_by_element(logits, loaded, -jnp.inf)
                     if exact or exact_throughout:
                         weights, correction, state = online_softmax.advance(
-                            logits, factor, headroom, limit, state
+                            logits, factor, allowed, state
                         )
                     else:
                         weights, _, state = online_softmax.go_on(logits, factor, state)
@@ -694,7 +694,7 @@ def _build(
                     if ignores_unseen:
                         state, closed = online_softmax.cleared(state)
                     sink = in_each_row(optional_refs[-1][batch, head]) if with_sinks else None
-                    inverse, lse, too_low = online_softmax.finish(state, limit, sink)
+                    inverse, lse, too_low = online_softmax.finish(state, allowed.limit, sink)
                     store_rows(lse_ref.at[batch, head, rows_of(tile)], lse)
                     if dropout.refs:
                         inverse *= 1.0 / problem.kept_share

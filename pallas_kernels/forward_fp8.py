@@ -43,7 +43,7 @@ from pallas_kernels import online_softmax, segments
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardFP8Config, Problem
 from pallas_kernels.forward import Tiles
-from pallas_kernels.online_softmax import RowState, spread
+from pallas_kernels.online_softmax import Range, RowState, spread
 from pallas_kernels.primitives import (
     NamedBarriers,
     any_from,
@@ -63,7 +63,8 @@ from pallas_kernels.row_masks import ROWS, RowMasks
 # The largest weight of a row when its reference is made, and the one that asks for a new one where
 # the maximum is looked for, as powers of 2. And the partial sum of a step that asks for one
 # elsewhere: none of its weights is beyond e4m3 then, and those of a thread, 16 of 2^4, make 2^8.
-_HEADROOM, _LIMIT, _SUM_LIMIT = -4.0, 8.0, 448.0
+_ALLOWED = Range(headroom=-4.0, limit=8.0, by_whole=False)
+_SUM_LIMIT = 448.0
 
 
 class Scales(NamedTuple):
@@ -284,7 +285,7 @@ def _build(
                     ids = masks.load_ids(batch, first_row, first_key)
                     if any_mask:
                         logits = masks.masked(logits, first_row, first_key, bounds, ids)
-                    weights, state = online_softmax.start(logits, factor, _HEADROOM)
+                    weights, state = online_softmax.start(logits, factor, _ALLOWED.headroom)
                     if bounds is not None:
                         state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
                     return weights, state
@@ -341,7 +342,7 @@ def _build(
                     correction = None
                     if near or far:
                         weights, correction, state = online_softmax.advance(
-                            logits, factor, _HEADROOM, _LIMIT, carry.state
+                            logits, factor, _ALLOWED, carry.state
                         )
                     else:
                         weights, sums, state = online_softmax.go_on(logits, factor, carry.state)
@@ -357,7 +358,7 @@ def _build(
                     def again(output, *_):
                         is_low = sums.max(axis=1) >= _SUM_LIMIT
                         weights, correction, state = online_softmax.renew(
-                            logits, factor, _HEADROOM, is_low, carry.state
+                            logits, factor, _ALLOWED, is_low, carry.state
                         )
                         return output * spread(correction, output.shape), to_float8(weights), state
 
@@ -388,7 +389,7 @@ def _build(
 
                 def end_rows(state, tile, batch, head):
                     """Stores the LSE; returns what the output is to be multiplied with."""
-                    inverse, lse, _ = online_softmax.finish(state, _LIMIT)
+                    inverse, lse, _ = online_softmax.finish(state, _ALLOWED.limit)
                     store_rows(lse_ref.at[batch, head, pl.ds(first_row_of(tile), ROWS)], lse)
                     last_block = end_of(tile, batch) - needs(tile, batch, 0)
                     return inverse * value_scales_ref[batch, kv_head_of(head), last_block]

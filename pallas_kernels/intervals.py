@@ -74,6 +74,13 @@ def reach(intervals: jax.Array | np.ndarray, rows: int, *, empty_rows_count: boo
     )
 
 
+def hull(chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """First and end of what is true along the last axis of a bool array; first > end for none."""
+    number = jnp.arange(chosen.shape[-1], dtype=jnp.int32)
+    first = jnp.where(chosen, number, _FAR).min(-1)
+    return first, jnp.where(chosen, number + 1, 0).max(-1)
+
+
 def of_keys(intervals: jax.Array, key_length: int) -> jax.Array:
     """The queries that see each key, `[B, 2, key_length]`, from the keys that each query sees.
 

@@ -140,8 +140,9 @@ class KeyTiles:
 
         Returns:
           `[B + 1, per_head, 2 + 2 * block_kv / 64]` int32: first and end for the tile, then for
-          each 64 keys of it first and end of those that need no mask. What the last batch entry
-          says has no meaning: `Walk.locate` may ask for it.
+          each 64 keys of it first and end of those that need no mask; four more if the problem has
+          `backward_ignores_unseen` (`Walk.counting_queries`, `Walk.counting_keys`). What the last batch entry says has no meaning:
+          `Walk.locate` may ask for it.
         """
         reach = run_time_intervals.reach(seeing, _CONSUMER_KEYS, empty_rows_count=True)
         # Rows beyond the last query have no weight, masked or not.
@@ -164,7 +165,13 @@ class KeyTiles:
         first_unmasked = jnp.clip(first_unmasked, first, end)
         end_unmasked = jnp.clip(end_unmasked, first_unmasked, end)
         unmasked = jnp.stack([first_unmasked, end_unmasked], axis=-1)
-        table = jnp.concatenate([first, end, unmasked.reshape(*first.shape[:2], -1)], axis=-1)
+        columns = [first, end, unmasked.reshape(*first.shape[:2], -1)]
+        if self.problem.backward_ignores_unseen:
+            queries = run_time_intervals.reach(seeing, self.block_kv, empty_rows_count=False)
+            seen = seeing[:, 0] < seeing[:, 1]
+            keys = run_time_intervals.hull(seen.reshape(seen.shape[0], self.per_head, -1))
+            columns += [x[..., None] for x in (queries.first, queries.end, *keys)]
+        table = jnp.concatenate(columns, axis=-1)
         return jnp.pad(table, ((0, 1), (0, 0), (0, 0)), mode="edge")
 
     def steps(self) -> np.ndarray:
@@ -366,6 +373,18 @@ class Walk:
     def first_step(self, place):
         """How many steps the tiles of a head before it take, in a kernel with more results."""
         return self.seeing(place, 2)
+
+    def counting_queries(self, place):
+        """First and end of the queries that see any key of a tile; first is above end for none."""
+        return self._last_entries(place)[:2]
+
+    def counting_keys(self, place):
+        """First and end, in a tile, of its keys that any query sees; first is above end for none."""
+        return self._last_entries(place)[2:]
+
+    def _last_entries(self, place):
+        first = 2 + 2 * (self.tiles.block_kv // _CONSUMER_KEYS)
+        return [self.seeing(place, first + n) for n in range(4)]
 
     def blocks_of(self, place):
         """First query block of a tile, and how many there are of each head of the group."""
@@ -625,6 +644,19 @@ class StepMask:
 
     def equal_ids(self, j):
         return self.walk.equal_ids(j, **self._place())
+
+    def counting_queries(self, j):
+        """Rows of the step's block that see any key of the tile, first and end; and if some do not.
+
+        Those beyond the last query are zero, and count as if they did.
+        """
+        tiles = self.walk.tiles
+        # Read anew: registers are short.
+        first, end = self.walk.counting_queries(self.walk.locate(self.index + fresh_zero()))
+        first_query = (self.from_block - j) * tiles.block_q
+        end_query = jnp.minimum(first_query + tiles.block_q, tiles.problem.query_length)
+        is_cut = (first > first_query) | (end < end_query)
+        return first - first_query, end - first_query, is_cut
 
     def __call__(self, weights: jax.Array, j, equal_ids, fill: float = 0.0) -> jax.Array:
         return self.walk.masked(weights, j, equal_ids, fill, **self._place())

@@ -41,6 +41,9 @@ class Range(NamedTuple):
 
     headroom: float  # a new reference makes the largest weight 2^-headroom
     limit: float  # a weight or a sum of weights from 2^limit on asks for a new reference
+    # Whether a reference rises by a whole number, so that weights round as before. Else the largest
+    # is a power of 2, which does not round: of much of a row's weight that tells in few bits.
+    by_whole: bool = True
 
 
 def weight_range(dtype: np.dtype, *, searched: bool = False) -> Range:
@@ -51,7 +54,7 @@ def weight_range(dtype: np.dtype, *, searched: bool = False) -> Range:
     """
     if dtype == jnp.float8_e4m3fn:
         # The largest weight is near the largest number, 448, from which 2^17 are to the smallest.
-        return Range(headroom=-8.0, limit=8.5)
+        return Range(headroom=-8.0, limit=8.5, by_whole=False)
     if dtype == jnp.float16:
         # Weights below 2^-14 lose precision, from 2^16 on they are infinite.
         return Range(headroom=-8.0 if searched else 6.0, limit=15.0)
@@ -112,39 +115,38 @@ def cleared(state: RowState) -> tuple[RowState, jax.Array]:
 def advance(
     logits: jax.Array,
     factor: float | jax.Array,
-    headroom: float,
-    limit: float,
+    allowed: Range,
     state: RowState,
 ) -> tuple[jax.Array, jax.Array, RowState]:
     """A further tile: its weights, what earlier weights must be multiplied with, and the state."""
     maximum = logits.max(axis=1) * factor
-    return _with_reference(risen(state.reference, maximum, headroom, limit), logits, factor, state)
+    return _with_reference(risen(state.reference, maximum, allowed), logits, factor, state)
 
 
 def renew(
     logits: jax.Array,
     factor: float | jax.Array,
-    headroom: float,
+    allowed: Range,
     is_low: jax.Array,
     state: RowState,
 ) -> tuple[jax.Array, jax.Array, RowState]:
     """What `advance` gives, with a new reference for the rows where `(64,)` is_low is true."""
     maximum = logits.max(axis=1) * factor
-    reference = _raised_where(is_low, state.reference, maximum, headroom)
+    reference = _raised_where(is_low, state.reference, maximum, allowed)
     return _with_reference(reference, logits, factor, state)
 
 
-def risen(reference: jax.Array, maximum: jax.Array, headroom: float, limit: float) -> jax.Array:
+def risen(reference: jax.Array, maximum: jax.Array, allowed: Range) -> jax.Array:
     """The reference of rows after a further tile, whose `maximum` is in log2 units."""
-    return _raised_where(maximum >= reference + limit, reference, maximum, headroom)
+    return _raised_where(maximum >= reference + allowed.limit, reference, maximum, allowed)
 
 
-def _raised_where(is_low, reference, maximum, headroom):
-    # Raised by a whole number, which scales weights without changing how they round: but for ties,
-    # what a row gets depends on neither headroom nor limit.
-    raised = reference + ((maximum - reference + _TO_WHOLE) - _TO_WHOLE)
-    new = jnp.where(reference < 0.5 * NOTHING_SEEN, maximum, raised) + headroom
-    return jnp.where(is_low, new, reference)
+def _raised_where(is_low, reference, maximum, allowed):
+    new = maximum
+    if allowed.by_whole:  # but for ties, what a row gets depends on neither headroom nor limit
+        raised = reference + ((maximum - reference + _TO_WHOLE) - _TO_WHOLE)
+        new = jnp.where(reference < 0.5 * NOTHING_SEEN, maximum, raised)
+    return jnp.where(is_low, new + allowed.headroom, reference)
 
 
 def go_on(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_FAR = np.iinfo(np.int32).max
+from pallas_kernels.intervals import hull
 
 
 class Blocks(NamedTuple):
@@ -110,15 +110,10 @@ def restricted(blocks: Blocks, sharing: Sharing) -> Blocks:
     between = lambda first, end: (first[..., None] <= number) & (number < end[..., None])
     needed = sharing.some & between(blocks.first, blocks.end)
     unmasked = needed & sharing.all & between(blocks.first_unmasked, blocks.end_unmasked)
-    first, end = _hull(needed, number)
-    first_unmasked, end_unmasked = _hull(unmasked, number)
+    first, end = hull(needed)
+    first_unmasked, end_unmasked = hull(unmasked)
     in_one = unmasked.sum(-1, dtype=jnp.int32) == end_unmasked - first_unmasked
     return Blocks(first, end, first_unmasked, jnp.where(in_one, end_unmasked, 0))
-
-
-def _hull(chosen: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    first = jnp.where(chosen, number, _FAR).min(-1)
-    return first, jnp.where(chosen, number + 1, 0).max(-1)
 
 
 def has_partner(

@@ -22,6 +22,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # And cores, of which the threads of numpy would want all, spinning while they wait.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# Where there are several GPUs, each process begins with another; it sees all, to shard over.
+_GPUS = [str(n) for n, _ in enumerate(pathlib.Path("/dev").glob("nvidia[0-9]*"))]
+if len(_GPUS) > 1:
+    _first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(_GPUS)
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(_GPUS[_first:] + _GPUS[:_first]))
+
 # Interpret mode runs each warpgroup as a program of its own that waits for the others; XLA's pool
 # has as many threads as there are cores, and a kernel with more warpgroups would hang.
 os.environ.setdefault("NPROC", "16")

@@ -178,7 +178,7 @@ def test_maxima_that_grow(nats, options):
 def test_sums_that_ask_for_a_new_reference(width):
     """None of weights that are all as large as a new reference makes them, any of larger ones."""
     weights_of_a_thread = config.FORWARD_FP8[width].block_kv // 8
-    assert weights_of_a_thread * 2.0**-forward_fp8._HEADROOM < forward_fp8._SUM_LIMIT
+    assert weights_of_a_thread * 2.0**-forward_fp8._ALLOWED.headroom < forward_fp8._SUM_LIMIT
     assert jnp.finfo(jnp.float8_e4m3fn).max >= forward_fp8._SUM_LIMIT
 
 

@@ -8,6 +8,7 @@ import pytest
 from pallas_kernels import online_softmax
 from pallas_kernels.online_softmax import (
     LOG2E,
+    Range,
     advance,
     cleared,
     close,
@@ -28,17 +29,17 @@ def tiles(*scales: float) -> list[jax.Array]:
 
 def run(logits, dtype, exact: bool):
     """Weights over the end's reference, LSE, and whether a reference was too low."""
-    headroom, limit = online_softmax.weight_range(dtype)
-    weights, state = start(logits[0], LOG2E, headroom)
+    allowed = online_softmax.weight_range(dtype)
+    weights, state = start(logits[0], LOG2E, allowed.headroom)
     all_weights = weights
     for tile in logits[1:]:
         if exact:
-            weights, correction, state = advance(tile, LOG2E, headroom, limit, state)
+            weights, correction, state = advance(tile, LOG2E, allowed, state)
             all_weights *= correction[:, None]
         else:
             weights, _, state = go_on(tile, LOG2E, state)
         all_weights = jnp.concatenate([all_weights, weights], axis=1)
-    inverse, lse, too_low = finish(state, limit)
+    inverse, lse, too_low = finish(state, allowed.limit)
     return all_weights * inverse[:, None], lse, too_low
 
 
@@ -87,8 +88,8 @@ def test_maxima_that_jump(dtype, jump):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_maxima_that_creep_up_to_the_limit(dtype):
     """Many tiles, each a little above the last, with weights near the largest that may be."""
-    headroom, limit = online_softmax.weight_range(dtype)
-    top = (headroom + limit - 6.0) / LOG2E
+    allowed = online_softmax.weight_range(dtype)
+    top = (allowed.headroom + allowed.limit - 6.0) / LOG2E
     logits = [jnp.full((64, 32), height) for height in np.linspace(0.0, top, 9)]
     weights, lse, too_low = run(logits, dtype, exact=False)
     assert not too_low.any()
@@ -101,25 +102,24 @@ def test_maxima_that_creep_up_to_the_limit(dtype):
 def test_results_do_not_depend_on_when_the_reference_is_raised(limit):
     """Not even in how weights round to bfloat16, with maxima that grow from tile to tile."""
     logits = [tile + 2.3 * i for i, tile in enumerate(tiles(*[1.0] * 6))]
-    _, usual_limit = online_softmax.weight_range(jnp.bfloat16)
 
-    def rounded_weights(headroom, limit):
-        weights, state = start(logits[0], LOG2E, headroom)
+    def rounded_weights(allowed):
+        weights, state = start(logits[0], LOG2E, allowed.headroom)
         total = weights.astype(jnp.bfloat16).astype(jnp.float32)
         raised = []
         for tile in logits[1:]:
-            weights, correction, new = advance(tile, LOG2E, headroom, limit, state)
+            weights, correction, new = advance(tile, LOG2E, allowed, state)
             raised.append((new.reference > state.reference).mean())
             state = new
             total *= correction[:, None]
             weights = weights.astype(jnp.bfloat16).astype(jnp.float32)
             total = jnp.concatenate([total, weights], axis=1)
-        inverse, lse, _ = finish(state, limit)
+        inverse, lse, _ = finish(state, allowed.limit)
         return total * inverse[:, None], lse, raised
 
-    *often, raised = rounded_weights(0.0, limit)
+    *often, raised = rounded_weights(Range(0.0, limit))
     assert (np.mean(raised) > 0.1) == (limit < 10.0)
-    *never, raised = rounded_weights(48.0, usual_limit)
+    *never, raised = rounded_weights(online_softmax.weight_range(jnp.bfloat16))
     assert not np.any(raised)
     # Weights at the middle between two values may round either way.
     differs = np.abs(often[0] / never[0] - 1.0) > 1e-4
@@ -127,7 +127,9 @@ def test_results_do_not_depend_on_when_the_reference_is_raised(limit):
     np.testing.assert_allclose(often[1], never[1], rtol=1e-6)
 
 
-def test_only_rows_that_ask_for_it_get_a_new_reference():
+@pytest.mark.parametrize("by_whole", [False, True])
+def test_only_rows_that_ask_for_it_get_a_new_reference(by_whole):
+    """By a whole number, or so that the largest weight is a power of 2."""
     first, second = tiles(1.0, 1.0)
     second += jnp.linspace(0.0, 4.0, 64)[:, None]
     _, state = start(first, LOG2E, -4.0)
@@ -135,21 +137,28 @@ def test_only_rows_that_ask_for_it_get_a_new_reference():
     np.testing.assert_allclose(sums.sum(1), weights.sum(1), rtol=1e-5)
     is_low = sums.max(axis=1) >= 112.0
     assert 10 < is_low.sum() < 54
-    new_weights, correction, renewed = renew(second, LOG2E, -4.0, is_low, state)
+    new_weights, correction, renewed = renew(
+        second, LOG2E, Range(-4.0, 8.0, by_whole), is_low, state
+    )
     for new, old in [(new_weights, weights), (renewed.sums, kept.sums)]:
         np.testing.assert_array_equal(new[~is_low], old[~is_low])
         np.testing.assert_allclose(new[is_low], (old * correction[:, None])[is_low], rtol=1e-5)
     np.testing.assert_array_equal(correction < 1.0, is_low)
-    np.testing.assert_allclose(np.log2(correction), np.round(np.log2(correction)), atol=1e-5)
-    assert new_weights[is_low].max() <= 2.0**4.5
+    largest = new_weights[is_low].max(axis=1)
+    assert largest.max() <= 2.0**4.5
+    whole, not_whole = correction[is_low], largest
+    if not by_whole:
+        whole, not_whole = not_whole, whole
+    np.testing.assert_allclose(np.log2(whole), np.round(np.log2(whole)), atol=1e-5)
+    assert np.std(np.log2(not_whole) % 1) > 0.1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_weight_leaves_the_dtype_before_the_sum_tells(dtype):
-    headroom, limit = online_softmax.weight_range(dtype)
-    largest = 2.0**limit
+    allowed = online_softmax.weight_range(dtype)
+    largest = 2.0**allowed.limit
     assert jnp.isfinite(jnp.asarray(largest, dtype))
-    assert 2.0**-headroom >= jnp.finfo(dtype).tiny
+    assert 2.0**-allowed.headroom >= jnp.finfo(dtype).tiny
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -176,17 +185,17 @@ def test_nan_is_reported(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf, 1e9])
 def test_rows_that_see_nothing_may_meet_anything_without_a_mask(dtype, poison):
-    headroom, limit = online_softmax.weight_range(dtype)
+    allowed = online_softmax.weight_range(dtype)
     first, second = tiles(1.0, 1.0)
     closed = jnp.arange(64) % 3 == 0
 
     def end(second):
-        _, state = start(jnp.where(closed[:, None], -jnp.inf, first), LOG2E, headroom)
+        _, state = start(jnp.where(closed[:, None], -jnp.inf, first), LOG2E, allowed.headroom)
         state = close(state, ~closed)
         _, _, state = go_on(second, LOG2E, state)
         state, found = cleared(state)
         np.testing.assert_array_equal(found, closed)
-        return finish(state, limit)
+        return finish(state, allowed.limit)
 
     got = end(jnp.where(closed[:, None], poison, second))
     for x, calm in zip(got, end(second), strict=True):
