@@ -206,12 +206,12 @@ class Tiles:
     def schedule(self, thread_blocks: int) -> np.ndarray:
         """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`.
 
-        If costs are known at run time only, with ranks by cost in the place of tiles.
+        If costs are known at run time only, as `scheduler.deals_by_rank` does, with ranks in the
+        place of tiles.
         """
         p = self.problem
-        if p.by_batch:
-            cost = scheduler.costs_by_rank(self.per_head)
-        else:
+        cost = np.zeros(self.per_head)
+        if not p.by_batch:
             cost = self.key_blocks()[:, 0] + _TILE_OVERHEAD
         bytes_per_kv_head = p.key_length * p.pair_bytes
         section = scheduler.heads_per_section(
@@ -223,7 +223,10 @@ class Tiles:
             group=p.group,
         )
         tile, head = scheduler.tile_order(cost, p.batch * p.heads, section)
-        return scheduler.deal(head * self.per_head + tile, cost[tile], thread_blocks)
+        number = head * self.per_head + tile
+        if p.by_batch:
+            return scheduler.deals_by_rank(number, tile, self.per_head, thread_blocks)
+        return scheduler.deal(number, cost[tile], thread_blocks)
 
     def kernel(
         self, body: Callable, scratch: dict[str, Any], padded_query_length: int, out_dtype: np.dtype
@@ -263,7 +266,8 @@ class Tiles:
         if p.by_batch:
 
             def run(key_blocks, *operands):
-                order = scheduler.longest_first(schedule, key_blocks[:, :, 0], p.heads)
+                cost = key_blocks[:, :, 0] + _TILE_OVERHEAD
+                order = scheduler.longest_first(schedule, cost, p.heads)
                 return kernel(order, key_blocks, *operands)
 
             return run

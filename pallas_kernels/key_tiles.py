@@ -141,8 +141,8 @@ class KeyTiles:
         Returns:
           `[B + 1, per_head, 2 + 2 * block_kv / 64]` int32: first and end for the tile, then for
           each 64 keys of it first and end of those that need no mask; four more if the problem has
-          `backward_ignores_unseen` (`Walk.counting_queries`, `Walk.counting_keys`). What the last batch entry says has no meaning:
-          `Walk.locate` may ask for it.
+          `backward_ignores_unseen` (`Walk.counting_queries`, `Walk.counting_keys`). What the last
+          batch entry says has no meaning: `Walk.locate` may ask for it.
         """
         reach = run_time_intervals.reach(seeing, _CONSUMER_KEYS, empty_rows_count=True)
         # Rows beyond the last query have no weight, masked or not.
@@ -206,13 +206,11 @@ class KeyTiles:
     ) -> np.ndarray:
         """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`.
 
-        If costs are known at run time only, with ranks by cost in the place of tiles.
+        If costs are known at run time only, as `scheduler.deals_by_rank` does, with ranks in the
+        place of tiles.
         """
         p, kv_heads = self.problem, kv_heads or self.kv_heads
-        if p.by_batch:
-            cost = scheduler.costs_by_rank(self.per_head)
-        else:
-            cost = self.steps() + _TILE_OVERHEAD
+        cost = np.zeros(self.per_head) if p.by_batch else self.steps() + _TILE_OVERHEAD
         section = scheduler.heads_per_section(
             BACKWARD_SECTION_BYTES * (_LONGER_SECTIONS if p.by_batch else 1),
             p.group * p.query_length * self.row_bytes,
@@ -223,6 +221,8 @@ class KeyTiles:
         )
         tile, kv_head = scheduler.tile_order(cost, len(kv_heads), section)
         number = (kv_heads.start + kv_head) * self.per_head + tile
+        if p.by_batch:
+            return scheduler.deals_by_rank(number, tile, self.per_head, thread_blocks, reverse)
         return scheduler.deal(number, cost[tile], thread_blocks, reverse)
 
     def locate(self, number):
@@ -289,7 +289,7 @@ class KeyTiles:
                 return kernel(jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands)
             seeing = self.seeing(intervals)
             blocks = self.seeing_blocks_of(seeing, ids)
-            cost = blocks[:-1, :, 1] - blocks[:-1, :, 0]
+            cost = p.group * (blocks[:-1, :, 1] - blocks[:-1, :, 0]) + _TILE_OVERHEAD
             order = scheduler.longest_first(schedule, cost, p.kv_heads)
             tables: tuple[jax.Array, ...] = (order, blocks)
             if intervals is not None:
@@ -375,11 +375,11 @@ class Walk:
         return self.seeing(place, 2)
 
     def counting_queries(self, place):
-        """First and end of the queries that see any key of a tile; first is above end for none."""
+        """First and end of the queries that see any key of a tile; for none first is above end."""
         return self._last_entries(place)[:2]
 
     def counting_keys(self, place):
-        """First and end, in a tile, of its keys that any query sees; first is above end for none."""
+        """First and end, in a tile, of its keys that queries see; for none first is above end."""
         return self._last_entries(place)[2:]
 
     def _last_entries(self, place):

@@ -14,6 +14,8 @@ _GREEDY_LIMIT = 1 << 15  # above it a plain deal is as even, and the simulation 
 # In steps. A thread block's launch, first loads and last stores take 1.3 steps: half a percent of
 # the first, 1.4% of the second, which is for tiles whose costs a deal could only guess.
 _LONG_TILE, _LONG_UNKNOWN_TILE = 256, 96
+# Guesses of how costs fall: from 1 to 0.05, to these powers.
+_POWERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 
 
 def heads_per_section(
@@ -119,26 +121,51 @@ def deal(pieces: np.ndarray, costs: np.ndarray, blocks: int, reverse: bool = Fal
     return table
 
 
-def costs_by_rank(tiles: int) -> np.ndarray:
-    """What is assumed of tiles of unknown costs, ranked from the most costly on.
+def deals_by_rank(
+    pieces: np.ndarray, ranks: np.ndarray, tiles: int, blocks: int, reverse: bool = False
+) -> np.ndarray:
+    """What `deal` gives where costs are known at run time only, for each of several guesses.
 
-    They fall with the square of the rank, as those of causal documents of unlike lengths do.
-    """
-    return np.linspace(1.0, 0.1, tiles) ** 2
-
-
-def longest_first(schedule: np.ndarray, cost: jax.Array, heads: int) -> jax.Array:
-    """A schedule in which the tiles of each head are ranked by costs that are known at run time.
+    A guess is how costs fall with the rank of a tile among those of its head, the most costly
+    first: not at all, as without a causal mask, linearly, as with one, or like those of causal
+    documents of unlike lengths. `longest_first` takes the deal that turns out most even.
 
     Args:
-      schedule: what `deal` gives, of the numbers head * tiles + rank, heads of every batch entry.
+      pieces, blocks, reverse: as for `deal`.
+      ranks: `[n]` of each piece.
+      tiles: of a head.
+
+    Returns:
+      `[guesses, blocks, 2 + most]` int32; one guess where each thread block has one piece.
+    """
+    share = np.linspace(1.0, 0.05, tiles)
+    powers = _POWERS[:1] if blocks == len(pieces) else _POWERS
+    tables = [deal(pieces, (share**power + 0.03)[ranks], blocks, reverse) for power in powers]
+    widest = max(table.shape[1] for table in tables)
+    return np.stack([np.pad(x, ((0, 0), (0, widest - x.shape[1]))) for x in tables])
+
+
+def longest_first(schedules: np.ndarray, cost: jax.Array, heads: int) -> jax.Array:
+    """The most even of several schedules, with the tiles of each head ranked by their costs.
+
+    Args:
+      schedules: what `deals_by_rank` gives, of the numbers head * tiles + rank, heads of every
+        batch entry.
       cost: `[B, tiles]`, the same for all heads of a batch entry.
       heads: of a batch entry.
 
     Returns:
-      The schedule of the numbers head * tiles + tile, rank 0 the tile that costs most.
+      A schedule of the numbers head * tiles + tile, rank 0 the tile that costs most.
     """
-    head, rank = np.divmod(schedule[:, 1:], cost.shape[1])
+    tiles = cost.shape[1]
     by_rank = jnp.argsort(-cost, axis=1).astype(jnp.int32)
-    numbers = head * cost.shape[1] + by_rank[head // heads, rank]
-    return jnp.concatenate([jnp.asarray(schedule[:, :1]), numbers], axis=1)
+    schedule = jnp.asarray(schedules[0])
+    if len(schedules) > 1:
+        head, rank = np.divmod(schedules[:, :, 1:], tiles)
+        costs = jnp.take_along_axis(cost, by_rank, axis=1)[head // heads, rank]
+        is_dealt = np.arange(costs.shape[2]) < schedules[:, :, :1]
+        most = jnp.where(is_dealt, costs, 0).sum(2).max(1)
+        schedule = jnp.asarray(schedules)[most.argmin()]
+    head, rank = jnp.divmod(schedule[:, 1:], tiles)
+    numbers = head * tiles + by_rank[head // heads, rank]
+    return jnp.concatenate([schedule[:, :1], numbers], axis=1)

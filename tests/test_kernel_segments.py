@@ -273,9 +273,27 @@ def test_thread_blocks_have_as_much_to_do(T, N, K, H, documents):
 def test_tiles_are_ranked_by_cost_for_each_batch_entry():
     schedule = np.array([[4, 0, 4, 8, 9, 0], [2, 1, 11, 0, 0, 0]])
     cost = jnp.array([[5, 9, 7], [1, 2, 2]])
-    table = scheduler.longest_first(schedule, cost, heads=2)
     # Entry 0, heads 0 and 1: tiles 1, 2, 0; entry 1, heads 2 and 3: tiles 1, 2, 0.
-    np.testing.assert_array_equal(table, [[4, 1, 5, 6, 10, 1], [2, 2, 9, 1, 1, 1]])
+    expected = [[4, 1, 5, 6, 10, 1], [2, 2, 9, 1, 1, 1]]
+    table = scheduler.longest_first(schedule[None], cost, heads=2)
+    np.testing.assert_array_equal(table, expected)
+    uneven = np.array([[5, 0, 4, 8, 9, 1], [1, 11, 0, 0, 0, 0]])
+    for schedules in ([uneven, schedule], [schedule, uneven]):
+        table = scheduler.longest_first(np.stack(schedules), cost, heads=2)
+        np.testing.assert_array_equal(table, expected)
+
+
+@pytest.mark.parametrize("power", [0, 1, 2])
+def test_the_deal_is_even_however_costs_fall(power):
+    """Of 64 heads with 32 tiles each, the most costly tiles first, 4 heads at a time."""
+    tile, head = scheduler.tile_order(np.zeros(32), heads=64, section=4)
+    schedules = scheduler.deals_by_rank(32 * head + tile, tile, 32, 132)
+    cost = jnp.asarray(np.random.default_rng(0).permuted(np.linspace(1, 33, 32) ** power)[None])
+    table = np.asarray(scheduler.longest_first(schedules, cost, heads=64))
+    lists = [row[1 : 1 + row[0]] for row in table]
+    np.testing.assert_array_equal(np.sort(np.concatenate(lists)), np.arange(64 * 32))
+    costs = [np.asarray(cost)[0, row % 32].sum() for row in lists]
+    assert max(costs) < 1.1 * np.mean(costs)
 
 
 def options_of(ids, **options):
