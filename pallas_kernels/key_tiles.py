@@ -168,7 +168,7 @@ class KeyTiles:
         columns = [first, end, unmasked.reshape(*first.shape[:2], -1)]
         if self.problem.backward_ignores_unseen:
             queries = run_time_intervals.reach(seeing, self.block_kv, empty_rows_count=False)
-            seen = seeing[:, 0] < seeing[:, 1]
+            seen = jnp.asarray(seeing[:, 0] < seeing[:, 1])
             keys = run_time_intervals.hull(seen.reshape(seen.shape[0], self.per_head, -1))
             columns += [x[..., None] for x in (queries.first, queries.end, *keys)]
         table = jnp.concatenate(columns, axis=-1)

@@ -166,6 +166,6 @@ def longest_first(schedules: np.ndarray, cost: jax.Array, heads: int) -> jax.Arr
         is_dealt = np.arange(costs.shape[2]) < schedules[:, :, :1]
         most = jnp.where(is_dealt, costs, 0).sum(2).max(1)
         schedule = jnp.asarray(schedules)[most.argmin()]
-    head, rank = jnp.divmod(schedule[:, 1:], tiles)
-    numbers = head * tiles + by_rank[head // heads, rank]
+    heads_of_all, ranks = jnp.divmod(schedule[:, 1:], tiles)
+    numbers = heads_of_all * tiles + by_rank[heads_of_all // heads, ranks]
     return jnp.concatenate([schedule[:, :1], numbers], axis=1)
