@@ -5,6 +5,7 @@ stay in L2 together; query heads of one key head side by side.
 """
 
 import heapq
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +129,7 @@ def deals_by_rank(
 
     A guess is how costs fall with the rank of a tile among those of its head, the most costly
     first: not at all, as without a causal mask, linearly, as with one, or like those of causal
-    documents of unlike lengths. `longest_first` takes the deal that turns out most even.
+    documents of unlike lengths. `longest_first` takes the one that comes closest.
 
     Args:
       pieces, blocks, reverse: as for `deal`.
@@ -136,17 +137,19 @@ def deals_by_rank(
       tiles: of a head.
 
     Returns:
-      `[guesses, blocks, 2 + most]` int32; one guess where each thread block has one piece.
+      `[guesses, blocks, 2 + most]` int32.
     """
-    share = np.linspace(1.0, 0.05, tiles)
-    powers = _POWERS[:1] if blocks == len(pieces) else _POWERS
-    tables = [deal(pieces, (share**power + 0.03)[ranks], blocks, reverse) for power in powers]
+    tables = [deal(pieces, costs[ranks], blocks, reverse) for costs in _guesses(tiles)]
     widest = max(table.shape[1] for table in tables)
     return np.stack([np.pad(x, ((0, 0), (0, widest - x.shape[1]))) for x in tables])
 
 
+def _guesses(tiles: int) -> list[np.ndarray]:
+    return [np.linspace(1.0, 0.05, tiles) ** power + 0.03 for power in _POWERS]
+
+
 def longest_first(schedules: np.ndarray, cost: jax.Array, heads: int) -> jax.Array:
-    """The most even of several schedules, with the tiles of each head ranked by their costs.
+    """The schedule whose guess comes closest, with the tiles of each head ranked by their costs.
 
     Args:
       schedules: what `deals_by_rank` gives, of the numbers head * tiles + rank, heads of every
@@ -159,13 +162,14 @@ def longest_first(schedules: np.ndarray, cost: jax.Array, heads: int) -> jax.Arr
     """
     tiles = cost.shape[1]
     by_rank = jnp.argsort(-cost, axis=1).astype(jnp.int32)
-    schedule = jnp.asarray(schedules[0])
-    if len(schedules) > 1:
-        head, rank = np.divmod(schedules[:, :, 1:], tiles)
-        costs = jnp.take_along_axis(cost, by_rank, axis=1)[head // heads, rank]
-        is_dealt = np.arange(costs.shape[2]) < schedules[:, :, :1]
-        most = jnp.where(is_dealt, costs, 0).sum(2).max(1)
-        schedule = jnp.asarray(schedules)[most.argmin()]
-    heads_of_all, ranks = jnp.divmod(schedule[:, 1:], tiles)
-    numbers = heads_of_all * tiles + by_rank[heads_of_all // heads, ranks]
+    # How large the mean is beside the largest tells the guesses apart.
+    share = cost.sum() / (tiles * cost.max(1).sum())
+    shares = [guess.mean() / guess.max() for guess in _guesses(tiles)]
+    closest = sum(
+        (share < (above + below) / 2).astype(jnp.int32)
+        for above, below in itertools.pairwise(shares)
+    )
+    schedule = jnp.asarray(schedules)[closest]
+    head, rank = jnp.divmod(schedule[:, 1:], tiles)
+    numbers = head * tiles + by_rank[head // heads, rank]
     return jnp.concatenate([schedule[:, :1], numbers], axis=1)
