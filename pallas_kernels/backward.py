@@ -32,7 +32,10 @@ producer to send stands where nothing is loaded, dK where K was, beside which th
 and dV where dS' was.
 
 Query rows beyond the end, and rows that see no key, have a start of -inf where others have
--LSE / scale, so that their weights are 0. Keys beyond the end are masked.
+-LSE / scale, so that their weights are 0. Keys beyond the end are masked. With intervals known at
+run time alone (`Problem.backward_ignores_unseen`) what does not count may be NaN: consumers zero,
+in shared memory, the rows of K and V that no query sees, and in steps with a mask those of Q and dO
+that see no key of the tile. What they get for such rows is 0, whatever is NaN in others.
 
 dQ is accumulated in fragment order (`primitives.store_fragment`): the order in which the threads of
 a warpgroup hold an accumulator, so that storing it takes neither a swizzle nor address registers.
@@ -126,10 +129,10 @@ def attention_gradients(
     """Gradients of attention.
 
     Args:
-      query: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero. Rows are
-        finite that see no key.
-      key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite in rows that no query
-        sees.
+      query: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero. Rows that
+        see no key are finite, unless problem.backward_ignores_unseen and not deterministic.
+      key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8. Rows that no query sees are
+        finite, unless as above.
       out, d_out: `[B, T, N, h]`, as query; out need not be finite in rows that see no key.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
       d_lse: `[B, N, query_length]` float32; None for zeros.

@@ -137,9 +137,12 @@ def deals_by_rank(
       tiles: of a head.
 
     Returns:
-      `[guesses, blocks, 2 + most]` int32.
+      `[guesses, blocks, 2 + most]` int32; one guess alone where all would be the same.
     """
-    tables = [deal(pieces, costs[ranks], blocks, reverse) for costs in _guesses(tiles)]
+    guesses = _guesses(tiles)
+    if blocks == len(pieces) or len(pieces) > _GREEDY_LIMIT:  # then `deal` looks at no cost
+        guesses = guesses[:1]
+    tables = [deal(pieces, costs[ranks], blocks, reverse) for costs in guesses]
     widest = max(table.shape[1] for table in tables)
     return np.stack([np.pad(x, ((0, 0), (0, widest - x.shape[1]))) for x in tables])
 
@@ -162,14 +165,13 @@ def longest_first(schedules: np.ndarray, cost: jax.Array, heads: int) -> jax.Arr
     """
     tiles = cost.shape[1]
     by_rank = jnp.argsort(-cost, axis=1).astype(jnp.int32)
-    # How large the mean is beside the largest tells the guesses apart.
-    share = cost.sum() / (tiles * cost.max(1).sum())
-    shares = [guess.mean() / guess.max() for guess in _guesses(tiles)]
-    closest = sum(
-        (share < (above + below) / 2).astype(jnp.int32)
-        for above, below in itertools.pairwise(shares)
-    )
-    schedule = jnp.asarray(schedules)[closest]
+    schedule = jnp.asarray(schedules[0])
+    if len(schedules) > 1:
+        # How large the mean is beside the largest tells the guesses apart.
+        share = cost.sum() / (tiles * cost.max(1).sum())
+        shares = [guess.mean() / guess.max() for guess in _guesses(tiles)]
+        middles = [(above + below) / 2 for above, below in itertools.pairwise(shares)]
+        schedule = jnp.asarray(schedules)[sum((share < x).astype(jnp.int32) for x in middles)]
     head, rank = jnp.divmod(schedule[:, 1:], tiles)
     numbers = head * tiles + by_rank[head // heads, rank]
     return jnp.concatenate([schedule[:, :1], numbers], axis=1)

@@ -273,7 +273,7 @@ def test_thread_blocks_have_as_much_to_do(T, N, K, H, documents):
 def test_tiles_are_ranked_by_cost_for_each_batch_entry():
     schedule = np.array([[4, 0, 4, 8, 9, 0], [2, 1, 11, 0, 0, 0]])
     cost = jnp.array([[5, 9, 7], [1, 2, 2]])
-    table = scheduler.longest_first(np.stack([schedule] * 6), cost, heads=2)
+    table = scheduler.longest_first(schedule[None], cost, heads=2)
     # Entry 0, heads 0 and 1: tiles 1, 2, 0; entry 1, heads 2 and 3: tiles 1, 2, 0.
     np.testing.assert_array_equal(table, [[4, 1, 5, 6, 10, 1], [2, 2, 9, 1, 1, 1]])
 
