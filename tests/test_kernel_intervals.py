@@ -414,11 +414,11 @@ def test_nan_in_what_counts_stays(which):
     assert not out[:, 40:].any() and np.isneginf(lse[:, 40:]).all()
 
 
-def test_the_forward_takes_its_inputs_as_they_are():
-    """Where intervals alone decide what is seen; else some are set to zero before."""
+def test_kernels_take_their_inputs_as_they_are():
+    """Where intervals alone decide what is seen; else some are set to zero before, or results."""
     arrays = inputs(2, 64, 96, 2, 1, 64, jnp.bfloat16)[:3]
 
-    def selects(**options):
+    def selects(transform=lambda attention: attention, **options):
         attention = functools.partial(
             jax_flash.attention,
             query_seq_lengths=jnp.array([3, 64]),
@@ -426,10 +426,14 @@ def test_the_forward_takes_its_inputs_as_they_are():
             **options,
         )
         with interpret_mode():
-            program = str(jax.make_jaxpr(attention)(*arrays))
+            program = str(jax.make_jaxpr(transform(attention))(*arrays))
         return re.search(r"bf16\[2,(64,2|96,1),64\] = select_n", program) is not None
 
+    def gradients(attention):
+        return jax.grad(lambda *arrays: attention(*arrays).astype(jnp.float32).sum(), (0, 1, 2))
+
     assert not selects() and selects(bias=jnp.zeros((1, 1, 1, 96)))
+    assert not selects(gradients) and selects(gradients, deterministic=True)
 
 
 def test_vmap_over_lengths_and_offsets():
