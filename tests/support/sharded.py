@@ -108,6 +108,7 @@ def _gradients(query, key, value, out, lse, d_out, d_lse, *, problem, intervals,
     weights = jnp.exp(logits - jnp.where(seeing, lse[..., None], 0))
     weights = jnp.where(visible & seeing, weights, 0)
     delta = (d_out * out).sum(-1).transpose(0, 2, 1) - (0.0 if d_lse is None else d_lse)
+    delta = jnp.where(seeing[..., 0], delta, 0)  # the cotangent of an LSE of -inf may be NaN
     d_weights = jnp.einsum("btnh,bsnh->bnts", d_out, every(value))
     d_logits = weights * slope * (d_weights - delta[..., None]) * problem.scale
     gradients = (
