@@ -183,7 +183,7 @@ def attention_gradients(
     if with_bias_gradient:
         d_bias = (bias_gradient.bias_gradient(*operands, *masks, problem=problem),)
     statistics = (start,) if is_wide else (start, minus_delta)
-    row_start, start = start, with_words(dropout_words, *statistics)
+    start = with_words(dropout_words, *statistics)
     operands_of_keys = query, key, value, d_out, start, minus_delta
     of_query_alone = functools.partial(
         backward_query.query_gradient, *operands, *masks, problem=problem, config=query_config
@@ -217,7 +217,7 @@ def attention_gradients(
     dq_ref = jax.new_ref(*zeros)
     gradients = main(dq_ref)
     cast = _build_cast(problem, padded_rows, query.shape[1], interpreting())
-    starts = (row_start,) if problem.backward_ignores_unseen else ()
+    starts = (start,) if problem.backward_ignores_unseen else ()  # then there is no dropout
     return cast(jax.freeze(dq_ref), *starts), *gradients, *d_bias
 
 
