@@ -597,8 +597,8 @@ def default(
     if widest > 128 and all(box_width(w) == 32 for w in widths):
         # As one: in parts of 32, H160 718 TFLOP/s* for 729 at b4 s4096 causal, H224 725 for 739.
         forward = dataclasses.replace(forward, staged_columns=widths[1])
-    if soft_cap:  # at width 64, 20 to 32 bytes would spill
-        forward = dataclasses.replace(forward, products_first=False)
+    if soft_cap:  # at width 64, 20 to 32 bytes would spill; 128 with early values takes 2% longer*
+        forward = dataclasses.replace(forward, products_first=False, early_values=False)
     # Where boxes of both are not as wide, those of 64 are taken.
     in_boxes = in_boxes or width < value_width or len(set(map(box_width, widths))) > 1
     backward = BACKWARD_BOXES if widest == 128 and in_boxes else BACKWARD[widest]

@@ -43,7 +43,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels import online_softmax, scheduler, segments
+from pallas_kernels import online_softmax, scheduler, segments, tickets
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardConfig, Problem, sees_itself
 from pallas_kernels.dropout import DropoutRefs, Words, as_operand
@@ -100,6 +100,15 @@ class Tiles:
         """First query row of a warpgroup: beyond the last query for one that has none."""
         row = tile * self.config.block_q + warpgroup * ROWS
         return lax.rem(row + (self.rows - self.shift), jnp.int32(self.rows)) if self.shift else row
+
+    @property
+    def count(self) -> int:
+        """Of all heads of all batch entries."""
+        return self.problem.batch * self.problem.heads * self.per_head
+
+    @property
+    def thread_blocks(self) -> int:
+        return min(self.config.thread_blocks, self.count)
 
     def key_blocks(self) -> np.ndarray:
         """What each tile of a head needs: `[tiles, 2]` int32, or `[tiles, 4]` with a lower bound.
@@ -209,6 +218,16 @@ class Tiles:
         If costs are known at run time only, as `scheduler.deals_by_rank` does, with ranks in the
         place of tiles.
         """
+        number, tile, cost = self.order()
+        if self.problem.by_batch:
+            return scheduler.deals_by_rank(number, tile, self.per_head, thread_blocks)
+        return scheduler.deal(number, cost, thread_blocks)
+
+    def order(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The order of starting: number of each tile, its number in its head, and its cost.
+
+        If costs are known at run time only, with ranks in the place of tiles.
+        """
         p = self.problem
         cost = np.zeros(self.per_head)
         if not p.by_batch:
@@ -223,15 +242,12 @@ class Tiles:
             group=p.group,
         )
         tile, head = scheduler.tile_order(cost, p.batch * p.heads, section)
-        number = head * self.per_head + tile
-        if p.by_batch:
-            return scheduler.deals_by_rank(number, tile, self.per_head, thread_blocks)
-        return scheduler.deal(number, cost[tile], thread_blocks)
+        return head * self.per_head + tile, tile, cost[tile]
 
     def kernel(
         self, body: Callable, scratch: dict[str, Any], padded_query_length: int, out_dtype: np.dtype
     ) -> Callable:
-        """A forward kernel over all tiles, of its operands.
+        """A forward kernel over all tiles, for `with_lists` or `with_tickets`.
 
         Args:
           body: of refs of the schedule, of the key blocks, of the operands, of the output and of
@@ -241,44 +257,68 @@ class Tiles:
           out_dtype: of the output.
 
         Returns:
-          A function of the operands, which begin with `key_blocks_of` where these depend on the
-          batch entry, that returns the output and the LSE `[B, N, rows]`.
+          A function of the schedule, the key blocks and the operands, that returns the output and
+          the LSE `[B, N, rows]`.
         """
         p = self.problem
-        thread_blocks = min(self.config.thread_blocks, p.batch * p.heads * self.per_head)
-        schedule = self.schedule(thread_blocks)
         out_shape = (p.batch, padded_query_length, p.heads, p.value_width)
-        kernel = plgpu.kernel(
+        return plgpu.kernel(
             body,
             out_type=(
                 jax.ShapeDtypeStruct(out_shape, out_dtype),
                 jax.ShapeDtypeStruct((p.batch, p.heads, self.rows), jnp.float32),
             ),
-            grid=(thread_blocks,),
+            grid=(self.thread_blocks,),
             grid_names=("block",),
             num_threads=self.config.consumers + 1,
             thread_name="warpgroup",
             scratch_types=scratch,
             compiler_params=plgpu.CompilerParams(
-                approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+                approx_math=True,
+                lowering_semantics=plgpu.LoweringSemantics.Lane,
+                reduction_scratch_bytes=0,  # those here are of rows, which a quad of threads has
             ),
         )
-        if p.by_batch:
 
-            def run(key_blocks, *operands):
-                cost = key_blocks[:, :, 0] + _TILE_OVERHEAD
-                order = scheduler.longest_first(schedule, cost, p.heads)
-                return kernel(order, key_blocks, *operands)
+    def with_lists(self, kernel: Callable) -> Callable:
+        """A function of the operands that runs a kernel whose schedule has lists of tiles.
 
-            return run
-        tables = schedule, self.key_blocks()
-        return lambda *operands: kernel(*map(jnp.asarray, tables), *operands)
+        Operands begin with `key_blocks_of` where these depend on the batch entry.
+        """
+        schedule = self.schedule(self.thread_blocks)
+        if not self.problem.by_batch:
+            tables = schedule, self.key_blocks()
+            return lambda *operands: kernel(*map(jnp.asarray, tables), *operands)
+
+        def run(key_blocks, *operands):
+            order = scheduler.longest_first(schedule, _cost(key_blocks), self.problem.heads)
+            return kernel(order, key_blocks, *operands)
+
+        return run
+
+    def with_tickets(self, kernel: Callable) -> Callable:
+        """The same, for a kernel whose thread blocks draw their tiles."""
+        numbers, _, _ = self.order()
+
+        def run(key_blocks, *operands):
+            ranked = scheduler.order_by_rank(numbers, _cost(key_blocks), self.problem.heads)
+            order = jax.new_ref(tickets.first_order(ranked, self.thread_blocks))
+            return kernel(order, key_blocks, *operands)
+
+        return run
 
     def locate(self, number):
-        """Tile, batch entry and head of a tile's number."""
+        """Tile, batch entry and head of a tile's number; of any if it is below 0."""
+        if self.problem.by_batch:
+            number = jnp.maximum(number, 0)
         head_of_all, tile = div_rem(number, self.per_head)
         batch, head = div_rem(head_of_all, self.problem.heads)
         return tile, batch, head
+
+
+def _cost(key_blocks: jax.Array) -> jax.Array:
+    """Of each tile of a head, `[B, tiles]`, from `Tiles.key_blocks_of`."""
+    return key_blocks[:, :, 0] + _TILE_OVERHEAD
 
 
 def attention(
@@ -426,12 +466,15 @@ def _build(
     )
     if has_bias_of_keys:
         scratch["bias_smem"] = plgpu.SMEM((stages, block_kv), jnp.float32)
+    if by_batch:
+        scratch["entries"] = tickets.scratch()
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_forward(
         schedule_ref, key_blocks_ref, q_ref, k_ref, v_ref, *more_refs,
-        q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, bias_smem=None, twins=None,
+        q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, bias_smem=None,
+        entries=None, twins=None,
     ):  # fmt: skip
         *optional_refs, o_ref, lse_ref = more_refs
         # Intervals come first, then the reach of tiles, ids, words, elements and sinks.
@@ -464,8 +507,15 @@ def _build(
             """An entry of this thread block's list."""
             return schedule_ref[block + fresh_zero() if anew else block, column]
 
-        tiles_listed = listed(0)
-        tile_count = lambda: listed(0) if registers_are_scarce else tiles_listed
+        drawn = None
+        if by_batch:
+            order = schedule_ref, entries, tiles.count, tiles.thread_blocks
+            drawn = tickets.Tickets(*order, block)
+        else:
+            tiles_listed = listed(0)
+
+        def tile_count():
+            return listed(0) if registers_are_scarce else tiles_listed
 
         slot = lambda step: lax.rem(step, jnp.int32(stages))
 
@@ -488,9 +538,13 @@ def _build(
                 one_round(zero, zero)
                 return
 
+            if drawn:
+                drawn.rounds(one_round, lambda too_low: block_vote.any(too_low, warpgroup))
+                return
+
             def run(carry):
                 begin, steps = carry
-                steps, too_low = one_round(begin, steps)
+                _, steps, too_low = one_round(begin, steps)
                 is_last = jnp.logical_not(block_vote.any(too_low, warpgroup)) | (begin > 0)
                 return jnp.where(is_last, 2 * tile_count(), tile_count()), steps
 
@@ -557,8 +611,11 @@ def _build(
                 return as_operand(weights, problem)
 
             def compute(o_acc, s_acc, begin, first_step):
-                end = begin + tile_count()
-                number_of = lambda index: listed(1 + index - begin, anew=registers_are_short)
+                if drawn:
+                    number_of = drawn.number
+                else:
+                    end = begin + tile_count()
+                    number_of = lambda index: listed(1 + index - begin, anew=registers_are_short)
 
                 def issue_logits(buffer, k_slot):
                     if has_bias_of_keys:
@@ -584,10 +641,10 @@ def _build(
                         box_width = value_columns.box_width
                         unseen_values.keep_rows(v_smem.at[v_slot], *rows, warpgroup, box_width)
 
-                def await_first_value(index, v_slot):
+                def await_first_value(there, v_slot):
                     """V of a tile's first key block, if there is such a tile."""
                     if own_values:
-                        pl.when(index < end)(lambda: plgpu.barrier_wait(v_full.at[v_slot]))
+                        pl.when(there())(lambda: plgpu.barrier_wait(v_full.at[v_slot]))
 
                 def issue_output(weights, v_slot):
                     if not own_values:
@@ -598,28 +655,28 @@ def _build(
                     """While the output product that was issued behind them goes on, if any may."""
                     return plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
 
-                def start_tile(index, steps, place):
-                    """The first key block of a tile, with no other product open."""
+                def start_tile(index, steps, place, number, there):
+                    """The first key block of a tile, if it is there, with no other product open."""
                     tile, batch, _ = place
                     end_block, bounds = end_of(tile, batch), bounds_of(tile, batch)
                     ids = ids_of(tile, batch, 0)
-                    loaded = load_elements(lambda: number_of(index), 0)
+                    loaded = load_elements(number, 0)
 
-                    @pl.when(index < end)
+                    @pl.when(there())
                     def _():
                         plgpu.barrier_wait(q_full.at[query_buffer(index)])
                         plgpu.barrier_wait(k_full.at[slot(steps)])
 
                     issue_logits(query_buffer(index), slot(steps))
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                    pl.when(index < end)(lambda: k_free.arrive(slot(steps)))
+                    pl.when(there())(lambda: k_free.arrive(slot(steps)))
                     weights, state = first_softmax(logits, tile, end_block - 1, bounds, ids, loaded)
-                    await_first_value(index, slot(steps))
+                    await_first_value(there, slot(steps))
                     # LLVM would carry float32 into the loop and cast there.
                     operand = first_operand(weights, place, end_block - 1)
                     operand = lax.optimization_barrier(operand)
                     if ignores_unseen:
-                        pl.when(index < end)(
+                        pl.when(there())(
                             lambda: zero_unseen_values(slot(steps), tile, batch, end_block - 1)
                         )
                     return operand, state
@@ -732,6 +789,7 @@ def _build(
                     tile, batch, head = tiles.locate(number)
                     next_tile, next_batch, _ = next_place = tiles.locate(following)
                     buffer, k_slot, v_slot = query_buffer(index + 1), slot(steps), slot(steps - 1)
+                    there = lambda: following >= 0 if drawn else index + 1 < end
                     q_free.arrive(query_buffer(index))
                     inverse, too_low = end_rows(state, too_low, tile, batch, head)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -739,7 +797,7 @@ def _build(
                     ids = ids_of(next_tile, next_batch, 0)
 
                     # After the last tile the logits are of no tile, and go nowhere.
-                    @pl.when(index + 1 < end)
+                    @pl.when(there())
                     def _():
                         plgpu.barrier_wait(q_full.at[buffer])
                         plgpu.barrier_wait(k_full.at[k_slot])
@@ -750,7 +808,7 @@ def _build(
                     pass_turn()
                     loaded = load_elements(lambda: following, 0)
                     logits = load_logits()
-                    pl.when(index + 1 < end)(lambda: k_free.arrive(k_slot))
+                    pl.when(there())(lambda: k_free.arrive(k_slot))
                     end_block = end_of(next_tile, next_batch)
                     weights, next_state = first_softmax(
                         logits, next_tile, end_block - 1, bounds, ids, loaded
@@ -758,12 +816,12 @@ def _build(
                     weights, next_state = lax.optimization_barrier((weights, next_state))
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(v_slot)
-                    await_first_value(index + 1, k_slot)
+                    await_first_value(there, k_slot)
                     # Only now are there registers for what dropout takes.
                     weights = first_operand(weights, next_place, end_block - 1)
                     store_output(output, inverse, tile, batch, head)
                     if ignores_unseen:
-                        pl.when(index + 1 < end)(
+                        pl.when(there())(
                             lambda: zero_unseen_values(k_slot, next_tile, next_batch, end_block - 1)
                         )
                     return weights, next_state, too_low
@@ -782,7 +840,9 @@ def _build(
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
                     v_free.arrive(slot(steps - 1))
                     store_output(output, inverse, tile, batch, head)
-                    return *start_tile(index + 1, steps, next_place), too_low
+                    number = lambda: number_of(index + 1)
+                    there = lambda: number() >= 0 if drawn else index + 1 < end
+                    return *start_tile(index + 1, steps, next_place, number, there), too_low
 
                 end_tile = end_tile_under_next if query_buffers > 1 else end_tile_before_next
 
@@ -818,17 +878,27 @@ def _build(
                     if loads_elements:  # read anew: registers are short
                         number = number_of(index + fresh_zero())
                         following = number_of(index + 1 + fresh_zero())
+                    if drawn:
+                        drawn.wait(index + 1)
+                        following = drawn.number(index + 1)
                     weights, state, too_low = end_tile(
                         index, steps + blocks, number, (*carry, too_low), following
                     )
                     return steps + blocks, weights, RowState(*state), too_low
 
-                first = start_tile(begin, first_step, tiles.locate(number_of(begin)))
-                steps, _, _, too_low = lax.fori_loop(
-                    begin, end, whole_tile, (first_step, *first, no_rows)
-                )
+                first_number, there = lambda: number_of(begin), lambda: begin < end
+                if drawn:
+                    first_number, there = lambda: drawn.first_number(begin), lambda: jnp.bool_(True)
+                place = tiles.locate(first_number())
+                first = start_tile(begin, first_step, place, first_number, there)
+                carry = first_step, *first, no_rows
+                if drawn:
+                    end, carry = drawn.each(begin, whole_tile, carry)
+                else:
+                    carry = lax.fori_loop(begin, end, whole_tile, carry)
+                steps, _, _, too_low = carry
                 plgpu.wait_smem_to_gmem(0)
-                return steps, too_low
+                return end, steps, too_low
 
             accumulators = (
                 plgpu.ACC((ROWS, value_columns.size), jnp.float32),
@@ -841,8 +911,12 @@ def _build(
             plgpu.set_max_registers(config.registers[1], action="decrease")
 
             def load_tiles(begin, first_step):
-                end = begin + tile_count()
-                locate = lambda index: tiles.locate(listed(1 + index - begin))
+                if drawn:
+                    drawn.begin(begin)
+                    locate = lambda index: tiles.locate(drawn.number(index))
+                else:
+                    end = begin + tile_count()
+                    locate = lambda index: tiles.locate(listed(1 + index - begin))
 
                 def load_queries(index):
                     tile, batch, head = locate(index)
@@ -879,21 +953,31 @@ def _build(
                     )
 
                     load_key(zero)
-                    wanted = index + (query_buffers - 1)
-                    pl.when(wanted < end)(lambda: load_queries(wanted))
+                    if drawn:  # the next tile is drawn too late for queries ahead
+                        load_queries(index)
+                    else:
+                        wanted = index + (query_buffers - 1)
+                        pl.when(wanted < end)(lambda: load_queries(wanted))
 
-                    @pl.loop(jnp.int32(1), blocks)
-                    def _(j):
+                    def load_pair(j):
                         load_key(j)
                         load_value(j - 1)
 
-                    load_value(blocks - 1)
+                    load_last = lambda: load_value(blocks - 1)
+                    if drawn:
+                        drawn.load_and_draw(index, begin > 0, blocks, load_pair, load_last)
+                    else:
+                        pl.loop(jnp.int32(1), blocks)(load_pair)
+                        load_last()
                     return steps + blocks
 
+                if drawn:
+                    return *drawn.each(begin, whole_tile, first_step), no_rows
                 if query_buffers > 1:
                     load_queries(begin)
-                return lax.fori_loop(begin, end, whole_tile, first_step), no_rows
+                return end, lax.fori_loop(begin, end, whole_tile, first_step), no_rows
 
             rounds(load_tiles)
 
-    return tiles.kernel(attention_forward, scratch, padded_query_length, dtype)
+    kernel = tiles.kernel(attention_forward, scratch, padded_query_length, dtype)
+    return tiles.with_tickets(kernel) if by_batch else tiles.with_lists(kernel)

@@ -556,4 +556,6 @@ def _build(
             steps = lax.fori_loop(zero, tile_count(), whole_tile, zero)
             pl.loop(jnp.maximum(steps - lag, 0), steps)(turn_values)
 
-    return tiles.kernel(attention_forward_fp8, scratch, padded_query_length, out_dtype)
+    return tiles.with_lists(
+        tiles.kernel(attention_forward_fp8, scratch, padded_query_length, out_dtype)
+    )

@@ -168,6 +168,58 @@ class BlockVote:
         return vote(seen) > 0
 
 
+def draw_ticket(counter, in_turn) -> jax.Array:
+    """Adds 1 to an int32 in global memory; its value before that, in a warpgroup's first thread.
+
+    All of the warpgroup call it, `share_first` tells them. Nothing waits for the memory until then.
+    In interpret mode tickets are not drawn: they go in turn.
+    """
+    if interpreting():
+        return in_turn
+
+    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=shape)
+    def draw(_, counter):
+        # An addition ptxas makes one for the warp, and waits for it to share it out.
+        text = (
+            "{ .reg .pred p; setp.eq.u32 p, $2, 0; mov.u32 $0, 0;"
+            " @p atom.relaxed.gpu.global.inc.u32 $0, [$1], 0x7fffffff; }"
+        )
+        i32 = ir.IntegerType.get_signless(32)
+        value = _asm(text, "=r,l,r,~{memory}", [_base_address(counter), _thread()], i32)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return draw(counter)
+
+
+def share_first(*pairs: tuple[Any, Any]) -> None:
+    """Stores int32 of a warpgroup's first thread in shared memory, where all its threads see them.
+
+    Args:
+      pairs: a ref to one value, and the value.
+    """
+    if interpreting():
+        for ref, value in pairs:
+            ref[...] = value
+        return
+
+    refs, values = zip(*pairs, strict=True)
+    arg_types = (plgpu.RefType(),) * len(refs) + (plgpu.Layout.WG_SPLAT,) * len(values)
+
+    @plgpu.inline_mgpu(arg_types=arg_types)
+    def share(_, *args):
+        for ref, value in zip(args[: len(refs)], args[len(refs) :], strict=True):
+            _asm(
+                "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.u32 [$0], $1; }",
+                "r,r,r,~{memory}",
+                [_shared_address(ref), value.registers[()], _thread()],
+            )
+        mgpu.warpgroup_barrier()
+
+    share(*refs, *values)
+
+
 def vote_any(flags: jax.Array) -> jax.Array:
     """Whether any of `(columns,)` int32 is not 0, in each warp alike, as the compiler knows."""
     if interpreting():

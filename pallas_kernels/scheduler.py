@@ -151,6 +151,23 @@ def _guesses(tiles: int) -> list[np.ndarray]:
     return [np.linspace(1.0, 0.05, tiles) ** power + 0.03 for power in _POWERS]
 
 
+def order_by_rank(pieces: np.ndarray, cost: jax.Array, heads: int) -> jax.Array:
+    """An order of starting with the tiles of each head ranked by their costs.
+
+    Args:
+      pieces: `[n]` of the numbers head * tiles + rank, heads of every batch entry.
+      cost: `[B, tiles]`, the same for all heads of a batch entry.
+      heads: of a batch entry.
+
+    Returns:
+      `[n]` of the numbers head * tiles + tile, rank 0 the tile that costs most.
+    """
+    tiles = cost.shape[1]
+    by_rank = jnp.argsort(-cost, axis=1).astype(jnp.int32)
+    head, rank = np.divmod(pieces, tiles)
+    return by_rank[head // heads, rank] + (head * tiles).astype(np.int32)
+
+
 def longest_first(schedules: np.ndarray, cost: jax.Array, heads: int) -> jax.Array:
     """The schedule whose guess comes closest, with the tiles of each head ranked by their costs.
 

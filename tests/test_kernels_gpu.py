@@ -202,7 +202,7 @@ def test_lengths_where_a_thread_block_walks_many_tiles(H):
     check(arrays, **options, config=few_thread_blocks(H, 8))
     check(arrays, **options, config=few_thread_blocks(H, 8), deterministic=True)
     sinks = jnp.linspace(-3.0, 12.0, 2)
-    check(with_a_jump(arrays, 0, 300), **options, sinks=sinks)
+    check(with_a_jump(arrays, 0, 300), **options, sinks=sinks, config=few_thread_blocks(H, 8))
 
 
 def check_that_nan_is_left_out(arrays, **options):

@@ -1,0 +1,179 @@
+"""Tiles that thread blocks draw as they get free, where costs are known at run time only.
+
+All tiles stand in one order of starting. A ticket is a place in it, and a counter in global memory
+gives out the next one. The producer draws one when it has few more keys of a tile to load, and
+makes the entry of the next tile: its number, in shared memory, where consumers find it.
+
+    order     [next ticket | number of each ticket | ticket before it in the same thread block]
+    entries   [number of each of four tiles in turn, below 0 for none | their tickets]
+
+A round is a walk over the tiles of a thread block, by the index of their turn. The first begins at
+0, and what it drew the last part of the order tells to a second one, from the last tile to the
+first. That round's indices begin where those of the first end.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.primitives import draw_ticket, share_first
+
+_ENTRIES = 4  # one is written while that of two tiles before may still be read
+_NONE = -1
+# Steps whose keys are yet to be loaded when the next tile is drawn. With more of them the thread
+# block is less often the one that is free first, with fewer the answer comes late (README.md).
+_DRAWN_BEFORE = 2
+
+
+def first_order(numbers: jax.Array, thread_blocks: int) -> jax.Array:
+    """The order `[1 + 2 * tiles]` int32 before the kernel, from the numbers `[tiles]` of tiles."""
+    first = jnp.array([thread_blocks], jnp.int32)  # the first one of each is not drawn
+    return jnp.concatenate([first, numbers, jnp.zeros_like(numbers)])
+
+
+def scratch() -> tuple:
+    return plgpu.SMEM((2 * _ENTRIES,), jnp.int32), plgpu.Barrier(num_arrivals=1, num_barriers=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tickets:
+    """What a thread block draws.
+
+    Attributes:
+      order_ref: `first_order`, which changes.
+      scratch: refs of `scratch`.
+      tiles: of all thread blocks.
+      thread_blocks: how many there are; at most as many as tiles.
+      block: which this is.
+    """
+
+    order_ref: Any
+    scratch: tuple
+    tiles: int
+    thread_blocks: int
+    block: Any
+
+    def rounds(self, one_round: Callable, wants_another: Callable) -> None:
+        """Runs a round, and another one if `wants_another` says so of the first.
+
+        Args:
+          one_round: of the index it begins at and the steps before it, returns the index after its
+            last tile, the steps by then and what `wants_another` takes.
+          wants_another: returns a bool.
+        """
+
+        def run(carry):
+            begin, steps, _ = carry
+            end, steps, result = one_round(begin, steps)
+            return end, steps, wants_another(result) & (begin == 0)
+
+        carry = jnp.int32(0), jnp.int32(0), jnp.bool_(True)
+        lax.while_loop(lambda carry: carry[2], run, carry)
+
+    def each(self, begin, whole_tile: Callable, carry: Any) -> tuple[jax.Array, Any]:
+        """Runs `whole_tile(index, carry)` for the tiles of a round; returns the end and the last.
+
+        The entry of the first one must be there.
+        """
+        return lax.while_loop(
+            lambda now: self.number(now[0]) >= 0,
+            lambda now: (now[0] + 1, whole_tile(*now)),
+            (begin, carry),
+        )
+
+    def number(self, index) -> jax.Array:
+        """Of the tile whose turn it is; below 0 where there is none."""
+        return self._entries[_slot(index)]
+
+    def first_number(self, begin) -> jax.Array:
+        """The same of a round's first, before its entry, which is there when its keys are."""
+        last = self._entries[_slot(begin - 1 + _ENTRIES)]
+        return jnp.where(begin > 0, last, self.order_ref[1 + self.block])
+
+    def wait(self, index) -> None:
+        """Waits for an entry that is not the first of its round."""
+        plgpu.barrier_wait(self._full(index))
+
+    # For the producer alone.
+
+    def begin(self, begin) -> None:
+        """Makes the entry of the first tile of a round."""
+        ticket = jnp.where(begin > 0, self._ticket(begin - 1 + _ENTRIES), self.block)
+        self._write(begin, ticket, self._look_up(ticket))
+        pl.when(begin == 0)(lambda: self._link(begin, _NONE))
+
+    def load_and_draw(self, index, again, steps, load_step: Callable, load_last: Callable) -> None:
+        """Loads what a tile needs, and meanwhile makes the entry of the next one.
+
+        Args:
+          index: of the tile.
+          again: whether this is the second round.
+          steps: of the tile.
+          load_step: loads for a step, from 1 on.
+          load_last: loads what is left after the last one.
+        """
+        draw_at = jnp.maximum(steps - _DRAWN_BEFORE, 1)
+        pl.loop(jnp.int32(1), draw_at)(load_step)
+        in_turn = (index + 1) * self.thread_blocks + self.block
+        ticket = draw_ticket(self.order_ref.at[0], in_turn)
+        pl.loop(draw_at, steps)(load_step)
+        number = self._look_up(ticket)
+        load_last()
+
+        @pl.when(jnp.logical_not(again))
+        def _():
+            self._write(index + 1, ticket, number)
+            self._link(index + 1, self._ticket(index))
+
+        @pl.when(again)
+        def _():
+            after = self._ticket(index)
+            before = self.order_ref[1 + self.tiles + self._place(after)]
+            self._write(index + 1, before, self._look_up(before))
+
+        plgpu.barrier_arrive(self._full(index + 1))
+
+    @property
+    def _entries(self):
+        return self.scratch[0]
+
+    def _full(self, index):
+        return self.scratch[1].at[lax.rem(index, jnp.int32(2))]
+
+    def _write(self, index, ticket, number) -> None:
+        """Makes an entry of what the warpgroup's first thread has."""
+        slot = _slot(index)
+        number_ref, ticket_ref = (self._entries.at[n * _ENTRIES + slot] for n in range(2))
+        number = jnp.where(self._is_tile(ticket), number, _NONE)
+        share_first((number_ref, number), (ticket_ref, ticket))
+
+    def _link(self, index, before) -> None:
+        """Keeps the ticket that came before a tile's."""
+        ticket = self._ticket(index)
+
+        @pl.when(self._is_tile(ticket))
+        def _():
+            self.order_ref[1 + self.tiles + self._place(ticket)] = before
+
+    def _look_up(self, ticket) -> jax.Array:
+        """Number of a ticket's tile, of any if there is none; nothing waits for the memory yet."""
+        return self.order_ref[1 + self._place(ticket)]
+
+    def _ticket(self, index):
+        return self._entries[_ENTRIES + _slot(index)]
+
+    def _is_tile(self, ticket):
+        return (ticket >= 0) & (ticket < self.tiles)
+
+    def _place(self, ticket):
+        return jnp.clip(ticket, 0, self.tiles - 1)
+
+
+def _slot(index):
+    return lax.rem(jnp.int32(index), jnp.int32(_ENTRIES))
