@@ -848,7 +848,8 @@ def _build(
 
                 def whole_tile(index, carry):
                     steps, weights, state, too_low = carry
-                    number, following = number_of(index), number_of(index + 1)
+                    number = number_of(index)
+                    following = None if drawn else number_of(index + 1)
                     tile, batch, head = place = tiles.locate(number)
                     blocks, needing_mask = needs(tile, batch, 0), needs(tile, batch, 1)
                     exact = jnp.where(begin > 0, blocks, jnp.maximum(needing_mask, 1))
@@ -877,10 +878,10 @@ def _build(
                         carry = lax.fori_loop(near, blocks, step_far, carry)
                     if loads_elements:  # read anew: registers are short
                         number = number_of(index + fresh_zero())
-                        following = number_of(index + 1 + fresh_zero())
-                    if drawn:
+                    if drawn:  # by now
                         drawn.wait(index + 1)
-                        following = drawn.number(index + 1)
+                    if drawn or loads_elements:
+                        following = number_of(index + 1 + fresh_zero())
                     weights, state, too_low = end_tile(
                         index, steps + blocks, number, (*carry, too_low), following
                     )

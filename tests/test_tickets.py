@@ -1,0 +1,45 @@
+"""Tiles that thread blocks draw, in an order that is not the one of interpret mode."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import forward, tickets
+from pallas_kernels.primitives import div_rem
+from tests.support.interpret import interpret_mode
+from tests.test_kernel_intervals import as_arrays
+from tests.test_kernels import check, few_thread_blocks, inputs, with_a_jump
+
+THREAD_BLOCKS = 2
+
+
+@pytest.fixture
+def one_draws_all(monkeypatch):
+    """All tiles but the first one of each thread block go to thread block 0."""
+
+    def draw(_, in_turn):
+        index, block = div_rem(in_turn, THREAD_BLOCKS)
+        return jnp.where(block == 0, THREAD_BLOCKS + index - 1, 1000)
+
+    monkeypatch.setattr(tickets, "draw_ticket", draw)
+    forward._build.cache_clear()
+    yield
+    forward._build.cache_clear()
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("jumps", [True, False])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_a_thread_block_that_draws_more_than_others(one_draws_all, H, jumps):
+    """Where maxima jump it walks them all again, from the last to the first."""
+    arrays = inputs(2, 270, 210, 2, 1, H, jnp.bfloat16)
+    options = as_arrays(dict(is_causal=True, key_value_seq_lengths=[180, 210]))
+    arrays = with_a_jump(arrays, 0, 70) if jumps else arrays
+    with interpret_mode():
+        check(arrays, **options, config=few_thread_blocks(H, THREAD_BLOCKS))
+
+
+def test_the_order_before_anything_is_drawn():
+    """The first ticket of each thread block is not drawn, and nothing came before any."""
+    order = tickets.first_order(jnp.array([4, 2, 0, 3, 1]), 3)
+    np.testing.assert_array_equal(order, [3, 4, 2, 0, 3, 1, 0, 0, 0, 0, 0])
