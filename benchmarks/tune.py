@@ -30,7 +30,6 @@ SECTION_BYTES = tuple(megabytes << 20 for megabytes in (6, 12, 24, 48))
 # wgmma is serialised; with 32 left (3 consumers, 128 keys) 8 bytes spill, or none.
 _ADDRESS_REGISTERS = 24
 _SHARED_MEMORY = 232448  # bytes that a thread block may have
-_REDUCTION_BYTES = 2048  # of shared memory, which Mosaic GPU keeps for itself
 _NAMED_BARRIERS = 16
 
 
@@ -45,7 +44,7 @@ def shared_memory_bytes(width: int, config: ForwardConfig) -> int:
     rows = config.query_buffers * config.block_q + 2 * config.stages * config.block_kv
     staged = config.block_q * min(width, config.staged_columns)
     mbarriers = config.query_buffers + 2 * config.stages
-    return 2 * (rows * width + staged) + 8 * mbarriers + _REDUCTION_BYTES
+    return 2 * (rows * width + staged) + 8 * mbarriers
 
 
 def named_barriers(config: ForwardConfig) -> int:

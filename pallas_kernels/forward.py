@@ -1,7 +1,7 @@
 """Forward attention for Hopper GPUs: warp-specialised, persistent, pipelined across tiles.
 
 The structure is FlashAttention-3's (Shah et al. 2024, Algorithm 2), in one thread block per SM that
-walks a list of tiles. A tile is `block_q` query rows of one head, 64 for each consumer warpgroup:
+walks over tiles. A tile is `block_q` query rows of one head, 64 for each consumer warpgroup:
 
     producer   K0  Q'  K1 V0  K2 V1  ...  V(n-1)      TMA into circular buffers of K and of V
     consumer   S=Q K0   softmax
@@ -12,14 +12,14 @@ walks a list of tiles. A tile is `block_q` query rows of one head, 64 for each c
 Key blocks run from the last that any row sees to the first, so that the blocks that causality cuts
 come first, and the steps that need a mask are over before the loop that needs none. These first
 steps look for the maximum of each row; the others trust it (`online_softmax.py`). Where that went
-wrong, the thread block walks its list a second time and looks in every step. With a sliding window,
-the blocks that its far edge cuts come last, in a loop of their own.
+wrong, the thread block walks over its tiles a second time and looks in every step. With a sliding
+window, the blocks that its far edge cuts come last, in a loop of their own.
 
 Where intervals are known only at run time, the table of key blocks is made from them before the
 kernel, for each batch entry, and steps with a mask read the bounds of their rows. So it is with
-segment ids: steps with a mask compare those of their rows and of their keys. How many tiles a
-thread block has does not depend on either, but which ones does: those of each head are dealt by
-what they cost.
+segment ids: steps with a mask compare those of their rows and of their keys. What a tile costs is
+not known before either, so thread blocks have no lists, but draw tiles as they get free
+(`tickets.py`).
 
 With such intervals alone (`Problem.forward_ignores_unseen`) what does not count may be NaN. Masks
 replace logits, steps with one zero those rows of V in shared memory that no row of the tile sees,
