@@ -432,6 +432,8 @@ def _build(
     registers_are_short = registers_are_scarce or (
         query_buffers == 1 and (config.block_kv > 64 or problem.segmented)
     )
+    # Then the number of a tile that was drawn is: 8 bytes would spill at width 64.
+    cap_beside_lengths = has_cap and dynamic and not problem.segmented
     # The output is staged some columns at a time. A bias of keys is where half of it would be.
     staged_columns = value_columns.in_parts(64 if has_bias_of_keys else config.staged_columns)
     allowed = online_softmax.weight_range(dtype)
@@ -687,7 +689,7 @@ def _build(
                     tile, batch, _ = place
                     needs_mask = exact or far
                     compares = needs_mask and problem.segmented and registers_are_short
-                    if loads_elements or compares:  # read anew: registers are short
+                    if loads_elements or compares or cap_beside_lengths:  # registers are short
                         number = number_of(index + fresh_zero())
                         tile, batch, _ = tiles.locate(number)
                         end_block = end_of(tile, batch)
@@ -876,8 +878,8 @@ def _build(
                     if has_far_edge and not mask_throughout:
                         step_far = functools.partial(step, exact=False, far=True)
                         carry = lax.fori_loop(near, blocks, step_far, carry)
-                    if loads_elements:  # read anew: registers are short
-                        number = number_of(index + fresh_zero())
+                    if loads_elements or cap_beside_lengths:
+                        number = number_of(index + fresh_zero())  # read anew: registers are short
                     if drawn:  # by now
                         drawn.wait(index + 1)
                     if drawn or loads_elements:
