@@ -151,20 +151,20 @@ def _guesses(tiles: int) -> list[np.ndarray]:
     return [np.linspace(1.0, 0.05, tiles) ** power + 0.03 for power in _POWERS]
 
 
-def order_by_rank(pieces: np.ndarray, cost: jax.Array, heads: int) -> jax.Array:
-    """An order of starting with the tiles of each head ranked by their costs.
+def order_by_rank(pieces: np.ndarray | jax.Array, cost: jax.Array, heads: int) -> jax.Array:
+    """Pieces of work with the tiles of each head ranked by their costs.
 
     Args:
-      pieces: `[n]` of the numbers head * tiles + rank, heads of every batch entry.
+      pieces: the numbers head * tiles + rank, heads of every batch entry, in any shape.
       cost: `[B, tiles]`, the same for all heads of a batch entry.
       heads: of a batch entry.
 
     Returns:
-      `[n]` of the numbers head * tiles + tile, rank 0 the tile that costs most.
+      The numbers head * tiles + tile in their places, rank 0 the tile that costs most.
     """
     tiles = cost.shape[1]
     by_rank = jnp.argsort(-cost, axis=1).astype(jnp.int32)
-    head, rank = np.divmod(pieces, tiles)
+    head, rank = pieces // tiles, pieces % tiles
     return by_rank[head // heads, rank] + (head * tiles).astype(np.int32)
 
 
@@ -181,7 +181,6 @@ def longest_first(schedules: np.ndarray, cost: jax.Array, heads: int) -> jax.Arr
       A schedule of the numbers head * tiles + tile, rank 0 the tile that costs most.
     """
     tiles = cost.shape[1]
-    by_rank = jnp.argsort(-cost, axis=1).astype(jnp.int32)
     schedule = jnp.asarray(schedules[0])
     if len(schedules) > 1:
         # How large the mean is beside the largest tells the guesses apart.
@@ -189,6 +188,5 @@ def longest_first(schedules: np.ndarray, cost: jax.Array, heads: int) -> jax.Arr
         shares = [guess.mean() / guess.max() for guess in _guesses(tiles)]
         middles = [(above + below) / 2 for above, below in itertools.pairwise(shares)]
         schedule = jnp.asarray(schedules)[sum((share < x).astype(jnp.int32) for x in middles)]
-    head, rank = jnp.divmod(schedule[:, 1:], tiles)
-    numbers = head * tiles + by_rank[head // heads, rank]
+    numbers = order_by_rank(schedule[:, 1:], cost, heads)
     return jnp.concatenate([schedule[:, :1], numbers], axis=1)
