@@ -68,6 +68,9 @@ from pallas_kernels.soft_cap import capped
 
 _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 _TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
+# So many tiles for each thread block are drawn from one section at the end: from a section with one
+# or two for each, some thread blocks would draw a last one that is long.
+_LAST_TILES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,10 +226,13 @@ class Tiles:
             return scheduler.deals_by_rank(number, tile, self.per_head, thread_blocks)
         return scheduler.deal(number, cost, thread_blocks)
 
-    def order(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def order(self, last_section: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The order of starting: number of each tile, its number in its head, and its cost.
 
         If costs are known at run time only, with ranks in the place of tiles.
+
+        Args:
+          last_section: as for `scheduler.tile_order`.
         """
         p = self.problem
         cost = np.zeros(self.per_head)
@@ -241,7 +247,7 @@ class Tiles:
             kv_heads=p.batch * p.kv_heads,
             group=p.group,
         )
-        tile, head = scheduler.tile_order(cost, p.batch * p.heads, section)
+        tile, head = scheduler.tile_order(cost, p.batch * p.heads, section, last_section)
         return head * self.per_head + tile, tile, cost[tile]
 
     def kernel(
@@ -250,15 +256,15 @@ class Tiles:
         """A forward kernel over all tiles, for `with_lists` or `with_tickets`.
 
         Args:
-          body: of refs of the schedule, of the key blocks, of the operands, of the output and of
-            the LSE, and of scratch by name.
+          body: of refs of the schedule, or the order and what is drawn, of the key blocks, of the
+            operands, of the output and of the LSE, and of scratch by name.
           scratch: types of shared memory and barriers.
           padded_query_length: of the output.
           out_dtype: of the output.
 
         Returns:
-          A function of the schedule, the key blocks and the operands, that returns the output and
-          the LSE `[B, N, rows]`.
+          A function of what stands for these before the output, that returns the output and the
+          LSE `[B, N, rows]`.
         """
         p = self.problem
         out_shape = (p.batch, padded_query_length, p.heads, p.value_width)
@@ -298,12 +304,12 @@ class Tiles:
 
     def with_tickets(self, kernel: Callable) -> Callable:
         """The same, for a kernel whose thread blocks draw their tiles."""
-        numbers, _, _ = self.order()
+        numbers, _, _ = self.order(_LAST_TILES * self.thread_blocks)
 
         def run(key_blocks, *operands):
-            ranked = scheduler.order_by_rank(numbers, _cost(key_blocks), self.problem.heads)
-            order = jax.new_ref(tickets.first_order(ranked, self.thread_blocks))
-            return kernel(order, key_blocks, *operands)
+            order = scheduler.order_by_rank(numbers, _cost(key_blocks), self.problem.heads)
+            drawn = jax.new_ref(tickets.none_drawn(self.count, self.thread_blocks))
+            return kernel(order, drawn, key_blocks, *operands)
 
         return run
 
@@ -474,11 +480,12 @@ def _build(
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
     def attention_forward(
-        schedule_ref, key_blocks_ref, q_ref, k_ref, v_ref, *more_refs,
+        schedule_ref, *more_refs,
         q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, bias_smem=None,
         entries=None, twins=None,
     ):  # fmt: skip
-        *optional_refs, o_ref, lse_ref = more_refs
+        drawn_refs, more_refs = more_refs[: int(by_batch)], more_refs[int(by_batch) :]
+        key_blocks_ref, q_ref, k_ref, v_ref, *optional_refs, o_ref, lse_ref = more_refs
         # Intervals come first, then the reach of tiles, ids, words, elements and sinks.
         intervals_refs = optional_refs[: int(dynamic) + 2 * int(ignores_unseen)]
         ids_refs = optional_refs[len(intervals_refs) :][: 2 * int(problem.segmented)]
@@ -511,8 +518,9 @@ def _build(
 
         drawn = None
         if by_batch:
-            order = schedule_ref, entries, tiles.count, tiles.thread_blocks
-            drawn = tickets.Tickets(*order, block)
+            drawn = tickets.Tickets(
+                schedule_ref, *drawn_refs, entries, tiles.count, tiles.thread_blocks, block
+            )
         else:
             tiles_listed = listed(0)
 

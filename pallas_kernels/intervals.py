@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels.config import Problem
 
-_FAR = np.iinfo(np.int32).max
+FAR = np.iinfo(np.int32).max  # the first of nothing
 
 
 class Reach(NamedTuple):
@@ -67,17 +67,17 @@ def reach(intervals: jax.Array | np.ndarray, rows: int, *, empty_rows_count: boo
     seeing = first < end
     counts = seeing | empty_rows_count
     return Reach(
-        first=jnp.where(seeing, first, _FAR).min(-1),
+        first=jnp.where(seeing, first, FAR).min(-1),
         end=jnp.where(seeing, end, 0).max(-1),
         common_first=jnp.where(counts, first, 0).max(-1),
-        common_end=jnp.where(counts, end, _FAR).min(-1),
+        common_end=jnp.where(counts, end, FAR).min(-1),
     )
 
 
 def hull(chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
     """First and end of what is true along the last axis of a bool array; first > end for none."""
     number = jnp.arange(chosen.shape[-1], dtype=jnp.int32)
-    first = jnp.where(chosen, number, _FAR).min(-1)
+    first = jnp.where(chosen, number, FAR).min(-1)
     return first, jnp.where(chosen, number + 1, 0).max(-1)
 
 

@@ -15,6 +15,7 @@ _GREEDY_LIMIT = 1 << 15  # above it a plain deal is as even, and the simulation 
 # In steps. A thread block's launch, first loads and last stores take 1.3 steps: half a percent of
 # the first, 1.4% of the second, which is for tiles whose costs a deal could only guess.
 _LONG_TILE, _LONG_UNKNOWN_TILE = 256, 96
+_COUNTED = 1024  # tiles of a head, to find whose places each is compared with each
 # Guesses of how costs fall: from 1 to 0.05, to these powers.
 _POWERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 
@@ -47,22 +48,26 @@ def heads_per_section(
     return sharing * group
 
 
-def tile_order(cost: np.ndarray, heads: int, section: int) -> tuple[np.ndarray, np.ndarray]:
+def tile_order(
+    cost: np.ndarray, heads: int, section: int, last_section: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Order in which to start tiles.
 
     Args:
       cost: `[tiles]`, the work of each tile of one head.
       heads: heads in all, of every batch entry.
       section: heads that are worked on together; divides heads.
+      last_section: tiles; so many last ones, or a few more, are in one section.
 
     Returns:
       Tile and head of each piece of work, first to start first.
     """
     longest_first = np.argsort(-cost, kind="stable")
-    first_head, tile, head = np.meshgrid(
-        np.arange(0, heads, section), longest_first, np.arange(section), indexing="ij"
-    )
-    return tile.ravel(), (first_head + head).ravel()
+    last = max(1, -(-last_section // (len(cost) * section))) * section
+    starts = [*range(0, max(0, heads - last) + 1, section), heads]
+    sections = [np.arange(*ends) for ends in itertools.pairwise(starts)]
+    tile = np.concatenate([np.repeat(longest_first, len(x)) for x in sections])
+    return tile, np.concatenate([np.tile(x, len(cost)) for x in sections])
 
 
 def thread_blocks(pieces: int, steps: np.ndarray, most: int, is_known: bool) -> int:
@@ -163,9 +168,19 @@ def order_by_rank(pieces: np.ndarray | jax.Array, cost: jax.Array, heads: int) -
       The numbers head * tiles + tile in their places, rank 0 the tile that costs most.
     """
     tiles = cost.shape[1]
-    by_rank = jnp.argsort(-cost, axis=1).astype(jnp.int32)
+    by_rank = _by_rank(cost) if tiles <= _COUNTED else jnp.argsort(-cost, axis=1)
     head, rank = pieces // tiles, pieces % tiles
-    return by_rank[head // heads, rank] + (head * tiles).astype(np.int32)
+    return by_rank[head // heads, rank].astype(jnp.int32) + (head * tiles).astype(np.int32)
+
+
+def _by_rank(cost: jax.Array) -> jax.Array:
+    """What argsort of -cost along the last axis gives, `[B, tiles]`, in less time for few tiles."""
+    number = jnp.arange(cost.shape[1], dtype=jnp.int32)
+    cost, other = cost[:, :, None], cost[:, None, :]
+    is_before = (other > cost) | ((other == cost) & (number < number[:, None]))
+    rank = is_before.sum(-1, dtype=jnp.int32)
+    is_it = rank[:, None, :] == number[:, None]
+    return jnp.where(is_it, number, 0).sum(-1, dtype=jnp.int32)
 
 
 def longest_first(schedules: np.ndarray, cost: jax.Array, heads: int) -> jax.Array:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from pallas_kernels.intervals import hull
+from pallas_kernels.intervals import FAR
 
 
 class Blocks(NamedTuple):
@@ -110,9 +111,23 @@ def restricted(blocks: Blocks, sharing: Sharing) -> Blocks:
     between = lambda first, end: (first[..., None] <= number) & (number < end[..., None])
     needed = sharing.some & between(blocks.first, blocks.end)
     unmasked = needed & sharing.all & between(blocks.first_unmasked, blocks.end_unmasked)
-    first, end = hull(needed)
-    first_unmasked, end_unmasked = hull(unmasked)
-    in_one = unmasked.sum(-1, dtype=jnp.int32) == end_unmasked - first_unmasked
+    # All in one reduction, which is one kernel.
+    far, zero = jnp.int32(FAR), jnp.int32(0)
+    bounds = [
+        bound
+        for chosen in (needed, unmasked)
+        for bound in (jnp.where(chosen, number, far), jnp.where(chosen, number + 1, zero))
+    ]
+
+    def both(a, b):
+        least, greatest = jnp.minimum, jnp.maximum
+        combine = least, greatest, least, greatest, jnp.add
+        return tuple(f(x, y) for f, x, y in zip(combine, a, b, strict=True))
+
+    operands = *bounds, unmasked.astype(jnp.int32)
+    *bounds, count = lax.reduce(operands, (far, zero, far, zero, zero), both, (2,))
+    first, end, first_unmasked, end_unmasked = bounds
+    in_one = count == end_unmasked - first_unmasked
     return Blocks(first, end, first_unmasked, jnp.where(in_one, end_unmasked, 0))
 
 
@@ -127,7 +142,7 @@ def has_partner(
     """
     # Sharded as the ids are, which a sort needs.
     places = jnp.arange(other_ids.shape[1], dtype=jnp.int32) + jnp.zeros_like(other_ids)
-    by_id, place = jax.lax.sort((other_ids, places), num_keys=2)
+    by_id, place = lax.sort((other_ids, places), num_keys=2)
     first, end = (jnp.broadcast_to(intervals[:, n], ids.shape) for n in range(2))
 
     # Binary search for the first that is not before (id, first).

@@ -4,12 +4,13 @@ All tiles stand in one order of starting. A ticket is a place in it, and a count
 gives out the next one. The producer draws one when it has few more keys of a tile to load, and
 makes the entry of the next tile: its number, in shared memory, where consumers find it.
 
-    order     [next ticket | number of each ticket | ticket before it in the same thread block]
+    order     [number of each ticket's tile]
+    drawn     [next ticket | for each the one before it in the same thread block]
     entries   [number of each of four tiles in turn, below 0 for none | their tickets]
 
 A round is a walk over the tiles of a thread block, by the index of their turn. The first begins at
-0, and what it drew the last part of the order tells to a second one, from the last tile to the
-first. That round's indices begin where those of the first end.
+0. What it drew, the links of tickets tell to a second one, from the last tile to the first. That
+round's indices begin where those of the first end.
 """
 
 import dataclasses
@@ -31,10 +32,9 @@ _NONE = -1
 _DRAWN_BEFORE = 2
 
 
-def first_order(numbers: jax.Array, thread_blocks: int) -> jax.Array:
-    """The order `[1 + 2 * tiles]` int32 before the kernel, from the numbers `[tiles]` of tiles."""
-    first = jnp.array([thread_blocks], jnp.int32)  # the first one of each is not drawn
-    return jnp.concatenate([first, numbers, jnp.zeros_like(numbers)])
+def none_drawn(tiles: int, thread_blocks: int) -> jax.Array:
+    """`[1 + tiles]` int32 before the kernel, in which the first ticket of each is not drawn."""
+    return jnp.full(1 + tiles, thread_blocks, jnp.int32)  # links before they are made: anything
 
 
 def scratch() -> tuple:
@@ -46,7 +46,8 @@ class Tickets:
     """What a thread block draws.
 
     Attributes:
-      order_ref: `first_order`, which changes.
+      order_ref: `[tiles]` int32 in global memory.
+      drawn_ref: `none_drawn`, which changes.
       scratch: refs of `scratch`.
       tiles: of all thread blocks.
       thread_blocks: how many there are; at most as many as tiles.
@@ -54,6 +55,7 @@ class Tickets:
     """
 
     order_ref: Any
+    drawn_ref: Any
     scratch: tuple
     tiles: int
     thread_blocks: int
@@ -94,7 +96,7 @@ class Tickets:
     def first_number(self, begin) -> jax.Array:
         """The same of a round's first, before its entry, which is there when its keys are."""
         last = self._entries[_slot(begin - 1 + _ENTRIES)]
-        return jnp.where(begin > 0, last, self.order_ref[1 + self.block])
+        return jnp.where(begin > 0, last, self.order_ref[self.block])
 
     def wait(self, index) -> None:
         """Waits for an entry that is not the first of its round."""
@@ -121,7 +123,7 @@ class Tickets:
         draw_at = jnp.maximum(steps - _DRAWN_BEFORE, 1)
         pl.loop(jnp.int32(1), draw_at)(load_step)
         in_turn = (index + 1) * self.thread_blocks + self.block
-        ticket = draw_ticket(self.order_ref.at[0], in_turn)
+        ticket = draw_ticket(self.drawn_ref.at[0], in_turn)
         pl.loop(draw_at, steps)(load_step)
         number = self._look_up(ticket)
         load_last()
@@ -134,7 +136,7 @@ class Tickets:
         @pl.when(again)
         def _():
             after = self._ticket(index)
-            before = self.order_ref[1 + self.tiles + self._place(after)]
+            before = self.drawn_ref[1 + self._place(after)]
             self._write(index + 1, before, self._look_up(before))
 
         plgpu.barrier_arrive(self._full(index + 1))
@@ -159,11 +161,11 @@ class Tickets:
 
         @pl.when(self._is_tile(ticket))
         def _():
-            self.order_ref[1 + self.tiles + self._place(ticket)] = before
+            self.drawn_ref[1 + self._place(ticket)] = before
 
     def _look_up(self, ticket) -> jax.Array:
         """Number of a ticket's tile, of any if there is none; nothing waits for the memory yet."""
-        return self.order_ref[1 + self._place(ticket)]
+        return self.order_ref[self._place(ticket)]
 
     def _ticket(self, index):
         return self._entries[_ENTRIES + _slot(index)]

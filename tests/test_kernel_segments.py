@@ -286,6 +286,18 @@ def test_the_order_of_tickets_ranks_the_tiles_of_each_batch_entry():
     np.testing.assert_array_equal(order, [1, 4, 2, 5, 0, 3, 7, 10, 8, 11, 6, 9])
 
 
+def test_tiles_that_cost_the_same_keep_their_order(monkeypatch):
+    """Counted or, as where there are many, sorted."""
+    cost = jnp.asarray(np.random.default_rng(0).integers(1, 9, (3, 50)) + 1.2)
+    numbers = np.random.default_rng(1).permutation(3 * 2 * 50)
+    rank = np.argsort(-np.asarray(cost), axis=1, stable=True)
+    head, expected = numbers // 50, rank[numbers // 50 // 2, numbers % 50]
+    for counted in (50, 49):
+        monkeypatch.setattr(scheduler, "_COUNTED", counted)
+        order = scheduler.order_by_rank(numbers, cost, heads=2)
+        np.testing.assert_array_equal(order, head * 50 + expected)
+
+
 @pytest.mark.parametrize("power", [0, 1, 2])
 def test_the_deal_is_even_however_costs_fall(power):
     """Of 64 heads with 32 tiles each, the most costly tiles first, 4 heads at a time."""

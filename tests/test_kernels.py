@@ -821,6 +821,20 @@ def test_longest_tiles_come_first_within_a_section():
     np.testing.assert_array_equal(head, [0, 1] * 3 + [2, 3] * 3)
 
 
+@pytest.mark.parametrize(
+    ("last_section", "heads"),
+    [
+        (6, [[0, 1], [2, 3], [4, 5]]),
+        (7, [[0, 1], [2, 3, 4, 5]]),  # 4 heads have 12 tiles, 2 have 6
+        (100, [[0, 1, 2, 3, 4, 5]]),
+    ],
+)
+def test_the_last_section_has_at_least_so_many_tiles(last_section, heads):
+    order = scheduler.tile_order(np.array([1.0, 3.0, 2.0]), 6, section=2, last_section=last_section)
+    expected = [(tile, head) for section in heads for tile in (1, 2, 0) for head in section]
+    assert list(zip(*order, strict=True)) == expected
+
+
 def test_named_barriers_are_sixteen():
     with pytest.raises(ValueError, match="16"):
         primitives.NamedBarriers(first=14, count=3, arrivers=1)

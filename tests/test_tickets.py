@@ -1,7 +1,6 @@
 """Tiles that thread blocks draw, in an order that is not the one of interpret mode."""
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels import forward, tickets
@@ -39,7 +38,6 @@ def test_a_thread_block_that_draws_more_than_others(one_draws_all, H, jumps):
         check(arrays, **options, config=few_thread_blocks(H, THREAD_BLOCKS))
 
 
-def test_the_order_before_anything_is_drawn():
-    """The first ticket of each thread block is not drawn, and nothing came before any."""
-    order = tickets.first_order(jnp.array([4, 2, 0, 3, 1]), 3)
-    np.testing.assert_array_equal(order, [3, 4, 2, 0, 3, 1, 0, 0, 0, 0, 0])
+def test_the_first_ticket_of_each_thread_block_is_not_drawn():
+    drawn = tickets.none_drawn(5, thread_blocks=3)
+    assert drawn.shape == (1 + 5,) and drawn[0] == 3
