@@ -518,9 +518,9 @@ def _build(
 
         drawn = None
         if by_batch:
-            drawn = tickets.Tickets(
-                schedule_ref, *drawn_refs, entries, tiles.count, tiles.thread_blocks, block
-            )
+            (drawn_ref,) = drawn_refs
+            refs = schedule_ref, drawn_ref, entries
+            drawn = tickets.Tickets(*refs, tiles.count, tiles.thread_blocks, block)
         else:
             tiles_listed = listed(0)
 
