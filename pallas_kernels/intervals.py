@@ -76,9 +76,14 @@ def reach(intervals: jax.Array | np.ndarray, rows: int, *, empty_rows_count: boo
 
 def hull(chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
     """First and end of what is true along the last axis of a bool array; first > end for none."""
+    first, end = hulls(chosen)
+    return first.min(-1), end.max(-1)
+
+
+def hulls(chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same of each element alone: `FAR` and 0 where it is false."""
     number = jnp.arange(chosen.shape[-1], dtype=jnp.int32)
-    first = jnp.where(chosen, number, FAR).min(-1)
-    return first, jnp.where(chosen, number + 1, 0).max(-1)
+    return jnp.where(chosen, number, FAR), jnp.where(chosen, number + 1, 0)
 
 
 def of_keys(intervals: jax.Array, key_length: int) -> jax.Array:

@@ -168,13 +168,14 @@ def order_by_rank(pieces: np.ndarray | jax.Array, cost: jax.Array, heads: int) -
       The numbers head * tiles + tile in their places, rank 0 the tile that costs most.
     """
     tiles = cost.shape[1]
-    by_rank = _by_rank(cost) if tiles <= _COUNTED else jnp.argsort(-cost, axis=1)
     head, rank = pieces // tiles, pieces % tiles
-    return by_rank[head // heads, rank].astype(jnp.int32) + (head * tiles).astype(np.int32)
+    return _by_rank(cost)[head // heads, rank] + (head * tiles).astype(np.int32)
 
 
 def _by_rank(cost: jax.Array) -> jax.Array:
-    """What argsort of -cost along the last axis gives, `[B, tiles]`, in less time for few tiles."""
+    """The tile of each rank, `[B, tiles]`: a sort, but by counting where that takes less time."""
+    if cost.shape[1] > _COUNTED:
+        return jnp.argsort(-cost, axis=1).astype(jnp.int32)
     number = jnp.arange(cost.shape[1], dtype=jnp.int32)
     cost, other = cost[:, :, None], cost[:, None, :]
     is_before = (other > cost) | ((other == cost) & (number < number[:, None]))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.intervals import FAR
+from pallas_kernels.intervals import FAR, hulls
 
 
 class Blocks(NamedTuple):
@@ -111,20 +111,15 @@ def restricted(blocks: Blocks, sharing: Sharing) -> Blocks:
     between = lambda first, end: (first[..., None] <= number) & (number < end[..., None])
     needed = sharing.some & between(blocks.first, blocks.end)
     unmasked = needed & sharing.all & between(blocks.first_unmasked, blocks.end_unmasked)
-    # All in one reduction, which is one kernel.
-    far, zero = jnp.int32(FAR), jnp.int32(0)
-    bounds = [
-        bound
-        for chosen in (needed, unmasked)
-        for bound in (jnp.where(chosen, number, far), jnp.where(chosen, number + 1, zero))
-    ]
 
     def both(a, b):
         least, greatest = jnp.minimum, jnp.maximum
         combine = least, greatest, least, greatest, jnp.add
         return tuple(f(x, y) for f, x, y in zip(combine, a, b, strict=True))
 
-    operands = *bounds, unmasked.astype(jnp.int32)
+    # All in one reduction, which is one kernel.
+    far, zero = jnp.int32(FAR), jnp.int32(0)
+    operands = *hulls(needed), *hulls(unmasked), unmasked.astype(jnp.int32)
     *bounds, count = lax.reduce(operands, (far, zero, far, zero, zero), both, (2,))
     first, end, first_unmasked, end_unmasked = bounds
     in_one = count == end_unmasked - first_unmasked
