@@ -525,7 +525,7 @@ def measure(
     for name, time in timing.interleaved(programs, (), rounds, iterations).items():
         entries[name] |= {
             "milliseconds": dataclasses.asdict(time),
-            "teraflops": row.flops(passes) / time.median / 1e9,
+            "teraflops": row.flops(passes) / time.mean / 1e9,
         }
     if quantising:
         for name, time in timing.interleaved(quantising, (), rounds, iterations).items():
@@ -628,7 +628,7 @@ def fp8_table(results: list[dict]) -> str:
         for entry in (result["candidates"].get(name, {}) for name in names):
             cells.append(f"{entry['error']:.1e}" if "error" in entry else "-")
             time = entry.get("quantisation_milliseconds")
-            cells.append(f"{1e3 * time['median']:.1f}" if time else "-")
+            cells.append(f"{1e3 * time['mean']:.1f}" if time else "-")
         lines.append([result["row"], *cells, f"{over_16_bits(result):.2f}"])
     return markdown(lines)
 
@@ -680,7 +680,7 @@ def memory_table(results: list[dict], candidates: list[str]) -> str:
 def heading(record: dict[str, Any], calls: str) -> str:
     """What stands above a table: where and when it was measured, and what its figures are."""
     where = f"{record['device']}, jax {record['jax']}, {record['date']}"
-    return f"{where}, {record.get('dtype', 'bf16')}; TFLOP/s, medians of\n{calls} calls"
+    return f"{where}, {record.get('dtype', 'bf16')}; TFLOP/s, means of\n{calls} calls"
 
 
 def report(record: dict, candidates: list[str], calls: str) -> str:
@@ -771,7 +771,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that say which rows to time, how often, and where results go."""
     parser.add_argument("--quick", action="store_true", help="the rows of length 4096 alone")
     parser.add_argument("--rows", default="", help="regular expression that names of rows match")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--iterations", type=int, default=10, help="calls in a round")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="where to write")
 

@@ -234,13 +234,13 @@ def reference(row: Row, arrays) -> jax.Array:
     return heads_first(out).reshape(arrays["query"].shape)
 
 
-def read_terabytes_per_second(rounds: int = 5, iterations: int = 10) -> float:
+def read_terabytes_per_second(rounds: int = 6, iterations: int = 10) -> float:
     """How fast this machine reads memory, in a sum over more than its caches hold."""
     size = 2**31 if timing.on_gpu() else 2**24  # bytes
     x = jax.random.normal(jax.random.key(0), (size // 2**14, 2**13), jnp.bfloat16)
     total = jax.jit(lambda x: jnp.sum(x, axis=1, dtype=jnp.float32))
     timed = timing.interleaved({"sum": total}, (x,), rounds, iterations)
-    return x.nbytes / timed["sum"].median / 1e9
+    return x.nbytes / timed["sum"].mean / 1e9
 
 
 def candidate(name: str) -> Callable:
@@ -277,7 +277,7 @@ def measure(row: Row, candidates: list[str], rounds: int, iterations: int) -> di
     for name, time in timing.interleaved(programs, (), rounds, iterations).items():
         entries[name] |= {
             "milliseconds": dataclasses.asdict(time),
-            "terabytes_per_second": row.bytes / time.median / 1e9,
+            "terabytes_per_second": row.bytes / time.mean / 1e9,
         }
     return {"row": row.name, "bytes": row.bytes, "candidates": entries}
 
@@ -297,7 +297,7 @@ def problems(results: list[dict]) -> list[str]:
 def best(result: dict) -> tuple[float, float]:
     """Milliseconds of the fastest of ours and of the fastest peer, NaN where there is none."""
     times = {
-        name: entry["milliseconds"]["median"]
+        name: entry["milliseconds"]["mean"]
         for name, entry in result["candidates"].items()
         if "milliseconds" in entry
     }
@@ -318,7 +318,7 @@ def table(record: dict, candidates: list[str]) -> str:
         lines.append(
             [
                 result["row"],
-                *("-" if time is None else f"{1e3 * time['median']:.1f}" for time in times),
+                *("-" if time is None else f"{1e3 * time['mean']:.1f}" for time in times),
                 f"{rate:.2f}",
                 f"{rate / record['read_terabytes_per_second']:.2f}",
                 f"{peer / ours:.2f}",
@@ -363,7 +363,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--candidates", help=f"of {', '.join(CANDIDATES)}, separated by commas")
     parser.add_argument("--splits", default="", help="numbers, separated by commas, to try too")
     parser.add_argument("--rows", default="", help="regular expression that names of rows match")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--iterations", type=int, default=10, help="calls in a round")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="where to write")
     options = parser.parse_args(argv)
@@ -391,7 +391,7 @@ def main(argv: list[str] | None = None) -> int:
         path = write(options.results, f"decode {options.suite}", record)
     where = f"{record['device']}, jax {record['jax']}, {record['date']}"
     print(
-        f"\n{where}; microseconds, medians of {options.rounds} x {options.iterations} calls; reads"
+        f"\n{where}; microseconds, means of {options.rounds} x {options.iterations} calls; reads"
         f" {read_rate:.2f} TB/s\n\n{table(record, options.candidates)}\n\n{summarize(results)}"
     )
     print(*problems(results), sep="\n")

@@ -200,7 +200,7 @@ def measure(row: Row, names: list[str], implementation: str, rounds: int) -> lis
             if result["passes"] == kind and time:
                 result["milliseconds"] = dataclasses.asdict(time)
                 if plain := times.get(_label(PLAIN, result["candidate"])):
-                    result["over_plain"] = time.median / plain.median
+                    result["over_plain"] = time.mean / plain.mean
     return results
 
 
@@ -217,7 +217,7 @@ def table(results: list[dict], passes: str) -> str:
         if result["passes"] == passes:
             cell = "-"
             if "milliseconds" in result:
-                cell = f"{result['milliseconds']['median']:.3g}"
+                cell = f"{result['milliseconds']['mean']:.3g}"
                 if "over_plain" in result:
                     cell += f" ({result['over_plain']:.2f})"
             of_row = cells.setdefault((result["row"], result["option"]), {})
@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--implementation", default="mosaic_gpu" if gpu else "xla")
     parser.add_argument("--options", default=",,".join(OPTIONS), help="separated by two commas")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--results", type=pathlib.Path, default=attention.RESULTS)
     arguments = parser.parse_args(argv)
     names = arguments.options.split(",,")

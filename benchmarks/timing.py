@@ -1,4 +1,4 @@
-"""Fair times: candidates interleaved in one process, kernel time on a GPU, medians."""
+"""Fair times: candidates interleaved in one process, kernel time on a GPU."""
 
 import dataclasses
 import statistics
@@ -15,7 +15,7 @@ from jax.experimental.mosaic.gpu import profiler
 class Time:
     """Milliseconds of one call, over all rounds."""
 
-    median: float
+    mean: float
     fastest: float
     slowest: float
 
@@ -80,8 +80,10 @@ def interleaved(
 ) -> dict[str, Time]:
     """Times functions of the same arguments against each other.
 
-    Every round runs every candidate, each round another one first, so that a change of clocks or
-    of temperature falls on all alike.
+    Every round runs every candidate, two rounds in a row in opposite orders, the next two with
+    another one first, so that a change of clocks or of temperature falls on all alike. Means, as a
+    GPU that has idled begins a turn at clocks that its power limit does not let it keep: a median
+    is of calls at one clock or at the other.
 
     Args:
       candidates: jitted, compiled or Bound functions by name.
@@ -92,17 +94,18 @@ def interleaved(
     times: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
     for turn in range(rounds):
-        first = turn % len(names) if names else 0
-        for name in names[first:] + names[:first]:
+        first = turn // 2 % len(names) if names else 0
+        order = names[first:] + names[:first]
+        for name in reversed(order) if turn % 2 else order:
             times[name] += milliseconds(candidates[name], args, iterations)
-    return {name: Time(statistics.median(ts), min(ts), max(ts)) for name, ts in times.items()}
+    return {name: Time(statistics.fmean(ts), min(ts), max(ts)) for name, ts in times.items()}
 
 
-def matmul_teraflops(size: int, rounds: int = 5, iterations: int = 10) -> float:
+def matmul_teraflops(size: int, rounds: int = 6, iterations: int = 10) -> float:
     """What this machine's own bf16 matmul of `size` cubed reaches: the ceiling for attention."""
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
     timed = interleaved({"matmul": jax.jit(jnp.matmul)}, (a, b), rounds, iterations)
-    return 2 * size**3 / timed["matmul"].median / 1e9
+    return 2 * size**3 / timed["matmul"].mean / 1e9
 
 
 def reason(error: Exception) -> str:
