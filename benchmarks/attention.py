@@ -771,7 +771,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that say which rows to time, how often, and where results go."""
     parser.add_argument("--quick", action="store_true", help="the rows of length 4096 alone")
     parser.add_argument("--rows", default="", help="regular expression that names of rows match")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=timing.ROUNDS)
     parser.add_argument("--iterations", type=int, default=10, help="calls in a round")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="where to write")
 

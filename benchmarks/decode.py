@@ -234,7 +234,7 @@ def reference(row: Row, arrays) -> jax.Array:
     return heads_first(out).reshape(arrays["query"].shape)
 
 
-def read_terabytes_per_second(rounds: int = 6, iterations: int = 10) -> float:
+def read_terabytes_per_second(rounds: int = timing.ROUNDS, iterations: int = 10) -> float:
     """How fast this machine reads memory, in a sum over more than its caches hold."""
     size = 2**31 if timing.on_gpu() else 2**24  # bytes
     x = jax.random.normal(jax.random.key(0), (size // 2**14, 2**13), jnp.bfloat16)
@@ -363,7 +363,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--candidates", help=f"of {', '.join(CANDIDATES)}, separated by commas")
     parser.add_argument("--splits", default="", help="numbers, separated by commas, to try too")
     parser.add_argument("--rows", default="", help="regular expression that names of rows match")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=timing.ROUNDS)
     parser.add_argument("--iterations", type=int, default=10, help="calls in a round")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="where to write")
     options = parser.parse_args(argv)

@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--implementation", default="mosaic_gpu" if gpu else "xla")
     parser.add_argument("--options", default=",,".join(OPTIONS), help="separated by two commas")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=timing.ROUNDS)
     parser.add_argument("--results", type=pathlib.Path, default=attention.RESULTS)
     arguments = parser.parse_args(argv)
     names = arguments.options.split(",,")

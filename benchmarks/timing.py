@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
+ROUNDS = 6  # in which `interleaved` has three candidates in every order
+
 
 @dataclasses.dataclass(frozen=True)
 class Time:
@@ -101,7 +103,7 @@ def interleaved(
     return {name: Time(statistics.fmean(ts), min(ts), max(ts)) for name, ts in times.items()}
 
 
-def matmul_teraflops(size: int, rounds: int = 6, iterations: int = 10) -> float:
+def matmul_teraflops(size: int, rounds: int = ROUNDS, iterations: int = 10) -> float:
     """What this machine's own bf16 matmul of `size` cubed reaches: the ceiling for attention."""
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
     timed = interleaved({"matmul": jax.jit(jnp.matmul)}, (a, b), rounds, iterations)
