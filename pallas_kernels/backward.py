@@ -281,6 +281,10 @@ def _build_main(
     staged_values = [value_columns] if dv_apart else value_columns.in_parts(_DQ_TILE)
     factor = problem.logit_unit * LOG2E
     has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
+    # Registers are too short for it elsewhere, and width 64 is as fast with lists.
+    draws = problem.by_batch and width > 64 and not (has_cap or has_dropout)
+    # Elsewhere, which is width 64, causal tiles of few steps would take 5% longer.
+    keeps_numbers = (width > 64 or problem.by_batch) and not has_dropout
     # With dropout start, words of queries and delta are one array, as copies take registers.
     together = (3,) if has_dropout else ()
     if block_q * width != _CONSUMERS * _DQ_TILE**2:
@@ -293,6 +297,7 @@ def _build_main(
     row_bytes = problem.pair_bytes + (4 * key_columns.size if with_query_gradient else 0)
     tiles = KeyTiles(problem, _BLOCK_KV, block_q, row_bytes=row_bytes)
     query_blocks = tiles.query_blocks
+    thread_blocks = tiles.thread_blocks(config.thread_blocks, draws=draws)
     # There are registers for weights and dQ at a time only where all else is simple.
     simple = not (tiles.any_mask or group > 1) and key_columns.tiles == value_columns.tiles == 1
     early_weights = (simple and not has_dropout) or (
@@ -343,8 +348,10 @@ def _build_main(
             num_arrivals=value_columns.tiles + int(not has_dropout), num_barriers=stages
         ),
     )
+    # What thread blocks draw stands behind delta: there is no room for more, as each ref takes
+    # whole KB.
     if not has_dropout:
-        scratch["delta_smem"] = plgpu.SMEM((stages, block_q), jnp.float32)
+        scratch["delta_smem"] = plgpu.SMEM((stages + int(draws), block_q), jnp.float32)
     if dv_apart:
         scratch["dv_smem"] = value_columns.smem(1, _BLOCK_KV, dtype=dtype)
     if with_query_gradient:
@@ -357,8 +364,10 @@ def _build_main(
         k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem,
         k_full, v_full, q_full, o_full, delta_smem=None, dv_smem=None, dq_smem=None, twins=None,
     ):  # fmt: skip
-        warpgroup = lax.axis_index("warpgroup")
-        walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
+        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        entries = delta_smem.at[stages] if draws else None
+        walk, refs = Walk.of_refs(tiles, block, all_refs, thread_blocks, entries)
+        drawn = walk.drawn
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, *dq_refs, dk_ref, dv_ref = refs
         ds_stored, free, v_free, dq_staged, gradients_staged, sent, unseen_rows = (
             dataclasses.replace(barriers, twins=twins and twins[name])
@@ -387,10 +396,33 @@ def _build_main(
 
         def first_index():
             """A list is walked from its end, since comparing with 0 takes no register."""
-            return walk.count() - 1
+            return zero if drawn else walk.count() - 1
+
+        def after(index):
+            return index + 1 if drawn else index - 1
+
+        def is_tile(index):
+            return drawn.number(index) < tiles.count if drawn else index >= 0
+
+        def over_tiles(whole_tile, carry):
+            """Runs `whole_tile(index, carry)` for each tile."""
+
+            def one_tile(state):
+                index, carry, _ = state
+                carry = whole_tile(index, carry)
+                return index + 1, carry, is_tile(index + 1)
+
+            if drawn:  # each has a first one
+                lax.while_loop(lambda state: state[2], one_tile, (zero, carry, jnp.bool_(True)))
+                return
+            lax.while_loop(
+                lambda state: state[0] >= 0,
+                lambda state: (state[0] - 1, whole_tile(*state)),
+                (first_index(), carry),
+            )
 
         def k_slot(index):
-            return lax.rem(index, jnp.int32(_K_SLOTS))
+            return index & (_K_SLOTS - 1)
 
         # One copy of the code a consumer: addresses become constants, which saves registers.
         def _consumer(consumer: int):
@@ -623,8 +655,7 @@ def _build_main(
                     hand_over_dq()
                     step_without_dq(j, mask, load_elements, index, key_words)
 
-                def whole_tile(carry):
-                    index, j = carry
+                def whole_tile(index, j):
                     await_keys(index)
                     step = step_without_dq
                     if with_query_gradient:
@@ -640,11 +671,11 @@ def _build_main(
                     else:
                         sent.wait(consumer)
                     hand_over_gradients(1 - parity, index)
-                    return index - 1, j
+                    return j
 
                 dk_acc[...] = zero_tile(_KEYS, key_columns.size)
                 dv_acc[...] = zero_tile(_KEYS, value_columns.size)
-                lax.while_loop(lambda carry: carry[0] >= 0, whole_tile, (first_index(), zero))
+                over_tiles(whole_tile, zero)
 
             accumulator = lambda rows, columns: plgpu.ACC((rows, columns), jnp.float32)
             accumulators = [
@@ -664,20 +695,41 @@ def _build_main(
         def _producer():
             plgpu.set_max_registers(registers[1], action="decrease")
 
-            def load_step(carry):
+            def place_of(index, number):
+                """What `walk.locate` gives, of the number at hand or read anew."""
+                if keeps_numbers:
+                    return tiles.locate(number)
+                # So with dropout, or the producer spills.
+                return walk.locate(index + fresh_zero() if has_dropout else index)
+
+            def load_step(carry, in_work):
                 """Loads a block of Q and one of dO, and their row statistics; returns the next.
 
-                After the last step the index is -1, and what it locates is not loaded.
+                After the last step what the index locates is no tile, and not loaded.
+
+                Args:
+                  in_work: index of the tile that consumers work on.
                 """
-                j, index, t = carry
-                place = _, kv_head_of_all = walk.locate(index)
+                j, index, number, t = carry
+                place = _, kv_head_of_all = place_of(index, number)
+                there = number < tiles.count if drawn else index >= 0
                 batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
                 query_block, member = walk.step_of(place, t)
                 rows = pl.ds(query_block * block_q, block_q)
                 head = kv_head * group + member
                 slot = lax.rem(j, jnp.int32(stages))
 
-                @pl.when(index >= 0)
+                def draw_next(drawn):
+                    drawn.draw(index + 1)
+                    pl.when(index == in_work)(lambda: load_key(index + 1))
+
+                if drawn:
+                    # Late, as who is free first should have the next tile, but before the last step
+                    # of this one is loaded, which tells consumers that the entry is there.
+                    is_last = (t + 1 == walk.steps_of(place)) & there
+                    pl.when(is_last)(functools.partial(draw_next, drawn))
+
+                @pl.when(there)
                 def _():
                     pl.when(j >= stages)(lambda: free.wait(slot))
                     for ref, buffer, columns, row_ref, row_buffer, full in (
@@ -692,10 +744,13 @@ def _build_main(
                         row_source = row_ref.at[batch, head, *place]
                         plgpu.copy_gmem_to_smem(row_source, row_buffer.at[slot], full.at[slot])
 
-                # Read anew with dropout, or the producer spills.
-                anew = index + fresh_zero() if has_dropout else index
-                is_last = (t + 1 == walk.steps(anew)) & (index >= 0)
-                return j + 1, index - is_last, jnp.where(is_last, 0, t + 1)
+                is_last = (t + 1 == walk.steps_of(place_of(index, number))) & there
+                following = lax.cond(
+                    is_last,
+                    lambda: (after(index), walk.number(after(index)), zero),
+                    lambda: (index, number, t + 1),
+                )
+                return j + 1, *following
 
             def load_keys(ref, buffer, columns, full, index):
                 tile, kv_head_of_all = walk.locate(index)
@@ -705,12 +760,12 @@ def _build_main(
 
             def load_key(index):
                 slot = k_slot(index)
-                pl.when(index >= 0)(
+                pl.when(is_tile(index))(
                     lambda: load_keys(k_ref, k_smem.at[slot], key_columns, k_full.at[slot], index)
                 )
 
             def load_value(index):
-                pl.when(index >= 0)(
+                pl.when(is_tile(index))(
                     lambda: load_keys(v_ref, v_smem.at[0], value_columns, v_full, index)
                 )
 
@@ -724,9 +779,9 @@ def _build_main(
                 for consumer in range(_CONSUMERS):
                     ds_stored.arrive(2 * lax.rem(j + 1, jnp.int32(2)) + consumer)
 
-            def add_dq(index, t):
+            def add_dq(index, number, t):
                 """Adds dQ of step t of a tile, staged in the next one; none for t = -1."""
-                place = _, kv_head_of_all = walk.locate(index)
+                place = _, kv_head_of_all = place_of(index, number)
                 query_block, member = walk.step_of(place, t)
                 head_of_all = kv_head_of_all * group + member
                 first = (head_of_all * query_blocks + query_block) * _CONSUMERS
@@ -757,43 +812,55 @@ def _build_main(
             def whole_tile(index, following):
                 def one_step(t, following):
                     if with_query_gradient:
-                        add_dq(index, t - 1)
+                        add_dq(index, number, t - 1)
                         let_stage()
-                    return load_step(following)
+                    return load_step(following, index)
 
+                number = walk.number(index)
                 steps = walk.steps(index)
                 following = lax.fori_loop(zero, steps, one_step, following)
                 v_free.wait(0)
-                load_value(index - 1)
+                load_value(after(index))
                 if with_query_gradient:
                     if has_dropout:  # read anew, or the producer spills
                         steps = walk.steps(index + fresh_zero())
-                    add_dq(index, steps - 1)
+                    add_dq(index, walk.number(index), steps - 1)
                 send_gradients(index)
                 let_stage()
-                load_key(index - _K_SLOTS)
+                if drawn:  # if it is drawn by now
+                    next_but_one = index + _K_SLOTS
+                    pl.when(following[1] >= next_but_one)(lambda: load_key(next_but_one))
+                else:
+                    load_key(index - _K_SLOTS)
                 if with_query_gradient:
                     let_start(following[0] - stages)
                 return following
 
-            for n in range(_K_SLOTS):
-                load_key(first_index() - n)
+            if drawn:
+                drawn.make_first()
+                load_key(first_index())
+            else:
+                for n in range(_K_SLOTS):
+                    load_key(first_index() - n)
             load_value(first_index())
             # Step, tile of this thread block, and step in the tile.
-            following = zero, first_index(), zero
-            following = lax.fori_loop(zero, stages, lambda _, carry: load_step(carry), following)
+            following = zero, first_index(), walk.number(first_index()), zero
+            following = lax.fori_loop(
+                zero, stages, lambda _, carry: load_step(carry, first_index()), following
+            )
             let_stage()
             if with_query_gradient:
                 let_start(zero)
-            lax.while_loop(
-                lambda carry: carry[0] >= 0,
-                lambda carry: (carry[0] - 1, whole_tile(*carry)),
-                (first_index(), following),
-            )
+            over_tiles(whole_tile, following)
             plgpu.wait_smem_to_gmem(0)
 
     return tiles.gradient_kernel(
-        attention_backward, key_rows, config.thread_blocks, scratch, from_end=True
+        attention_backward,
+        key_rows,
+        config.thread_blocks,
+        scratch,
+        from_end=not draws,
+        draws=draws,
     )
 
 

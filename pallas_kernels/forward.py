@@ -308,7 +308,7 @@ class Tiles:
 
         def run(key_blocks, *operands):
             order = scheduler.order_by_rank(numbers, _cost(key_blocks), self.problem.heads)
-            drawn = jax.new_ref(tickets.none_drawn(self.count, self.thread_blocks))
+            drawn = jax.new_ref(tickets.none_drawn(self.thread_blocks, links=self.count))
             return kernel(order, drawn, key_blocks, *operands)
 
         return run
@@ -475,7 +475,7 @@ def _build(
     if has_bias_of_keys:
         scratch["bias_smem"] = plgpu.SMEM((stages, block_kv), jnp.float32)
     if by_batch:
-        scratch["entries"] = tickets.scratch()
+        scratch["entries"] = tickets.TicketsInRounds.scratch()
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
@@ -519,8 +519,16 @@ def _build(
         drawn = None
         if by_batch:
             (drawn_ref,) = drawn_refs
-            refs = schedule_ref, drawn_ref, entries
-            drawn = tickets.Tickets(*refs, tiles.count, tiles.thread_blocks, block)
+            entries_ref, entries_full = entries
+            drawn = tickets.TicketsInRounds(
+                schedule_ref,
+                drawn_ref,
+                entries_ref,
+                tiles.count,
+                tiles.thread_blocks,
+                lambda: block,
+                entries_full,
+            )
         else:
             tiles_listed = listed(0)
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels import scheduler, segments
+from pallas_kernels import scheduler, segments, tickets
 from pallas_kernels.config import BACKWARD_CONSUMERS, BACKWARD_SECTION_BYTES, SM_COUNT, Problem
 from pallas_kernels.dropout import Words
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
@@ -39,6 +39,12 @@ _TILE_OVERHEAD = 1.0  # what a tile costs beside its steps, in steps
 # Sections are longer by this where costs are known at run time only, as what thread blocks get is
 # even over many tiles alone; yet not all heads, whose dQ would leave L2.
 _LONGER_SECTIONS = 8
+_LONGER_DRAWN_SECTIONS = 3  # the same where tiles are drawn, which is even over fewer
+# So many tiles for each thread block are drawn from one section at the end: from a section with one
+# or two for each, some thread blocks would draw a last one that is long.
+_LAST_TILES = 4
+# Their entries have no room beside what sums over rows might need, of which there are none here.
+_DRAWING = dataclasses.replace(HAND_ORDERED, reduction_scratch_bytes=0)
 
 
 class Section(NamedTuple):
@@ -189,13 +195,18 @@ class KeyTiles:
         steps = self.steps()
         return (steps.cumsum() - steps).astype(np.int32)
 
-    def thread_blocks(self, most: int | None, kv_heads: range | None = None) -> int:
+    def thread_blocks(
+        self, most: int | None, kv_heads: range | None = None, draws: bool = False
+    ) -> int:
         """How many to launch: at most so many, or if None as `scheduler.thread_blocks` decides.
 
         Args:
           kv_heads: those that have tiles; None for all.
+          draws: thread blocks draw their tiles: None stands for one on each SM.
         """
         count = len(kv_heads or self.kv_heads) * self.per_head
+        if draws:
+            most = most or SM_COUNT
         if most is None:
             is_known = not self.problem.by_batch
             return scheduler.thread_blocks(count, self.steps(), SM_COUNT, is_known)
@@ -209,21 +220,36 @@ class KeyTiles:
         If costs are known at run time only, as `scheduler.deals_by_rank` does, with ranks in the
         place of tiles.
         """
-        p, kv_heads = self.problem, kv_heads or self.kv_heads
+        kv_heads = kv_heads or self.kv_heads
+        longer = _LONGER_SECTIONS if self.problem.by_batch else 1
+        number, tile, cost = self._order(kv_heads, longer * BACKWARD_SECTION_BYTES)
+        if self.problem.by_batch:
+            return scheduler.deals_by_rank(number, tile, self.per_head, thread_blocks, reverse)
+        return scheduler.deal(number, cost, thread_blocks, reverse)
+
+    def order_to_draw(self, thread_blocks: int) -> np.ndarray:
+        """The order in which tiles are drawn, with ranks in the place of tiles."""
+        last_section = _LAST_TILES * thread_blocks
+        section_bytes = _LONGER_DRAWN_SECTIONS * BACKWARD_SECTION_BYTES
+        number, _, _ = self._order(self.kv_heads, section_bytes, last_section)
+        return number
+
+    def _order(
+        self, kv_heads: range, section_bytes: int, last_section: int = 0
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The order of starting: number of each tile, its number in its head, and its cost."""
+        p = self.problem
         cost = np.zeros(self.per_head) if p.by_batch else self.steps() + _TILE_OVERHEAD
         section = scheduler.heads_per_section(
-            BACKWARD_SECTION_BYTES * (_LONGER_SECTIONS if p.by_batch else 1),
+            section_bytes,
             p.group * p.query_length * self.row_bytes,
             tiles_per_kv_head=self.per_head,
             slots=SM_COUNT,
             kv_heads=len(kv_heads),
             group=1,
         )
-        tile, kv_head = scheduler.tile_order(cost, len(kv_heads), section)
-        number = (kv_heads.start + kv_head) * self.per_head + tile
-        if p.by_batch:
-            return scheduler.deals_by_rank(number, tile, self.per_head, thread_blocks, reverse)
-        return scheduler.deal(number, cost[tile], thread_blocks, reverse)
+        tile, kv_head = scheduler.tile_order(cost, len(kv_heads), section, last_section)
+        return (kv_heads.start + kv_head) * self.per_head + tile, tile, cost[tile]
 
     def locate(self, number):
         """Tile and key head, of every batch entry, of a tile's number."""
@@ -237,6 +263,7 @@ class KeyTiles:
         most_thread_blocks: int | None,
         scratch: dict[str, Any],
         from_end: bool = False,
+        draws: bool = False,
         more_results: tuple[jax.ShapeDtypeStruct, ...] = (),
     ) -> Callable:
         """The kernel that makes dK and dV, `[batch, key_rows, kv_heads, width or value_width]`.
@@ -246,6 +273,8 @@ class KeyTiles:
             more results.
           most_thread_blocks: as `thread_blocks` takes it.
           from_end: thread blocks walk their lists from the end.
+          draws: thread blocks draw their tiles (`tickets.py`) and have no lists, as costs are known
+            at run time only.
           more_results: shapes of what the kernel makes beside dK and dV; with any, `first_steps`
             goes with `seeing_blocks`.
 
@@ -274,24 +303,31 @@ class KeyTiles:
                 num_threads=BACKWARD_CONSUMERS + 1,
                 thread_name="warpgroup",
                 scratch_types=scratch,
-                compiler_params=HAND_ORDERED,
+                compiler_params=_DRAWING if draws else HAND_ORDERED,
             )
             return jax.jit(kernel)  # lowered once for all sections
 
         def run(intervals, ids, words: Words | None, *operands, kv_heads=None, results=()):
-            thread_blocks = self.thread_blocks(most_thread_blocks, kv_heads)
-            schedule = self.schedule(thread_blocks, from_end, kv_heads)
+            thread_blocks = self.thread_blocks(most_thread_blocks, kv_heads, draws)
             kernel = kernel_of(thread_blocks, bool(results))
             operands = (*operands, *results)
             if words is not None:  # those of queries come with their start
                 operands = (words[1], *operands)
             if not p.by_batch:
+                schedule = self.schedule(thread_blocks, from_end, kv_heads)
                 return kernel(jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands)
             seeing = self.seeing(intervals)
             blocks = self.seeing_blocks_of(seeing, ids)
             cost = p.group * (blocks[:-1, :, 1] - blocks[:-1, :, 0]) + _TILE_OVERHEAD
-            order = scheduler.longest_first(schedule, cost, p.kv_heads)
-            tables: tuple[jax.Array, ...] = (order, blocks)
+            tables: tuple[Any, ...]
+            if draws:
+                numbers = self.order_to_draw(thread_blocks)
+                order = scheduler.order_by_rank(numbers, cost, p.kv_heads)
+                order = jnp.pad(order, (0, 1), constant_values=self.count)
+                tables = order, jax.new_ref(tickets.none_drawn(thread_blocks)), blocks
+            else:
+                schedule = self.schedule(thread_blocks, from_end, kv_heads)
+                tables = scheduler.longest_first(schedule, cost, p.kv_heads), blocks
             if intervals is not None:
                 tables = (*tables, jnp.asarray(seeing))
             if ids is not None:
@@ -309,13 +345,14 @@ class Walk:
     What there is to know of a tile is read where it is needed: kept over a loop it costs registers.
 
     Attributes:
-      schedule_ref: `KeyTiles.schedule`, in global memory.
+      schedule_ref: `KeyTiles.schedule`, in global memory; None where tiles are drawn.
       seeing_blocks_ref: `KeyTiles.seeing_blocks` or `seeing_blocks_of`, in global memory.
       block: number of the thread block.
       more_refs: in global memory, where the problem is dynamic the queries that see each key, and
         where it is segmented the ids of queries, as many as there are in all blocks, and of keys.
       elements: mask and bias, with rows of keys, of a problem that has them.
       key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
+      drawn: the tickets of a thread block that draws its tiles.
     """
 
     tiles: KeyTiles
@@ -325,11 +362,26 @@ class Walk:
     more_refs: tuple[Any, ...] = ()
     elements: ElementRefs | None = None
     key_words_ref: Any = None
+    drawn: tickets.Tickets | None = None
 
     @classmethod
-    def of_refs(cls, tiles: KeyTiles, block, refs) -> "tuple[Walk, list]":
-        """The walk by the first refs of a kernel of `gradient_kernel`, and its other refs."""
-        schedule_ref, seeing_blocks_ref, *refs = refs
+    def of_refs(
+        cls, tiles: KeyTiles, block, refs, thread_blocks: int = 0, entries: Any = None
+    ) -> "tuple[Walk, list]":
+        """The walk by the first refs of a kernel of `gradient_kernel`, and its other refs.
+
+        Args:
+          thread_blocks, entries: where they draw, how many there are and where entries stand.
+        """
+        drawn = None
+        schedule_ref, *refs = refs
+        if entries is not None:
+            order_ref, schedule_ref = schedule_ref, None
+            drawn_ref, *refs = refs
+            anew = functools.partial(lax.axis_index, "block")
+            refs_of_tickets = order_ref, drawn_ref, entries
+            drawn = tickets.Tickets(*refs_of_tickets, tiles.count, thread_blocks, anew)
+        seeing_blocks_ref, *refs = refs
         count = int(tiles.problem.dynamic) + 2 * int(tiles.problem.segmented)
         more_refs = tuple(refs[:count])
         key_words_ref = None
@@ -337,7 +389,7 @@ class Walk:
             key_words_ref, count = refs[count], count + 1
         elements, operands = ElementRefs.split(tiles.problem, refs[count:], transposed=True)
         walk = cls(
-            tiles, schedule_ref, seeing_blocks_ref, block, more_refs, elements, key_words_ref
+            tiles, schedule_ref, seeing_blocks_ref, block, more_refs, elements, key_words_ref, drawn
         )
         return walk, operands
 
@@ -347,7 +399,13 @@ class Walk:
 
     def locate(self, index):
         """Tile and key head, of every batch entry, of the tile of that index in the list."""
-        return self.tiles.locate(self.schedule_ref[self.block, 1 + index])
+        return self.tiles.locate(self.number(index))
+
+    def number(self, index):
+        """Number of the tile of that index in the list."""
+        if self.drawn:
+            return self.drawn.number(index)
+        return self.schedule_ref[self.block, 1 + index]
 
     def batch_of(self, place):
         """Batch entry of what `locate` gives."""
@@ -362,6 +420,9 @@ class Walk:
 
     def first_block(self, place):
         """The first query block that sees a key of a tile; place is what `locate` gives."""
+        problem = self.tiles.problem
+        if problem.highest is None and not problem.by_batch:
+            return 0
         return self.seeing(place, 0)
 
     def end_block(self, place):
@@ -393,7 +454,11 @@ class Walk:
 
     def steps(self, index):
         """How many query blocks, of all heads of the group."""
-        _, per_head = self.blocks_of(self.locate(index))
+        return self.steps_of(self.locate(index))
+
+    def steps_of(self, place):
+        """The same of what `locate` gives."""
+        _, per_head = self.blocks_of(place)
         return per_head * self.tiles.problem.group
 
     def step_of(self, place, t):

@@ -197,11 +197,11 @@ def share_first(*pairs: tuple[Any, Any]) -> None:
     """Stores int32 of a warpgroup's first thread in shared memory, where all its threads see them.
 
     Args:
-      pairs: a ref to one value, and the value.
+      pairs: a ref to 4 bytes, and the value.
     """
     if interpreting():
         for ref, value in pairs:
-            ref[...] = value
+            ref[...] = lax.bitcast_convert_type(value, ref.dtype)
         return
 
     refs, values = zip(*pairs, strict=True)
@@ -218,6 +218,25 @@ def share_first(*pairs: tuple[Any, Any]) -> None:
         mgpu.warpgroup_barrier()
 
     share(*refs, *values)
+
+
+def load_shared(ref) -> jax.Array:
+    """The int32 of a ref to 4 bytes in shared memory, read where this stands, each time anew.
+
+    Registers are short: what a plain read gives the compiler keeps over loops.
+    """
+    if interpreting():
+        return lax.bitcast_convert_type(ref[...], jnp.int32)
+
+    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=shape)
+    def load(_, ref):
+        i32 = ir.IntegerType.get_signless(32)
+        value = _asm("ld.volatile.shared.u32 $0, [$1];", "=r,r", [_shared_address(ref)], i32)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return load(ref)
 
 
 def vote_any(flags: jax.Array) -> jax.Array:

@@ -1,12 +1,12 @@
 """Tiles that thread blocks draw as they get free, where costs are known at run time only.
 
 All tiles stand in one order of starting. A ticket is a place in it, and a counter in global memory
-gives out the next one. The producer draws one when it has few more keys of a tile to load, and
+gives out the next one. The producer draws one when it has few more steps of a tile to load, and
 makes the entry of the next tile: its number, in shared memory, where consumers find it.
 
     order     [number of each ticket's tile]
-    drawn     [next ticket | for each the one before it in the same thread block]
-    entries   [number of each of four tiles in turn, below 0 for none | their tickets]
+    drawn     [next ticket | in rounds, for each the one before it in the same thread block]
+    entries   [number of each of four tiles in turn, none at the end | in rounds, their tickets]
 
 A round is a walk over the tiles of a thread block, by the index of their turn. The first begins at
 0. What it drew, the links of tickets tell to a second one, from the last tile to the first. That
@@ -23,43 +23,93 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.primitives import draw_ticket, share_first
+from pallas_kernels.primitives import draw_ticket, fresh_zero, load_shared, share_first
 
-_ENTRIES = 4  # one is written while that of two tiles before may still be read
+ENTRIES = 4  # of the tile in work, up to two after it, and one that is written
 _NONE = -1
 # Steps whose keys are yet to be loaded when the next tile is drawn. With more of them the thread
 # block is less often the one that is free first, with fewer the answer comes late (README.md).
 _DRAWN_BEFORE = 2
 
 
-def none_drawn(tiles: int, thread_blocks: int) -> jax.Array:
-    """`[1 + tiles]` int32 before the kernel, in which the first ticket of each is not drawn."""
-    return jnp.full(1 + tiles, thread_blocks, jnp.int32)  # links before they are made: anything
+def none_drawn(thread_blocks: int, links: int = 0) -> jax.Array:
+    """`[1 + links]` int32 before the kernel, in which the first ticket of each is not drawn.
 
-
-def scratch() -> tuple:
-    return plgpu.SMEM((2 * _ENTRIES,), jnp.int32), plgpu.Barrier(num_arrivals=1, num_barriers=2)
+    Args:
+      thread_blocks: how many draw.
+      links: as many as tiles for `TicketsInRounds`.
+    """
+    return jnp.full(1 + links, thread_blocks, jnp.int32)  # links before they are made: anything
 
 
 @dataclasses.dataclass(frozen=True)
 class Tickets:
-    """What a thread block draws.
+    """What a thread block draws, for one walk over its tiles, by the index of their turn.
 
     Attributes:
-      order_ref: `[tiles]` int32 in global memory.
+      order_ref: `[tiles + 1]` int32 in global memory, the last of them tiles; in rounds without.
       drawn_ref: `none_drawn`, which changes.
-      scratch: refs of `scratch`.
+      entries: ref in shared memory whose first `ENTRIES` times 4 bytes they take.
       tiles: of all thread blocks.
       thread_blocks: how many there are; at most as many as tiles.
-      block: which this is.
+      block: a function that says which this is, where it is needed: kept it costs a register.
     """
 
     order_ref: Any
     drawn_ref: Any
-    scratch: tuple
+    entries: Any
     tiles: int
     thread_blocks: int
-    block: Any
+    block: Callable[[], Any]
+
+    def number(self, index) -> jax.Array:
+        """Of the tile whose turn it is; that of the end, `tiles`, where there is none.
+
+        Consumers know that the entry is there from what the producer does after it.
+        """
+        return load_shared(self.entries.at[_slot(index + fresh_zero())])
+
+    # For the producer alone.
+
+    def make_first(self) -> None:
+        """Makes the entry of the first tile."""
+        self._share(jnp.int32(0), self.order_ref[self.block()])
+
+    def draw(self, index) -> None:
+        """Draws the tile of that index, the next one, and makes its entry."""
+        in_turn = index * self.thread_blocks + self.block()
+        ticket = draw_ticket(self.drawn_ref.at[0], in_turn)
+        self._share(index, self.order_ref[jnp.minimum(ticket, self.tiles)])
+
+    def _share(self, index, number) -> None:
+        """Makes an entry of what the warpgroup's first thread has."""
+        share_first((self.entries.at[_slot(index)], number))
+
+
+@dataclasses.dataclass(frozen=True)
+class TicketsInRounds(Tickets):
+    """What a thread block draws and walks over a second time, if need be.
+
+    Attributes:
+      entries: twice as many words, the second half for tickets.
+      full: an mbarrier for every second entry.
+    """
+
+    full: Any
+
+    @staticmethod
+    def scratch() -> tuple:
+        """Types of entries and full."""
+        entries = plgpu.SMEM((2 * ENTRIES,), jnp.int32)
+        return entries, plgpu.Barrier(num_arrivals=1, num_barriers=2)
+
+    def number(self, index) -> jax.Array:
+        """Of the tile whose turn it is; below 0 where there is none."""
+        return self.entries[_slot(index)]
+
+    def wait(self, index) -> None:
+        """Waits for an entry that is not the first of its round."""
+        plgpu.barrier_wait(self._full(index))
 
     def rounds(self, one_round: Callable, wants_another: Callable) -> None:
         """Runs a round, and another one if `wants_another` says so of the first.
@@ -89,24 +139,16 @@ class Tickets:
             (begin, carry),
         )
 
-    def number(self, index) -> jax.Array:
-        """Of the tile whose turn it is; below 0 where there is none."""
-        return self._entries[_slot(index)]
-
     def first_number(self, begin) -> jax.Array:
         """The same of a round's first, before its entry, which is there when its keys are."""
-        last = self._entries[_slot(begin - 1 + _ENTRIES)]
-        return jnp.where(begin > 0, last, self.order_ref[self.block])
-
-    def wait(self, index) -> None:
-        """Waits for an entry that is not the first of its round."""
-        plgpu.barrier_wait(self._full(index))
+        last = self.entries[_slot(begin - 1 + ENTRIES)]
+        return jnp.where(begin > 0, last, self.order_ref[self.block()])
 
     # For the producer alone.
 
     def begin(self, begin) -> None:
         """Makes the entry of the first tile of a round."""
-        ticket = jnp.where(begin > 0, self._ticket(begin - 1 + _ENTRIES), self.block)
+        ticket = jnp.where(begin > 0, self._ticket(begin - 1 + ENTRIES), self.block())
         self._write(begin, ticket, self._look_up(ticket))
         pl.when(begin == 0)(lambda: self._link(begin, _NONE))
 
@@ -122,7 +164,7 @@ class Tickets:
         """
         draw_at = jnp.maximum(steps - _DRAWN_BEFORE, 1)
         pl.loop(jnp.int32(1), draw_at)(load_step)
-        in_turn = (index + 1) * self.thread_blocks + self.block
+        in_turn = (index + 1) * self.thread_blocks + self.block()
         ticket = draw_ticket(self.drawn_ref.at[0], in_turn)
         pl.loop(draw_at, steps)(load_step)
         number = self._look_up(ticket)
@@ -141,17 +183,23 @@ class Tickets:
 
         plgpu.barrier_arrive(self._full(index + 1))
 
-    @property
-    def _entries(self):
-        return self.scratch[0]
-
     def _full(self, index):
-        return self.scratch[1].at[lax.rem(index, jnp.int32(2))]
+        return self.full.at[lax.rem(index, jnp.int32(2))]
+
+    def _look_up(self, ticket) -> jax.Array:
+        """Number of a ticket's tile, of any if there is none; nothing waits for the memory yet."""
+        return self.order_ref[self._place(ticket)]
+
+    def _is_tile(self, ticket):
+        return (ticket >= 0) & (ticket < self.tiles)
+
+    def _place(self, ticket):
+        return jnp.clip(ticket, 0, self.tiles - 1)
 
     def _write(self, index, ticket, number) -> None:
         """Makes an entry of what the warpgroup's first thread has."""
         slot = _slot(index)
-        number_ref, ticket_ref = (self._entries.at[n * _ENTRIES + slot] for n in range(2))
+        number_ref, ticket_ref = (self.entries.at[n * ENTRIES + slot] for n in range(2))
         number = jnp.where(self._is_tile(ticket), number, _NONE)
         share_first((number_ref, number), (ticket_ref, ticket))
 
@@ -163,19 +211,9 @@ class Tickets:
         def _():
             self.drawn_ref[1 + self._place(ticket)] = before
 
-    def _look_up(self, ticket) -> jax.Array:
-        """Number of a ticket's tile, of any if there is none; nothing waits for the memory yet."""
-        return self.order_ref[self._place(ticket)]
-
     def _ticket(self, index):
-        return self._entries[_ENTRIES + _slot(index)]
-
-    def _is_tile(self, ticket):
-        return (ticket >= 0) & (ticket < self.tiles)
-
-    def _place(self, ticket):
-        return jnp.clip(ticket, 0, self.tiles - 1)
+        return self.entries[ENTRIES + _slot(index)]
 
 
 def _slot(index):
-    return lax.rem(jnp.int32(index), jnp.int32(_ENTRIES))
+    return jnp.int32(index) & (ENTRIES - 1)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import forward, tickets
+from pallas_kernels import backward, forward, tickets
 from pallas_kernels.primitives import div_rem
 from tests.support.interpret import interpret_mode
 from tests.test_kernel_intervals import as_arrays
@@ -21,9 +21,12 @@ def one_draws_all(monkeypatch):
         return jnp.where(block == 0, THREAD_BLOCKS + index - 1, 1000)
 
     monkeypatch.setattr(tickets, "draw_ticket", draw)
-    forward._build.cache_clear()
+    built = forward._build, backward._build_main
+    for kernels in built:
+        kernels.cache_clear()
     yield
-    forward._build.cache_clear()
+    for kernels in built:
+        kernels.cache_clear()
 
 
 @pytest.mark.fast_cases(3)
@@ -39,5 +42,5 @@ def test_a_thread_block_that_draws_more_than_others(one_draws_all, H, jumps):
 
 
 def test_the_first_ticket_of_each_thread_block_is_not_drawn():
-    drawn = tickets.none_drawn(5, thread_blocks=3)
+    drawn = tickets.none_drawn(3, links=5)
     assert drawn.shape == (1 + 5,) and drawn[0] == 3
