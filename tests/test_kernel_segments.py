@@ -251,7 +251,7 @@ def test_packed_documents_are_worked_on_alone():
     [(16384, 16, 16, 128, 16), (32768, 32, 8, 128, 8), (16384, 32, 32, 64, 32)],
 )
 def test_thread_blocks_have_as_much_to_do(T, N, K, H, documents):
-    """Every tile is dealt once, and no thread block has 15% more steps than the mean."""
+    """Every tile is dealt once, and drawn once, and no list has 15% more steps than the mean."""
     ids = (jnp.arange(T, dtype=jnp.int32)[None] // (T // documents),) * 2
     p = config.Problem(1, T, T, N, K, H, np.dtype(jnp.bfloat16), 1.0, highest=0, segmented=True)
     forward = Tiles(p, config.default(H, segmented=True).forward)
@@ -268,6 +268,8 @@ def test_thread_blocks_have_as_much_to_do(T, N, K, H, documents):
         )
         steps = [np.asarray(cost)[0, row % tiles.per_head].sum() for row in lists]
         assert max(steps) < 1.15 * np.mean(steps)
+    drawn = scheduler.order_by_rank(backward.order_to_draw(132), cost, K)
+    np.testing.assert_array_equal(np.sort(drawn), np.arange(backward.count))
 
 
 def test_tiles_are_ranked_by_cost_for_each_batch_entry():

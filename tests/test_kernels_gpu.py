@@ -194,7 +194,7 @@ def test_lengths_and_offsets_by_batch_entry(T, S, H, kind):
     check(arrays, **as_arrays(INTERVALS[kind]), deterministic=case % 4 == 0)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_lengths_where_a_thread_block_walks_many_tiles(H):
     arrays = inputs(4, 1157, 1091, 2, 1, H, jnp.bfloat16)
@@ -286,12 +286,23 @@ def test_other_batch_entries_do_not_leak(H):
 @all_masks
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_repeats_are_bit_equal(H, mask):
+    check_repeats(H, **mask)
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("H", [64, 128])
+def test_repeats_where_tiles_are_drawn_are_bit_equal(H):
+    """Whichever thread block draws them."""
+    check_repeats(H, is_causal=True, key_value_seq_lengths=jnp.array([1157, 400, 1, 900]))
+
+
+def check_repeats(H, **options):
     """1000 forward runs, and 100 backward runs of which only dQ may round differently.
 
     Thread blocks take five tiles and more, and with them every buffer again.
     """
     query, key, value, dout, _ = inputs(4, 1157, 1157, 8, 4, H, jnp.bfloat16)
-    function = functools.partial(attention, **mask, config=few_thread_blocks(H, 32))
+    function = functools.partial(attention, **options, config=few_thread_blocks(H, 32))
     forward = jax.jit(functools.partial(function, return_residual=True))
 
     @jax.jit
