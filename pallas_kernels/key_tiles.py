@@ -421,7 +421,8 @@ class Walk:
     def first_block(self, place):
         """The first query block that sees a key of a tile; place is what `locate` gives."""
         problem = self.tiles.problem
-        if problem.highest is None and not problem.by_batch:
+        # Read for dense masks and biases too, where a kernel would spill.
+        if problem.highest is None and not (problem.by_batch or problem.has_elements):
             return 0
         return self.seeing(place, 0)
 
