@@ -1,7 +1,8 @@
 """Backward attention for Hopper GPUs: five products a tile pair in one warp-specialised kernel.
 
 FlashAttention-2's loop (Dao 2023, Algorithm 2) in FlashAttention-3's arrangement, in one thread
-block per SM that walks a list of tiles, or one per tile where tiles are long. A tile is `block_kv`
+block per SM that walks a list of tiles, or one per tile where tiles are long, or one per SM that
+draws its tiles (`tickets.py`) where their costs are known at run time only. A tile is `block_kv`
 keys of one key head, 64 for each of two consumers, which loop over the query blocks, of every query
 head of the group, that see any of them. Logits and their gradients are computed transposed, so that
 the weights P and dS are in the registers that the products for dV and dK read them from:
@@ -281,9 +282,9 @@ def _build_main(
     staged_values = [value_columns] if dv_apart else value_columns.in_parts(_DQ_TILE)
     factor = problem.logit_unit * LOG2E
     has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
-    # Registers are too short for it elsewhere, and width 64 is as fast with lists.
+    # At width 64 lists are as fast, with a cap or dropout registers are too short for tickets.
     draws = problem.by_batch and width > 64 and not (has_cap or has_dropout)
-    # Elsewhere, which is width 64, causal tiles of few steps would take 5% longer.
+    # At width 64 causal tiles of few steps would take 5% longer, with dropout the producer spills.
     keeps_numbers = (width > 64 or problem.by_batch) and not has_dropout
     # With dropout start, words of queries and delta are one array, as copies take registers.
     together = (3,) if has_dropout else ()
@@ -395,7 +396,7 @@ def _build_main(
             return ds_smem.at[n, :, own] if dv_smem is None else dv_smem.at[n, :, own]
 
         def first_index():
-            """A list is walked from its end, since comparing with 0 takes no register."""
+            """Lists are walked from their end, since comparing with 0 takes no register."""
             return zero if drawn else walk.count() - 1
 
         def after(index):
@@ -699,7 +700,6 @@ def _build_main(
                 """What `walk.locate` gives, of the number at hand or read anew."""
                 if keeps_numbers:
                     return tiles.locate(number)
-                # So with dropout, or the producer spills.
                 return walk.locate(index + fresh_zero() if has_dropout else index)
 
             def load_step(carry, in_work):
@@ -719,15 +719,17 @@ def _build_main(
                 head = kv_head * group + member
                 slot = lax.rem(j, jnp.int32(stages))
 
-                def draw_next(drawn):
-                    drawn.draw(index + 1)
-                    pl.when(index == in_work)(lambda: load_key(index + 1))
+                def is_last():  # made anew: kept it would take a register
+                    return (t + 1 == walk.steps_of(place_of(index, number))) & there
 
                 if drawn:
                     # Late, as who is free first should have the next tile, but before the last step
                     # of this one is loaded, which tells consumers that the entry is there.
-                    is_last = (t + 1 == walk.steps_of(place)) & there
-                    pl.when(is_last)(functools.partial(draw_next, drawn))
+                    @pl.when(is_last())
+                    def _draw_next():
+                        drawn.draw(index + 1)
+                        # Else it is loaded where the tile in work ends.
+                        pl.when(index == in_work)(lambda: load_key(index + 1))
 
                 @pl.when(there)
                 def _():
@@ -744,9 +746,8 @@ def _build_main(
                         row_source = row_ref.at[batch, head, *place]
                         plgpu.copy_gmem_to_smem(row_source, row_buffer.at[slot], full.at[slot])
 
-                is_last = (t + 1 == walk.steps_of(place_of(index, number))) & there
                 following = lax.cond(
-                    is_last,
+                    is_last(),
                     lambda: (after(index), walk.number(after(index)), zero),
                     lambda: (index, number, t + 1),
                 )
@@ -827,7 +828,7 @@ def _build_main(
                     add_dq(index, walk.number(index), steps - 1)
                 send_gradients(index)
                 let_stage()
-                if drawn:  # if it is drawn by now
+                if drawn:  # if it is drawn by now, else when it is
                     next_but_one = index + _K_SLOTS
                     pl.when(following[1] >= next_but_one)(lambda: load_key(next_but_one))
                 else:
@@ -843,7 +844,7 @@ def _build_main(
                 for n in range(_K_SLOTS):
                     load_key(first_index() - n)
             load_value(first_index())
-            # Step, tile of this thread block, and step in the tile.
+            # Step, index and number of its tile, and step in the tile.
             following = zero, first_index(), walk.number(first_index()), zero
             following = lax.fori_loop(
                 zero, stages, lambda _, carry: load_step(carry, first_index()), following
@@ -859,7 +860,7 @@ def _build_main(
         key_rows,
         config.thread_blocks,
         scratch,
-        from_end=not draws,
+        from_end=True,
         draws=draws,
     )
 

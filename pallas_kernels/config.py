@@ -304,7 +304,7 @@ class BackwardConfig:
       stages: slots of the circular buffers of Q and of dO.
       registers: registers a thread of a consumer and of the producer.
       thread_blocks: how many to launch at most; None for as many as there are SMs, or one a tile
-        where tiles are long (`scheduler.thread_blocks`).
+        where tiles are long and are not drawn (`scheduler.thread_blocks`).
     """
 
     block_q: int

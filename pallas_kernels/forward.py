@@ -185,7 +185,8 @@ class Tiles:
         count, any_unmasked = end - first, first_unmasked < unmasked
         all_masked = count  # how many are exact where none is without a mask
         if ids is not None and not self.problem.dynamic:
-            own_block = np.arange(self.per_head) * block_q // block_kv  # of the tile's first row
+            # Of the tile's first row.
+            own_block = np.arange(self.per_head, dtype=np.int32) * block_q // block_kv
             all_masked = jnp.where(self._see_themselves(*ids), end - own_block, count)
             all_masked = jnp.clip(all_masked, 1, count)
         exact = jnp.where(any_unmasked, end - unmasked + one_more, all_masked)

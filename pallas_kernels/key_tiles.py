@@ -1,4 +1,7 @@
-"""What kernels have in common whose thread blocks own keys and loop over queries that see them."""
+"""What kernels have in common whose thread blocks own keys and loop over queries that see them.
+
+The tiles of a thread block stand in its list, or it draws them (`tickets.py`).
+"""
 
 import dataclasses
 import functools
@@ -205,12 +208,10 @@ class KeyTiles:
           draws: thread blocks draw their tiles: None stands for one on each SM.
         """
         count = len(kv_heads or self.kv_heads) * self.per_head
-        if draws:
-            most = most or SM_COUNT
-        if most is None:
+        if most is None and not draws:
             is_known = not self.problem.by_batch
             return scheduler.thread_blocks(count, self.steps(), SM_COUNT, is_known)
-        return min(count, most)
+        return min(count, most or SM_COUNT)
 
     def schedule(
         self, thread_blocks: int, reverse: bool = False, kv_heads: range | None = None
@@ -273,7 +274,7 @@ class KeyTiles:
             more results.
           most_thread_blocks: as `thread_blocks` takes it.
           from_end: thread blocks walk their lists from the end.
-          draws: thread blocks draw their tiles (`tickets.py`) and have no lists, as costs are known
+          draws: thread blocks draw their tiles, of all heads, and have no lists, as costs are known
             at run time only.
           more_results: shapes of what the kernel makes beside dK and dV; with any, `first_steps`
             goes with `seeing_blocks`.
@@ -378,9 +379,14 @@ class Walk:
         if entries is not None:
             order_ref, schedule_ref = schedule_ref, None
             drawn_ref, *refs = refs
-            anew = functools.partial(lax.axis_index, "block")
-            refs_of_tickets = order_ref, drawn_ref, entries
-            drawn = tickets.Tickets(*refs_of_tickets, tiles.count, thread_blocks, anew)
+            drawn = tickets.Tickets(
+                order_ref,
+                drawn_ref,
+                entries,
+                tiles.count,
+                thread_blocks,
+                functools.partial(lax.axis_index, "block"),
+            )
         seeing_blocks_ref, *refs = refs
         count = int(tiles.problem.dynamic) + 2 * int(tiles.problem.segmented)
         more_refs = tuple(refs[:count])
@@ -394,15 +400,15 @@ class Walk:
         return walk, operands
 
     def count(self):
-        """How many tiles, at least 1; the list goes on with at least one more, of no meaning."""
+        """How many tiles a list has, at least 1; it goes on with others, or one, of no meaning."""
         return self.schedule_ref[self.block, 0]
 
     def locate(self, index):
-        """Tile and key head, of every batch entry, of the tile of that index in the list."""
+        """Tile and key head, of every batch entry, of the thread block's tile of that index."""
         return self.tiles.locate(self.number(index))
 
     def number(self, index):
-        """Number of the tile of that index in the list."""
+        """Number of the thread block's tile of that index, in its list or of those that it drew."""
         if self.drawn:
             return self.drawn.number(index)
         return self.schedule_ref[self.block, 1 + index]
@@ -423,7 +429,7 @@ class Walk:
         problem = self.tiles.problem
         # Read for dense masks and biases too, where a kernel would spill.
         if problem.highest is None and not (problem.by_batch or problem.has_elements):
-            return 0
+            return jnp.int32(0)
         return self.seeing(place, 0)
 
     def end_block(self, place):

@@ -25,7 +25,9 @@ from jax import lax
 
 from pallas_kernels.primitives import draw_ticket, fresh_zero, load_shared, share_first
 
-ENTRIES = 4  # of the tile in work, up to two after it, and one that is written
+# Of the tile in work, up to two after it (the backward has two stages), and one that is written; a
+# power of 2.
+_ENTRIES = 4
 _NONE = -1
 # Steps whose keys are yet to be loaded when the next tile is drawn. With more of them the thread
 # block is less often the one that is free first, with fewer the answer comes late (README.md).
@@ -43,13 +45,13 @@ def none_drawn(thread_blocks: int, links: int = 0) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tickets:
-    """What a thread block draws, for one walk over its tiles, by the index of their turn.
+class _Drawing:
+    """What both kinds of tickets have.
 
     Attributes:
-      order_ref: `[tiles + 1]` int32 in global memory, the last of them tiles; in rounds without.
+      order_ref: the order, int32 in global memory.
       drawn_ref: `none_drawn`, which changes.
-      entries: ref in shared memory whose first `ENTRIES` times 4 bytes they take.
+      entries: ref in shared memory.
       tiles: of all thread blocks.
       thread_blocks: how many there are; at most as many as tiles.
       block: a function that says which this is, where it is needed: kept it costs a register.
@@ -61,6 +63,18 @@ class Tickets:
     tiles: int
     thread_blocks: int
     block: Callable[[], Any]
+
+    def _draw(self, index) -> jax.Array:
+        """The ticket of the tile of that index, in the warpgroup's first thread."""
+        return draw_ticket(self.drawn_ref.at[0], index * self.thread_blocks + self.block())
+
+
+class Tickets(_Drawing):
+    """What a thread block draws, for one walk over its tiles, by the index of their turn.
+
+    The order is `[tiles + 1]`, the last of them the number tiles, for the end. Of entries the first
+    `_ENTRIES` times 4 bytes are taken.
+    """
 
     def number(self, index) -> jax.Array:
         """Of the tile whose turn it is; that of the end, `tiles`, where there is none.
@@ -77,9 +91,7 @@ class Tickets:
 
     def draw(self, index) -> None:
         """Draws the tile of that index, the next one, and makes its entry."""
-        in_turn = index * self.thread_blocks + self.block()
-        ticket = draw_ticket(self.drawn_ref.at[0], in_turn)
-        self._share(index, self.order_ref[jnp.minimum(ticket, self.tiles)])
+        self._share(index, self.order_ref[jnp.minimum(self._draw(index), self.tiles)])
 
     def _share(self, index, number) -> None:
         """Makes an entry of what the warpgroup's first thread has."""
@@ -87,11 +99,12 @@ class Tickets:
 
 
 @dataclasses.dataclass(frozen=True)
-class TicketsInRounds(Tickets):
+class TicketsInRounds(_Drawing):
     """What a thread block draws and walks over a second time, if need be.
 
+    The order is `[tiles]`. Of the words of entries the second half is for tickets.
+
     Attributes:
-      entries: twice as many words, the second half for tickets.
       full: an mbarrier for every second entry.
     """
 
@@ -100,7 +113,7 @@ class TicketsInRounds(Tickets):
     @staticmethod
     def scratch() -> tuple:
         """Types of entries and full."""
-        entries = plgpu.SMEM((2 * ENTRIES,), jnp.int32)
+        entries = plgpu.SMEM((2 * _ENTRIES,), jnp.int32)
         return entries, plgpu.Barrier(num_arrivals=1, num_barriers=2)
 
     def number(self, index) -> jax.Array:
@@ -141,14 +154,14 @@ class TicketsInRounds(Tickets):
 
     def first_number(self, begin) -> jax.Array:
         """The same of a round's first, before its entry, which is there when its keys are."""
-        last = self.entries[_slot(begin - 1 + ENTRIES)]
+        last = self.entries[_slot(begin - 1 + _ENTRIES)]
         return jnp.where(begin > 0, last, self.order_ref[self.block()])
 
     # For the producer alone.
 
     def begin(self, begin) -> None:
         """Makes the entry of the first tile of a round."""
-        ticket = jnp.where(begin > 0, self._ticket(begin - 1 + ENTRIES), self.block())
+        ticket = jnp.where(begin > 0, self._ticket(begin - 1 + _ENTRIES), self.block())
         self._write(begin, ticket, self._look_up(ticket))
         pl.when(begin == 0)(lambda: self._link(begin, _NONE))
 
@@ -164,8 +177,7 @@ class TicketsInRounds(Tickets):
         """
         draw_at = jnp.maximum(steps - _DRAWN_BEFORE, 1)
         pl.loop(jnp.int32(1), draw_at)(load_step)
-        in_turn = (index + 1) * self.thread_blocks + self.block()
-        ticket = draw_ticket(self.drawn_ref.at[0], in_turn)
+        ticket = self._draw(index + 1)
         pl.loop(draw_at, steps)(load_step)
         number = self._look_up(ticket)
         load_last()
@@ -199,7 +211,7 @@ class TicketsInRounds(Tickets):
     def _write(self, index, ticket, number) -> None:
         """Makes an entry of what the warpgroup's first thread has."""
         slot = _slot(index)
-        number_ref, ticket_ref = (self.entries.at[n * ENTRIES + slot] for n in range(2))
+        number_ref, ticket_ref = (self.entries.at[n * _ENTRIES + slot] for n in range(2))
         number = jnp.where(self._is_tile(ticket), number, _NONE)
         share_first((number_ref, number), (ticket_ref, ticket))
 
@@ -212,8 +224,8 @@ class TicketsInRounds(Tickets):
             self.drawn_ref[1 + self._place(ticket)] = before
 
     def _ticket(self, index):
-        return self.entries[ENTRIES + _slot(index)]
+        return self.entries[_ENTRIES + _slot(index)]
 
 
 def _slot(index):
-    return jnp.int32(index) & (ENTRIES - 1)
+    return jnp.int32(index) & (_ENTRIES - 1)

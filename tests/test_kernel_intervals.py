@@ -436,10 +436,15 @@ def test_kernels_take_their_inputs_as_they_are():
     assert not selects(gradients) and selects(gradients, deterministic=True)
 
 
-def test_vmap_over_lengths_and_offsets():
+@pytest.mark.parametrize("width", [64, 128])
+def test_vmap_over_lengths_and_offsets(width):
+    """Where the backward has lists of tiles, and where it draws them."""
     attention = functools.partial(jax_flash.attention, is_causal=True, implementation="mosaic_gpu")
-    lengths, offsets = jnp.array([[48], [0], [17]]), jnp.array([[3], [0], [-9]])
-    losses = check_vmap_over_options(attention, key_value_seq_lengths=lengths, query_offset=offsets)
+    options = dict(
+        key_value_seq_lengths=jnp.array([[48], [0], [17]]),
+        query_offset=jnp.array([[3], [0], [-9]]),
+    )
+    losses = check_vmap_over_options(attention, width, **options)
     assert losses[1] == 0 and abs(losses[0] - losses[2]) > 1
 
 

@@ -550,14 +550,15 @@ def check_that_rows_alone_do_not_count(attention, arrays, no_query, no_key, pois
     chex.assert_trees_all_equal(got, clean)
 
 
-def check_vmap_over_options(attention, **options):
+def check_vmap_over_options(attention, width=64, **options):
     """Losses and gradients of all at once are those of one after the other; returns the losses.
 
     Args:
-      attention: the output of query `[1, 40, 1, 64]`, key and value `[1, 48, 1, 64]`, and options.
+      attention: the output of query `[1, 40, 1, width]`, key and value `[1, 48, 1, width]`, and
+        options.
       options: what each takes, along the first axis.
     """
-    arrays = inputs(1, 40, 48, 1, 1, 64, jnp.bfloat16)[:3]
+    arrays = inputs(1, 40, 48, 1, 1, width, jnp.bfloat16)[:3]
 
     def gradients(options):
         def loss(*arrays):

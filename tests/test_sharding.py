@@ -340,7 +340,7 @@ def test_inside_shard_map(implementation):
 IN_PARTS = {"logits_soft_cap": 2.0, "bias": jnp.ones((2, 1, 24))}
 
 
-@pytest.mark.parametrize(("H", "options"), [(64, {}), (256, IN_PARTS)])
+@pytest.mark.parametrize(("H", "options"), [(64, {}), (128, {}), (256, IN_PARTS)])
 def test_kernels_inside_shard_map_in_interpret_mode(H, options):
     """Types that vary pass through every kernel; a mesh of one device has them too."""
     mesh = mesh_of((1,))
