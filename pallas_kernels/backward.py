@@ -413,7 +413,7 @@ def _build_main(
                 carry = whole_tile(index, carry)
                 return index + 1, carry, is_tile(index + 1)
 
-            if drawn:  # each has a first one
+            if drawn:  # each has a first one, whose entry may not be there yet
                 lax.while_loop(lambda state: state[2], one_tile, (zero, carry, jnp.bool_(True)))
                 return
             lax.while_loop(

@@ -68,9 +68,6 @@ from pallas_kernels.soft_cap import capped
 
 _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 _TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
-# So many tiles for each thread block are drawn from one section at the end: from a section with one
-# or two for each, some thread blocks would draw a last one that is long.
-_LAST_TILES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +302,7 @@ class Tiles:
 
     def with_tickets(self, kernel: Callable) -> Callable:
         """The same, for a kernel whose thread blocks draw their tiles."""
-        numbers, _, _ = self.order(_LAST_TILES * self.thread_blocks)
+        numbers, _, _ = self.order(tickets.LAST_TILES * self.thread_blocks)
 
         def run(key_blocks, *operands):
             order = scheduler.order_by_rank(numbers, _cost(key_blocks), self.problem.heads)

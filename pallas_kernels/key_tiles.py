@@ -43,9 +43,6 @@ _TILE_OVERHEAD = 1.0  # what a tile costs beside its steps, in steps
 # even over many tiles alone; yet not all heads, whose dQ would leave L2.
 _LONGER_SECTIONS = 8
 _LONGER_DRAWN_SECTIONS = 3  # the same where tiles are drawn, which is even over fewer
-# So many tiles for each thread block are drawn from one section at the end: from a section with one
-# or two for each, some thread blocks would draw a last one that is long.
-_LAST_TILES = 4
 # Their entries have no room beside what sums over rows might need, of which there are none here.
 _DRAWING = dataclasses.replace(HAND_ORDERED, reduction_scratch_bytes=0)
 
@@ -229,8 +226,8 @@ class KeyTiles:
         return scheduler.deal(number, cost, thread_blocks, reverse)
 
     def order_to_draw(self, thread_blocks: int) -> np.ndarray:
-        """The order in which tiles are drawn, with ranks in the place of tiles."""
-        last_section = _LAST_TILES * thread_blocks
+        """The numbers of all tiles in the order to draw them, with ranks in the place of tiles."""
+        last_section = tickets.LAST_TILES * thread_blocks
         section_bytes = _LONGER_DRAWN_SECTIONS * BACKWARD_SECTION_BYTES
         number, _, _ = self._order(self.kv_heads, section_bytes, last_section)
         return number
@@ -238,7 +235,15 @@ class KeyTiles:
     def _order(
         self, kv_heads: range, section_bytes: int, last_section: int = 0
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The order of starting: number of each tile, its number in its head, and its cost."""
+        """The order of starting: number of each tile, its number in its head, and its cost.
+
+        If costs are known at run time only, with ranks in the place of tiles.
+
+        Args:
+          kv_heads: those that have tiles.
+          section_bytes: as for `scheduler.heads_per_section`.
+          last_section: as for `scheduler.tile_order`.
+        """
         p = self.problem
         cost = np.zeros(self.per_head) if p.by_batch else self.steps() + _TILE_OVERHEAD
         section = scheduler.heads_per_section(

@@ -29,6 +29,9 @@ from pallas_kernels.primitives import draw_ticket, fresh_zero, load_shared, shar
 # power of 2.
 _ENTRIES = 4
 _NONE = -1
+# So many tiles for each thread block are drawn from one section at the end: from a section with one
+# or two for each, some thread blocks would draw a last one that is long.
+LAST_TILES = 4
 # Steps whose keys are yet to be loaded when the next tile is drawn. With more of them the thread
 # block is less often the one that is free first, with fewer the answer comes late (README.md).
 _DRAWN_BEFORE = 2
