@@ -17,9 +17,9 @@ window, the blocks that its far edge cuts come last, in a loop of their own.
 
 Where intervals are known only at run time, the table of key blocks is made from them before the
 kernel, for each batch entry, and steps with a mask read the bounds of their rows. So it is with
-segment ids: steps with a mask compare those of their rows and of their keys. What a tile costs is
-not known before either, so thread blocks have no lists, but draw tiles as they get free
-(`tickets.py`).
+segment ids, of which rows see an interval too where equal ids lie side by side; where they do not,
+steps compare the ids of their rows and of their keys. What a tile costs is not known before
+either, so thread blocks have no lists, but draw tiles as they get free (`tickets.py`).
 
 With such intervals alone (`Problem.forward_ignores_unseen`) what does not count may be NaN. Masks
 replace logits, steps with one zero those rows of V in shared memory that no row of the tile sees,
@@ -55,11 +55,13 @@ from pallas_kernels.primitives import (
     BlockVote,
     NamedBarriers,
     SharedZeros,
+    all_columns,
     code_fence,
     div_rem,
     fence_async_shared,
     fresh_zero,
     interpreting,
+    keep_bits,
     store_rows,
     zero_tile,
 )
@@ -154,7 +156,10 @@ class Tiles:
         return run_time_intervals.reach(seen, self.config.block_q, empty_rows_count=not p.dynamic)
 
     def key_blocks_of(
-        self, intervals: jax.Array | None, ids: tuple[jax.Array, jax.Array] | None = None
+        self,
+        intervals: jax.Array | None,
+        ids: tuple[jax.Array, jax.Array] | None = None,
+        ids_are_sorted: jax.Array | None = None,
     ) -> jax.Array:
         """The same for each batch entry, `[B, tiles, 4]`.
 
@@ -162,6 +167,9 @@ class Tiles:
           intervals: the keys `[B, 2, T]` of each query, if the problem is dynamic. A row that sees
             nothing then lets its tile go without masks.
           ids: segment ids of queries and keys, if the problem is segmented.
+          ids_are_sorted: None, or of each batch entry what `segments.intervals` says, for a fifth
+            column: of how many steps compare ids, none or all but the first. The first then is of
+            one more block, of which no row sees a key.
         """
         block_q, block_kv, reach = self.config.block_q, self.config.block_kv, self.reach(intervals)
         # One more block where none of the masked ones holds a key of some row.
@@ -188,7 +196,13 @@ class Tiles:
             all_masked = jnp.clip(all_masked, 1, count)
         exact = jnp.where(any_unmasked, end - unmasked + one_more, all_masked)
         near = jnp.where(any_unmasked, end - jnp.maximum(first_unmasked, first), all_masked)
-        return jnp.stack([count, exact, near, end], axis=-1)
+        if ids_are_sorted is None:
+            return jnp.stack([count, exact, near, end], axis=-1)
+        known = ids_are_sorted[:, None]
+        count, end = (jnp.where(known, x, x + 1) for x in (count, end))
+        exact, near = (jnp.where(known, x, count) for x in (exact, near))
+        comparing = jnp.where(known, 0, count)
+        return jnp.stack([count, exact, near, end, comparing], axis=-1)
 
     def _see_themselves(self, query_ids: jax.Array, key_ids: jax.Array) -> jax.Array | np.ndarray:
         """Whether each row of a tile sees the key of its own number, `[B, tiles]`.
@@ -376,16 +390,16 @@ def attention(
     if not problem.by_batch:
         return kernel(query, key, value, *optional)
     tiles = Tiles(problem, config)
-    key_blocks = tiles.key_blocks_of(intervals, ids)
+    bounds, ids_are_sorted = intervals, None
     if ids is not None:
         query_ids, key_ids = ids
+        bounds, ids_are_sorted = segments.intervals(query_ids, key_ids, intervals)
         optional = (query_ids, segments.padded(key_ids, config.block_kv), *optional)
-    if intervals is not None:
-        if problem.forward_ignores_unseen:
-            reach = tiles.reach(intervals)
-            optional = (reach.first, reach.end, *optional)
-        optional = (intervals, *optional)
-    return kernel(key_blocks, query, key, value, *optional)
+    key_blocks = tiles.key_blocks_of(intervals, ids, ids_are_sorted)
+    if problem.forward_ignores_unseen:
+        reach = tiles.reach(intervals)
+        optional = (reach.first, reach.end, *optional)
+    return kernel(key_blocks, query, key, value, bounds, *optional)
 
 
 @functools.lru_cache
@@ -485,7 +499,7 @@ def _build(
         drawn_refs, more_refs = more_refs[: int(by_batch)], more_refs[int(by_batch) :]
         key_blocks_ref, q_ref, k_ref, v_ref, *optional_refs, o_ref, lse_ref = more_refs
         # Intervals come first, then the reach of tiles, ids, words, elements and sinks.
-        intervals_refs = optional_refs[: int(dynamic) + 2 * int(ignores_unseen)]
+        intervals_refs = optional_refs[: int(by_batch) + 2 * int(ignores_unseen)]
         ids_refs = optional_refs[len(intervals_refs) :][: 2 * int(problem.segmented)]
         rest = optional_refs[len(intervals_refs) + len(ids_refs) :]
         dropout, rest = DropoutRefs.split(problem, rest)
@@ -502,7 +516,7 @@ def _build(
             problem,
             block_kv,
             tiles.rows,
-            intervals_ref=intervals_refs[0] if dynamic else None,
+            intervals_ref=intervals_refs[0] if by_batch else None,
             ids_refs=ids_refs,
         )
         warpgroup = lax.axis_index("warpgroup")
@@ -578,20 +592,36 @@ def _build(
 
             def bounds_of(tile, batch):
                 """What gives the bounds of rows: loads them only then where registers are short."""
-                if registers_are_scarce:
+                if registers_are_scarce or problem.segmented:
                     return lambda: masks.load_bounds(batch, first_row_of(tile))
                 bounds = masks.load_bounds(batch, first_row_of(tile))
                 return lambda: bounds
 
-            def ids_of(tile, batch, j):
-                """Ids of rows, and where those of the keys of step j are; None without ids."""
-                first_key = (end_of(tile, batch) - 1 - j) * block_kv if problem.segmented else None
-                return masks.load_ids(batch, first_row_of(tile), first_key)
+            def bits_of(tile, batch, j, near=True, comparing=False):
+                """Which keys of step j rows see, for `masked`; None without ids.
 
-            def masked(logits, tile, key_block, bounds, ids, *, near=True):
+                Ids are equal in a row's interval, unless they are compared. In a first step that is
+                of one more block none are.
+                """
+                if not problem.segmented:
+                    return None
+                first_row, key_block = first_row_of(tile), end_of(tile, batch) - 1 - j
+                bounds = None
+                if dynamic or not comparing:
+                    bounds = masks.load_bounds(batch, first_row)
+                if comparing:
+                    bits = masks.equal_ids(batch, first_row, key_block)
+                else:
+                    there = needs(tile, batch, 4) == 0 if j is zero else True
+                    bits = all_columns(ROWS, block_kv, there)
+                return masks.visible(bits, first_row, key_block * block_kv, bounds, near=near)
+
+            def masked(logits, tile, key_block, bounds, bits, *, near=True):
                 """Logits with -inf where a row may not see the key, or there is none."""
+                if bits is not None:
+                    return keep_bits(logits, bits, -jnp.inf)
                 first_row, first_key = first_row_of(tile), key_block * block_kv
-                return masks.masked(logits, first_row, first_key, bounds, ids, near=near)
+                return masks.masked(logits, first_row, first_key, bounds, near=near)
 
             def load_elements(number, j):
                 """Mask and bias of step j of a tile, asked for before the product is there."""
@@ -608,14 +638,14 @@ def _build(
                 """Words of dropout of the rows; None if there is no dropout."""
                 return dropout.of_rows(batch, head, tiles.first_row(tile, warpgroup))
 
-            def first_softmax(products, tile, key_block, bounds, ids, loaded):
+            def first_softmax(products, tile, key_block, bounds, bits, loaded):
                 logits, factor = capped(products, loaded, problem)
-                bounds = bounds()
+                bounds = bounds() if dynamic else None
                 if any_mask:
-                    logits = masked(logits, tile, key_block, bounds, ids)
+                    logits = masked(logits, tile, key_block, bounds, bits)
                 logits = masked_by_element(logits, loaded, -jnp.inf)
                 weights, state = online_softmax.start(logits, factor, allowed.headroom)
-                if bounds is not None:
+                if dynamic:
                     state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
                 return weights, state
 
@@ -675,7 +705,7 @@ def _build(
                     """The first key block of a tile, if it is there, with no other product open."""
                     tile, batch, _ = place
                     end_block, bounds = end_of(tile, batch), bounds_of(tile, batch)
-                    ids = ids_of(tile, batch, 0)
+                    bits = bits_of(tile, batch, zero)
                     loaded = load_elements(number, 0)
 
                     @pl.when(there())
@@ -686,7 +716,9 @@ def _build(
                     issue_logits(query_buffer(index), slot(steps))
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     pl.when(there())(lambda: k_free.arrive(slot(steps)))
-                    weights, state = first_softmax(logits, tile, end_block - 1, bounds, ids, loaded)
+                    weights, state = first_softmax(
+                        logits, tile, end_block - 1, bounds, bits, loaded
+                    )
                     await_first_value(there, slot(steps))
                     # LLVM would carry float32 into the loop and cast there.
                     operand = first_operand(weights, place, end_block - 1)
@@ -697,19 +729,22 @@ def _build(
                         )
                     return operand, state
 
-                def key_step(j, carry, *, steps, index, place, words, end_block, exact, far=False):
+                def key_step(
+                    j, carry, *, steps, index, place, words, end_block, exact, far=False,
+                    comparing=False,
+                ):  # fmt: skip
                     """Logits of step j's key block together with the output of the step before."""
                     weights, state = carry
                     tile, batch, _ = place
                     needs_mask = exact or far
-                    compares = needs_mask and problem.segmented and registers_are_short
-                    if loads_elements or compares or cap_beside_lengths:  # registers are short
+                    has_ids = needs_mask and problem.segmented and registers_are_short
+                    if loads_elements or has_ids or cap_beside_lengths:  # registers are short
                         number = number_of(index + fresh_zero())
                         tile, batch, _ = tiles.locate(number)
                         end_block = end_of(tile, batch)
                     if needs_mask:
                         bounds = bounds_of(tile, batch)
-                        ids = ids_of(tile, batch, j)
+                        bits = bits_of(tile, batch, j, exact, comparing)
                     k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
                     plgpu.barrier_wait(k_full.at[k_slot])
                     take_turn()
@@ -730,7 +765,9 @@ def _build(
                     correction = None
                     logits, factor = capped(products, loaded, problem)
                     if needs_mask and any_mask:
-                        logits = masked(logits, tile, end_block - 1 - j, bounds(), ids, near=exact)
+                        if bits is None:
+                            bounds = bounds()
+                        logits = masked(logits, tile, end_block - 1 - j, bounds, bits, near=exact)
                     logits = masked_by_element(logits, loaded, -jnp.inf)
                     if exact or exact_throughout:
                         weights, correction, state = online_softmax.advance(
@@ -810,7 +847,7 @@ def _build(
                     inverse, too_low = end_rows(state, too_low, tile, batch, head)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     bounds = bounds_of(next_tile, next_batch)
-                    ids = ids_of(next_tile, next_batch, 0)
+                    bits = bits_of(next_tile, next_batch, zero)
 
                     # After the last tile the logits are of no tile, and go nowhere.
                     @pl.when(there())
@@ -827,7 +864,7 @@ def _build(
                     pl.when(there())(lambda: k_free.arrive(k_slot))
                     end_block = end_of(next_tile, next_batch)
                     weights, next_state = first_softmax(
-                        logits, next_tile, end_block - 1, bounds, ids, loaded
+                        logits, next_tile, end_block - 1, bounds, bits, loaded
                     )
                     weights, next_state = lax.optimization_barrier((weights, next_state))
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
@@ -880,9 +917,12 @@ def _build(
                         words=words_of(tile, batch, head),
                         end_block=end_block,
                     )
-                    carry = lax.fori_loop(
-                        jnp.int32(1), exact, functools.partial(step, exact=True), (weights, state)
-                    )
+                    carry, first = (weights, state), jnp.int32(1)
+                    if problem.segmented:
+                        compared = jnp.maximum(needs(tile, batch, 4), first)
+                        comparing = functools.partial(step, exact=True, comparing=True)
+                        carry, first = lax.fori_loop(first, compared, comparing, carry), compared
+                    carry = lax.fori_loop(first, exact, functools.partial(step, exact=True), carry)
                     near = blocks
                     if has_far_edge and not mask_throughout:
                         near = jnp.maximum(exact, needs(tile, batch, 2))

@@ -22,6 +22,7 @@ from pallas_kernels.dropout import Words
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.primitives import (
     HAND_ORDERED,
+    all_columns,
     bits_from,
     bits_to,
     div_rem,
@@ -43,6 +44,7 @@ _TILE_OVERHEAD = 1.0  # what a tile costs beside its steps, in steps
 # even over many tiles alone; yet not all heads, whose dQ would leave L2.
 _LONGER_SECTIONS = 8
 _LONGER_DRAWN_SECTIONS = 3  # the same where tiles are drawn, which is even over fewer
+_COMPARING = -1
 # Their entries have no room beside what sums over rows might need, of which there are none here.
 _DRAWING = dataclasses.replace(HAND_ORDERED, reduction_scratch_bytes=0)
 
@@ -137,18 +139,21 @@ class KeyTiles:
         self,
         seeing: jax.Array | np.ndarray,
         ids: tuple[jax.Array, jax.Array] | None = None,
+        ids_are_sorted: jax.Array | None = None,
     ) -> jax.Array:
         """The same for each batch entry, from the queries that see each key.
 
         Args:
           seeing: what the method of that name gives.
-          ids: segment ids of queries and keys, if the problem is segmented.
+          ids, ids_are_sorted: if the problem is segmented, segment ids of queries and keys, and of
+            each batch entry what `segments.intervals` says of the queries that keys see.
 
         Returns:
           `[B + 1, per_head, 2 + 2 * block_kv / 64]` int32: first and end for the tile, then for
-          each 64 keys of it first and end of those that need no mask; four more if the problem has
-          `backward_ignores_unseen` (`Walk.counting_queries`, `Walk.counting_keys`). What the last
-          batch entry says has no meaning: `Walk.locate` may ask for it.
+          each 64 keys of it first and end of those that need no mask, the end `_COMPARING` where
+          steps compare ids; four more if the problem has `backward_ignores_unseen`
+          (`Walk.counting_queries`, `Walk.counting_keys`). What the last batch entry says has no
+          meaning: `Walk.locate` may ask for it.
         """
         reach = run_time_intervals.reach(seeing, _CONSUMER_KEYS, empty_rows_count=True)
         # Rows beyond the last query have no weight, masked or not.
@@ -164,12 +169,18 @@ class KeyTiles:
             key_ids = segments.padded(key_ids, self.block_kv)
             sharing = segments.sharing(key_ids, query_ids, _CONSUMER_KEYS, self.block_q)
             blocks = segments.restricted(blocks, sharing)
-        by_tile = (x.reshape(x.shape[0], self.per_head, -1) for x in blocks)
-        first, end, first_unmasked, end_unmasked = by_tile
-        first = jnp.clip(first.min(-1, keepdims=True), 0, self.query_blocks - 1)
-        end = jnp.clip(end.max(-1, keepdims=True), first + 1, self.query_blocks)
+        by_tile = lambda x: x.reshape(x.shape[0], self.per_head, -1)
+        first, end, first_unmasked, end_unmasked = map(by_tile, blocks)
+        # Element by element, as each reduction would be a kernel.
+        parts = range(self.block_kv // _CONSUMER_KEYS)
+        first = functools.reduce(jnp.minimum, (first[..., n, None] for n in parts))
+        end = functools.reduce(jnp.maximum, (end[..., n, None] for n in parts))
+        first = jnp.clip(first, 0, self.query_blocks - 1)
+        end = jnp.clip(end, first + 1, self.query_blocks)
         first_unmasked = jnp.clip(first_unmasked, first, end)
         end_unmasked = jnp.clip(end_unmasked, first_unmasked, end)
+        if ids_are_sorted is not None:
+            end_unmasked = jnp.where(ids_are_sorted[:, None, None], end_unmasked, _COMPARING)
         unmasked = jnp.stack([first_unmasked, end_unmasked], axis=-1)
         columns = [first, end, unmasked.reshape(*first.shape[:2], -1)]
         if self.problem.backward_ignores_unseen:
@@ -322,8 +333,14 @@ class KeyTiles:
             if not p.by_batch:
                 schedule = self.schedule(thread_blocks, from_end, kv_heads)
                 return kernel(jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands)
-            seeing = self.seeing(intervals)
-            blocks = self.seeing_blocks_of(seeing, ids)
+            seeing = bounds = self.seeing(intervals)
+            ids_are_sorted = None
+            if ids is not None:
+                query_ids, key_ids = ids
+                within = None if intervals is None else seeing
+                key_ids = segments.padded(key_ids, self.block_kv)
+                bounds, ids_are_sorted = segments.intervals(key_ids, query_ids, within)
+            blocks = self.seeing_blocks_of(seeing, ids, ids_are_sorted)
             cost = p.group * (blocks[:-1, :, 1] - blocks[:-1, :, 0]) + _TILE_OVERHEAD
             tables: tuple[Any, ...]
             if draws:
@@ -334,10 +351,8 @@ class KeyTiles:
             else:
                 schedule = self.schedule(thread_blocks, from_end, kv_heads)
                 tables = scheduler.longest_first(schedule, cost, p.kv_heads), blocks
-            if intervals is not None:
-                tables = (*tables, jnp.asarray(seeing))
+            tables = (*tables, jnp.asarray(bounds))
             if ids is not None:
-                query_ids, key_ids = ids
                 tables = (*tables, segments.padded(query_ids, self.block_q), key_ids)
             return kernel(*tables, *operands)
 
@@ -354,8 +369,9 @@ class Walk:
       schedule_ref: `KeyTiles.schedule`, in global memory; None where tiles are drawn.
       seeing_blocks_ref: `KeyTiles.seeing_blocks` or `seeing_blocks_of`, in global memory.
       block: number of the thread block.
-      more_refs: in global memory, where the problem is dynamic the queries that see each key, and
-        where it is segmented the ids of queries, as many as there are in all blocks, and of keys.
+      more_refs: in global memory, where the problem is dynamic or segmented the queries that see
+        each key, and where it is segmented the ids of queries and of keys, as many as there are in
+        all blocks and tiles.
       elements: mask and bias, with rows of keys, of a problem that has them.
       key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
       drawn: the tickets of a thread block that draws its tiles.
@@ -393,7 +409,7 @@ class Walk:
                 functools.partial(lax.axis_index, "block"),
             )
         seeing_blocks_ref, *refs = refs
-        count = int(tiles.problem.dynamic) + 2 * int(tiles.problem.segmented)
+        count = int(tiles.problem.by_batch) + 2 * int(tiles.problem.segmented)
         more_refs = tuple(refs[:count])
         key_words_ref = None
         if tiles.problem.dropout:
@@ -497,6 +513,7 @@ class Walk:
         index,
         from_block,
         own_first_key: int,
+        comparing: bool,
     ) -> jax.Array:
         """`(64, block_q)` weights, 0 where the query may not see the key, or there is no such key.
 
@@ -505,8 +522,10 @@ class Walk:
           equal_ids: what the method of that name gives.
           fill: what stands there, where it is not 0.
           own_first_key: of the consumer, in the tile.
+          comparing: as for `equal_ids`.
         """
-        first, last = self._seeing_columns(self.locate(index), from_block - j, own_first_key)
+        block = from_block - j
+        first, last = self._seeing_columns(self.locate(index), block, own_first_key, comparing)
         if equal_ids is None:
             if first is not None:
                 weights = keep_columns_from(weights, first, fill)
@@ -518,38 +537,48 @@ class Walk:
             equal_ids = bits_to(equal_ids, last)
         return keep_bits(weights, equal_ids, fill)
 
-    def equal_ids(self, j, *, index, from_block, own_first_key: int):
+    def equal_ids(self, j, *, index, from_block, own_first_key: int, comparing: bool):
         """Where keys and queries have equal segment ids, for `masked`; None if there are no ids.
 
-        Its registers are few, but those that it takes to find out are many.
+        Its registers are few, but those that it takes to find out are many. Unless comparing, all
+        have that lie in a key's interval.
         """
+        block_q = self.tiles.block_q
         if not self.tiles.problem.segmented:
             return None
+        if not comparing:
+            return all_columns(_CONSUMER_KEYS, block_q)
         *_, query_ids_ref, key_ids_ref = self.more_refs
         place = self.locate(index + fresh_zero())  # made anew each step: registers are short
         first_key = place[0] * self.tiles.block_kv + own_first_key
-        batch, last_key = self.batch_of(place), self.tiles.problem.key_length - 1
+        batch, last_key = self.batch_of(place), self.tiles.per_head * self.tiles.block_kv - 1
         ids = load_rows(key_ids_ref.at[batch], first_key, last_key)
-        block_q = self.tiles.block_q
         return equal_columns(ids, query_ids_ref.at[batch], (from_block - j) * block_q, block_q)
 
-    def _seeing_columns(self, place, query_block, own_first_key: int):
-        """First and last column of a step that see each key but for ids, `(64,)`; None for all."""
+    def _seeing_columns(self, place, query_block, own_first_key: int, comparing: bool):
+        """First and last column of a step that see each key, `(64,)`; None for all.
+
+        If comparing they are those but for ids.
+        """
         tiles, problem = self.tiles, self.tiles.problem
         first_key = place[0] * tiles.block_kv + own_first_key
         first_query = query_block * tiles.block_q
-        if problem.dynamic:
+        begin: jax.Array | None = None
+        end: jax.Array | None = None
+        first: jax.Array | None = None
+        last: jax.Array | None = None
+        if problem.dynamic or (problem.segmented and not comparing):
             last_key = tiles.per_head * tiles.block_kv - 1
             seeing_ref = self.more_refs[0].at[self.batch_of(place)]
             begin, end = load_intervals(seeing_ref, first_key, last_key)
-            return begin - first_query, end - (first_query + 1)
+            begin, end = begin - first_query, end - (first_query + 1)
+        if problem.dynamic:
+            return begin, end
         if not problem.has_far_edge:
             key = plgpu.broadcasted_iota(jnp.int32, (_CONSUMER_KEYS,), 0, layout=_KEYS)
         else:  # an iota would stay in registers across all loops
             key = fresh_rows()
         key = key + first_key
-        first: jax.Array | None = None
-        last: jax.Array | None = None
         if problem.highest is not None or tiles.ragged:
             first = jnp.zeros_like(key)
             if problem.highest is not None:
@@ -558,6 +587,9 @@ class Walk:
                 first = jnp.where(key < problem.key_length, first, tiles.block_q)
         if problem.lowest is not None:
             last = key - (first_query + problem.lowest)
+        if begin is not None and end is not None:
+            first = begin if first is None else jnp.maximum(first, begin)
+            last = end if last is None else jnp.minimum(last, end)
         return first, last
 
     @property
@@ -618,6 +650,11 @@ class Walk:
         end = lax.div(queries, jnp.int32(tiles.block_q))
         return jnp.clip(end, first_unmasked, self.end_block(place))
 
+    def is_comparing(self, index, own_first_key: int):
+        """Whether steps of a tile compare segment ids; then none is without a mask."""
+        place = self.locate(index)
+        return self.seeing(place, 3 + 2 * (own_first_key // _CONSUMER_KEYS)) == _COMPARING
+
     def loop_over_steps(
         self,
         step: Callable,
@@ -655,16 +692,22 @@ class Walk:
         def first_unmasked_block():
             return self.first_unmasked_block(index, own_first_key)
 
-        def mask_of(block, j):
+        def mask_of(block, j, comparing=False):
             if not tiles.any_mask:
                 return None
-            return StepMask(self, index, block + j, own_first_key)
+            return StepMask(self, index, block + j, own_first_key, comparing)
 
         def one_head(j):
             """From step j on, which need not be the head's first."""
             block = end_block() - 1 - done
             if several_heads:
                 block = first_block() + lax.rem(end - j - 1, end_block() - first_block())
+            if tiles.problem.segmented:
+                left = block + 1 - first_block()
+                compared = j + jnp.where(self.is_comparing(index, own_first_key), left, 0)
+                mask = mask_of(block, j, comparing=True)
+                pl.loop(j, compared)(functools.partial(step, mask=mask))
+                j, block = compared, block - (compared - j)
             if tiles.problem.has_far_edge:
                 end_unmasked = self.end_unmasked_block(index, own_first_key, first_unmasked_block())
                 unmasked = j + jnp.maximum(block + 1 - end_unmasked, 0)
@@ -685,7 +728,8 @@ class Walk:
         )
         step = functools.partial(step, load_elements=load_elements)
         if first_step is not None:
-            first_step(j, mask=mask_of(end_block() - 1, j), load_elements=load_elements)
+            mask = mask_of(end_block() - 1, j, comparing=True)
+            first_step(j, mask=mask, load_elements=load_elements)
             j = j + 1
         if several_heads:
             return lax.while_loop(lambda j: j < end, one_head, j)
@@ -712,12 +756,17 @@ def with_words(words: Words | None, start: jax.Array, *statistics: jax.Array) ->
 
 @dataclasses.dataclass(frozen=True)
 class StepMask:
-    """The mask of the steps of a loop; from_block - j is the query block of step j."""
+    """The mask of the steps of a loop; from_block - j is the query block of step j.
+
+    Attributes:
+      comparing: segment ids are compared.
+    """
 
     walk: Walk
     index: Any
     from_block: Any
     own_first_key: int
+    comparing: bool
 
     def equal_ids(self, j):
         return self.walk.equal_ids(j, **self._place())
@@ -739,7 +788,12 @@ class StepMask:
         return self.walk.masked(weights, j, equal_ids, fill, **self._place())
 
     def _place(self):
-        return dict(index=self.index, from_block=self.from_block, own_first_key=self.own_first_key)
+        return dict(
+            index=self.index,
+            from_block=self.from_block,
+            own_first_key=self.own_first_key,
+            comparing=self.comparing,
+        )
 
 
 def per_query(values: jax.Array, keys: int) -> jax.Array:

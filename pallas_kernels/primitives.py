@@ -510,60 +510,6 @@ def _keep_columns(tile, bound, fill, predicate, compare):
     return keep(tile, bound)
 
 
-def keep_equal_columns(
-    tile: jax.Array, rows: jax.Array, ref, first, fill: float, last: jax.Array | None = None
-) -> jax.Array:
-    """`(64, n)` float32 tile where a row's value is equal to a column's, else `fill`.
-
-    Args:
-      tile: n a multiple of 8.
-      rows: `(64,)` int32.
-      ref: a one-dimensional int32 view of global memory, of the columns' values from `first` on;
-        that place is aligned to 8 bytes.
-      last: None, or `(64,)` int32, where a row's columns behind last[row] are `fill` too.
-    """
-    if interpreting():
-        keep = rows[:, None] == ref[pl.ds(first, tile.shape[1])][None, :]
-        if last is not None:
-            keep &= lax.broadcasted_iota(jnp.int32, tile.shape, 1) <= last[:, None]
-        return jnp.where(keep, tile, fill)
-
-    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
-    splat = plgpu.Layout.WG_SPLAT
-    bounds = () if last is None else (last,)
-    layouts = _TILE, _ROWS, plgpu.RefType(), splat, *[_ROWS] * len(bounds)
-    keep_both = (
-        "{ .reg .pred p; setp.ge.s32 p, $1, $2;"
-        " setp.eq.and.s32 p, $3, $4, p; selp.f32 $0, $5, $6, p; }"
-    )
-
-    @plgpu.inline_mgpu(arg_types=layouts, return_type=shape)
-    def keep(_, tile, rows, ref, first, *bounds):
-        read_pair = _pair_reader(ref, first)
-        own = [_scalar(r) for r in rows.registers.flat]
-        own_column = _own_column()
-        limits = [arith.subi(_scalar(r), own_column) for x in bounds for r in x.registers.flat]
-        filler = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), fill))
-        out = tile.registers.copy()
-        columns: dict[int, list] = {}
-        for index, group, half, pair in _fragments(tile.registers):
-            if group not in columns:
-                columns[group] = read_pair(group)
-            for e, value in enumerate(columns[group]):
-                x = _extract(pair, e)
-                if last is None:
-                    is_equal = arith.cmpi(arith.CmpIPredicate.eq, own[half], value)
-                    kept = arith.select(is_equal, x, filler)
-                else:  # LLVM would make two selects of a conjunction
-                    operands = [limits[half], _i32(8 * group + e), own[half], value, x, filler]
-                    kept = _asm(keep_both, "=f,r,n,r,r,f,f", operands, ir.F32Type.get())
-                pair = _insert(pair, kept, e)
-            out[index] = pair
-        return _like(tile, out)
-
-    return keep(tile, rows, ref, jnp.int32(first), *bounds)
-
-
 def equal_columns(rows: jax.Array, ref, first, columns: int) -> jax.Array:
     """Where a row's value is equal to a column's, for `bits_from`, `bits_to` and `keep_bits` alone.
 
@@ -599,6 +545,14 @@ def equal_columns(rows: jax.Array, ref, first, columns: int) -> jax.Array:
         return _rows_like(rows, opaque)
 
     return equal(rows, ref, jnp.int32(first))
+
+
+def all_columns(rows: int, columns: int, there=True) -> jax.Array:
+    """What `equal_columns` gives where all are equal; or none, unless the bool `there` is true."""
+    if interpreting():
+        return jnp.broadcast_to(there, (rows, columns))
+    bits = jnp.where(there, jnp.int32(-1), jnp.int32(0))
+    return plgpu.layout_cast(jnp.broadcast_to(bits, (rows,)), _ROWS)
 
 
 def bits_from(bits: jax.Array, first: jax.Array) -> jax.Array:
@@ -826,10 +780,13 @@ def positive_operand(tile: jax.Array, dtype) -> jax.Array:
 
 
 def store_rows(ref, rows: jax.Array) -> None:
-    """Stores `(64,)` float32 row statistics to a `(64,)` view of global memory."""
+    """Stores `(64,)` float32 or int32, one value a row, to a `(64,)` view of global memory."""
     if interpreting():
         ref[...] = rows
         return
+
+    kind = "f" if ref.dtype == jnp.float32 else "r"
+    store_one = "st.global.f32" if kind == "f" else "st.global.b32"
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _ROWS))
     def store(_, ref, rows):
@@ -843,8 +800,8 @@ def store_rows(ref, rows: jax.Array) -> None:
         low, high = (_scalar(r) for r in rows.registers.flat)
         _asm(
             "{ .reg .pred p; setp.ne.u32 p, $1, 0;"
-            " @p st.global.f32 [$0], $2; @p st.global.f32 [$0+32], $3; }",
-            "l,r,f,f,~{memory}",
+            f" @p {store_one} [$0], $2; @p {store_one} [$0+32], $3; }}",
+            f"l,r,{kind},{kind},~{{memory}}",
             [address, first_of_quad, low, high],
         )
 
@@ -1275,6 +1232,41 @@ def load_intervals(ref, first, last) -> tuple[jax.Array, jax.Array]:
     """Where the intervals of 64 rows begin and end, as `load_rows`, from a `(2, rows)` view."""
     begin, end = (load_rows(ref.at[n], first, last) for n in range(2))
     return begin, end
+
+
+def count_sorted(ref, rows: jax.Array, *, or_equal: bool) -> jax.Array:
+    """How many values of a one-dimensional int32 view of global memory, which rise, are less.
+
+    Args:
+      rows: `(64,)` int32: less than each row's value.
+      or_equal: or equal to it.
+    """
+    (count,) = ref.shape
+    if interpreting():
+        side = "right" if or_equal else "left"
+        return jnp.searchsorted(ref[...], rows, side=side).astype(jnp.int32)
+
+    shape = plgpu.ShapeDtypeStruct((64,), jnp.int32, layout=_ROWS)
+
+    @plgpu.inline_mgpu(arg_types=(_ROWS, plgpu.RefType()), return_type=shape)
+    def search(_, rows, ref):
+        i32 = ir.IntegerType.get_signless(32)
+        predicate = arith.CmpIPredicate.sle if or_equal else arith.CmpIPredicate.slt
+        found = []
+        for value in map(_scalar, rows.registers.flat):
+            place = _i32(0)  # so many are known to be
+            for bit in reversed(range(count.bit_length())):
+                further = arith.addi(place, _i32(1 << bit))
+                last = arith.subi(arith.minsi(further, _i32(count)), _i32(1))
+                address = _global_address(ref, arith.muli(last, _i32(4)))
+                other = _asm("ld.global.nc.b32 $0, [$1];", "=r,l", [address], i32)
+                there = arith.cmpi(arith.CmpIPredicate.sle, further, _i32(count))
+                there = arith.andi(there, arith.cmpi(predicate, other, value))
+                place = arith.select(there, further, place)
+            found.append(place)
+        return _rows_like(rows, found)
+
+    return search(rows, ref)
 
 
 def load_elements(ref, first_row, first_column, columns: int, *, transposed: bool = False):

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.config import Problem
 from pallas_kernels.primitives import (
+    bits_from,
+    bits_to,
+    equal_columns,
     keep_columns_from,
     keep_columns_to,
-    keep_equal_columns,
     load_intervals,
     load_rows,
 )
@@ -33,7 +35,8 @@ class RowMasks:
       problem: what is static.
       block_kv: keys of a tile.
       padded_rows: rows of all tiles of a head, of which the last may be beyond the last query.
-      intervals_ref: `[B, 2, T]` int32 in global memory, of a problem that is dynamic.
+      intervals_ref: None, or `[B, 2, T]` int32 in global memory, of a problem that is dynamic in
+        the place of its bounds, of one that is segmented beside them.
       ids_refs: segment ids of queries `[B, T]` and keys, of a problem that is segmented.
     """
 
@@ -45,60 +48,68 @@ class RowMasks:
 
     def load_bounds(self, batch, first_row) -> tuple[jax.Array, jax.Array] | None:
         """The interval of each row, `(64,)` first and end; None where it is static."""
-        if not self.problem.dynamic:
+        if self.intervals_ref is None:
             return None
         return load_intervals(
             self.intervals_ref.at[batch], first_row, self.problem.query_length - 1
         )
 
-    def load_ids(self, batch, first_row, first_key):
-        """Ids of rows, `(64,)`, and where those of the keys are, for `masked`; None without ids."""
-        if not self.problem.segmented:
-            return None
+    def equal_ids(self, batch, first_row, key_block) -> jax.Array:
+        """Where ids of rows and of a block's keys are equal, for `visible`."""
         query_ids_ref, key_ids_ref = self.ids_refs
         ids = load_rows(query_ids_ref.at[batch], first_row, self.problem.query_length - 1)
-        return ids, key_ids_ref.at[batch], first_key
+        return equal_columns(ids, key_ids_ref.at[batch], key_block * self.block_kv, self.block_kv)
 
-    def masked(self, logits, first_row, first_key, bounds, ids, *, near: bool = True) -> jax.Array:
-        """Logits with -inf where a row may not see the key, or there is none.
+    def masked(self, logits, first_row, first_key, bounds, *, near: bool = True) -> jax.Array:
+        """Logits with -inf where a row may not see the key but for ids, or there is none.
 
         Where not `near`, every key is before the end of each row's interval.
         """
-        problem = self.problem
-        is_ragged = problem.key_length % self.block_kv != 0
-        last = None
-        if near and (problem.dynamic or problem.highest is not None or is_ragged):
-            last = self._last_columns(first_row, first_key, bounds)
-        if last is not None and (ids is None or problem.dropout):  # with it registers are short
-            logits, last = keep_columns_to(logits, last, -jnp.inf), None
-        if problem.dynamic or problem.lowest is not None:
-            logits = self._masked_far(logits, first_row, first_key, bounds)
-        if ids is not None:
-            row_ids, key_ids, first_id = ids
-            logits = keep_equal_columns(logits, row_ids, key_ids, first_id, -jnp.inf, last)
+        if near and (last := self._last_columns(first_row, first_key, bounds)) is not None:
+            logits = keep_columns_to(logits, last, -jnp.inf)
+        if (first := self._first_columns(first_row, first_key, bounds)) is not None:
+            logits = keep_columns_from(logits, first, -jnp.inf)
         return logits
+
+    def visible(self, bits, first_row, first_key, bounds, *, near: bool = True) -> jax.Array:
+        """The same of what `equal_ids` or `all_columns` gives, for `keep_bits`.
+
+        So there is one select an element, and registers are few from when bits are made.
+        """
+        if near and (last := self._last_columns(first_row, first_key, bounds)) is not None:
+            bits = bits_to(bits, last)
+        if (first := self._first_columns(first_row, first_key, bounds)) is not None:
+            bits = bits_from(bits, first)
+        return bits
 
     def _last_columns(self, first_row, first_key, bounds):
         """The last key that there is of those each row sees, from the first of the tile on."""
-        last = jnp.int32(self.problem.key_length - 1)
-        if bounds is not None:
-            last = bounds[1] - 1
-        elif self.problem.highest is not None:
-            last = jnp.minimum(_numbers() + (first_row + self.problem.highest), last)
-        else:
-            last = in_each_row(last)
-        return last - first_key
+        problem = self.problem
+        last: jax.Array | None = None
+        if problem.highest is not None and not problem.dynamic:
+            last = _numbers() + (first_row + problem.highest)
+        if bounds is not None:  # none ends behind the last key
+            end = bounds[1] - 1
+            last = end if last is None else jnp.minimum(last, end)
+        elif last is not None:
+            last = jnp.minimum(last, problem.key_length - 1)
+        elif problem.key_length % self.block_kv != 0:
+            last = in_each_row(jnp.int32(problem.key_length - 1))
+        return None if last is None else last - first_key
 
-    def _masked_far(self, logits, first_row, first_key, bounds):
-        """Logits with -inf where a key is before the first of its row."""
+    def _first_columns(self, first_row, first_key, bounds):
+        """The first key that each row sees, from the first of the tile on; None for all."""
+        problem = self.problem
+        first: jax.Array | None = None
+        if problem.lowest is not None and not problem.dynamic:
+            row = _numbers() + first_row
+            first = row + problem.lowest
+            if self.padded_rows > problem.query_length:
+                # Rows beyond the last query need a key in their first block like any other.
+                first = jnp.where(row < problem.query_length, first, 0)
         if bounds is not None:
-            return keep_columns_from(logits, bounds[0] - first_key, -jnp.inf)
-        row = _numbers() + first_row
-        first = row + self.problem.lowest
-        if self.padded_rows > self.problem.query_length:
-            # Rows beyond the last query need a key in their first block like any other.
-            first = jnp.where(row < self.problem.query_length, first, 0)
-        return keep_columns_from(logits, first - first_key, -jnp.inf)
+            first = bounds[0] if first is None else jnp.maximum(first, bounds[0])
+        return None if first is None else first - first_key
 
 
 def _numbers() -> jax.Array:

@@ -10,6 +10,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 _GREEDY_LIMIT = 1 << 15  # above it a plain deal is as even, and the simulation takes seconds
 # In steps. A thread block's launch, first loads and last stores take 1.3 steps: half a percent of
@@ -177,8 +178,8 @@ def _by_rank(cost: jax.Array) -> jax.Array:
     if cost.shape[1] > _COUNTED:
         return jnp.argsort(-cost, axis=1).astype(jnp.int32)
     number = jnp.arange(cost.shape[1], dtype=jnp.int32)
-    cost, other = cost[:, :, None], cost[:, None, :]
-    is_before = (other > cost) | ((other == cost) & (number < number[:, None]))
+    key = cost.astype(jnp.int32) * cost.shape[1] - number
+    is_before = key[:, None, :] > key[:, :, None]
     rank = is_before.sum(-1, dtype=jnp.int32)
     is_it = rank[:, None, :] == number[:, None]
     return jnp.where(is_it, number, 0).sum(-1, dtype=jnp.int32)
@@ -200,7 +201,9 @@ def longest_first(schedules: np.ndarray, cost: jax.Array, heads: int) -> jax.Arr
     schedule = jnp.asarray(schedules[0])
     if len(schedules) > 1:
         # How large the mean is beside the largest tells the guesses apart.
-        share = cost.sum() / (tiles * cost.max(1).sum())
+        # Behind a barrier: XLA would add up all costs anew for each number.
+        total, largest = lax.optimization_barrier((cost.sum(), cost.max(1).sum()))
+        share = total / (tiles * largest)
         shares = [guess.mean() / guess.max() for guess in _guesses(tiles)]
         middles = [(above + below) / 2 for above, below in itertools.pairwise(shares)]
         schedule = jnp.asarray(schedules)[sum((share < x).astype(jnp.int32) for x in middles)]

@@ -9,14 +9,27 @@ where no tile holds more than two, or where their ids rise or fall; where it fai
 visited than need be, and results are the same.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from pallas_kernels.intervals import FAR, hulls
+from pallas_kernels.primitives import (
+    HAND_ORDERED,
+    count_sorted,
+    div_rem,
+    interpreting,
+    load_rows,
+    store_rows,
+)
+
+_ROWS = 64  # of a thread block
 
 
 class Blocks(NamedTuple):
@@ -59,6 +72,65 @@ class _Held(NamedTuple):
 def padded(ids: jax.Array, multiple: int) -> jax.Array:
     """Ids of a round number of rows: the last one goes on."""
     return jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % multiple)), mode="edge")
+
+
+def intervals(
+    row_ids: jax.Array, column_ids: jax.Array, within: jax.Array | np.ndarray | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The columns whose id is equal to a row's, where those of each id lie side by side.
+
+    They do where the ids of columns rise, also if they begin anew with ids less than the first of
+    all, as zeros for padding are. This looks for no more than that.
+
+    Args:
+      row_ids, column_ids: `[B, R]` and `[B, C]`.
+      within: None for all columns, or `[B or 1, 2, R]`, intervals of them.
+
+    Returns:
+      `[B, 2, >= R]` int32: where each row's interval begins and where it ends, of those `within`.
+      And for each batch entry whether they are these, bool `[B]`; else they are the intervals
+      `within`, and without these have no meaning.
+    """
+    # From the first of all on, as unsigned numbers, those that begin anew go on rising.
+    order = lambda ids: (ids - column_ids[:, :1]) ^ jnp.int32(np.iinfo(np.int32).min)
+    columns = order(column_ids)
+    before = jnp.pad(columns, ((0, 0), (1, 0)), mode="edge")[:, :-1]
+    are_sorted = (before <= columns).all(1)
+    # Behind a barrier: what asks for it would look at all ids anew.
+    are_sorted = lax.optimization_barrier(are_sorted)
+    kernel = _build_search(*row_ids.shape, columns.shape[1], interpreting())
+    found = kernel(columns, order(row_ids))
+    if within is None:
+        return found, are_sorted
+    begin, end = found[:, 0, : row_ids.shape[1]], found[:, 1, : row_ids.shape[1]]
+    known = are_sorted[:, None]
+    begin = jnp.where(known, jnp.maximum(begin, within[:, 0]), within[:, 0])
+    end = jnp.where(known, jnp.minimum(end, within[:, 1]), within[:, 1])
+    return jnp.stack([begin, end], axis=1), are_sorted
+
+
+@functools.lru_cache
+def _build_search(batch: int, rows: int, columns: int, interpret: bool):
+    """How many of `[batch, columns]` int32 are less, and how many not greater, than of `rows`.
+
+    By a kernel of its own, as XLA makes six of such a search. A thread block is one warpgroup.
+    """
+    tiles = -(-rows // _ROWS)
+
+    def search(sorted_ref, rows_ref, counts_ref):
+        entry, tile = div_rem(lax.axis_index("block"), tiles)
+        values = load_rows(rows_ref.at[entry], tile * _ROWS, rows - 1)
+        for n, or_equal in enumerate((False, True)):
+            counts = count_sorted(sorted_ref.at[entry], values, or_equal=or_equal)
+            store_rows(counts_ref.at[entry, n, pl.ds(tile * _ROWS, _ROWS)], counts)
+
+    return plgpu.kernel(
+        search,
+        out_type=jax.ShapeDtypeStruct((batch, 2, tiles * _ROWS), jnp.int32),
+        grid=(batch * tiles,),
+        grid_names=("block",),
+        compiler_params=HAND_ORDERED,
+    )
 
 
 def sharing(row_ids: jax.Array, column_ids: jax.Array, rows: int, columns: int) -> Sharing:
