@@ -168,8 +168,8 @@ class Tiles:
             nothing then lets its tile go without masks.
           ids: segment ids of queries and keys, if the problem is segmented.
           ids_are_sorted: None, or of each batch entry what `segments.intervals` says, for a fifth
-            column: of how many steps compare ids, none or all but the first. The first then is of
-            one more block, of which no row sees a key.
+            column: whether steps with a mask compare ids, but for the first. That is of one more
+            block then, of which no row sees a key.
         """
         block_q, block_kv, reach = self.config.block_q, self.config.block_kv, self.reach(intervals)
         # One more block where none of the masked ones holds a key of some row.
@@ -198,11 +198,10 @@ class Tiles:
         near = jnp.where(any_unmasked, end - jnp.maximum(first_unmasked, first), all_masked)
         if ids_are_sorted is None:
             return jnp.stack([count, exact, near, end], axis=-1)
-        known = ids_are_sorted[:, None]
-        count, end = (jnp.where(known, x, x + 1) for x in (count, end))
-        exact, near = (jnp.where(known, x, count) for x in (exact, near))
-        comparing = jnp.where(known, 0, count)
-        return jnp.stack([count, exact, near, end, comparing], axis=-1)
+        comparing = jnp.broadcast_to(~ids_are_sorted[:, None], count.shape).astype(jnp.int32)
+        exact = jnp.maximum(exact, 1)  # with the first step, which looks for maxima anyway
+        entries = (x + comparing for x in (count, exact, near, end))
+        return jnp.stack([*entries, comparing], axis=-1)
 
     def _see_themselves(self, query_ids: jax.Array, key_ids: jax.Array) -> jax.Array | np.ndarray:
         """Whether each row of a tile sees the key of its own number, `[B, tiles]`.
@@ -597,31 +596,36 @@ def _build(
                 bounds = masks.load_bounds(batch, first_row_of(tile))
                 return lambda: bounds
 
-            def bits_of(tile, batch, j, near=True, comparing=False):
-                """Which keys of step j rows see, for `masked`; None without ids.
+            def ids_of(tile, batch, j):
+                """Ids of rows, and where those of the keys of step j are."""
+                first_key = (end_of(tile, batch) - 1 - j) * block_kv
+                return masks.load_ids(batch, first_row_of(tile), first_key)
 
-                Ids are equal in a row's interval, unless they are compared. In a first step that is
-                of one more block none are.
+            def bits_of(tile, batch, j, near=True):
+                """Which keys of step j rows see whose ids are in an interval; None without ids.
+
+                A first step that is of one more block sees none.
                 """
                 if not problem.segmented:
                     return None
-                first_row, key_block = first_row_of(tile), end_of(tile, batch) - 1 - j
-                bounds = None
-                if dynamic or not comparing:
-                    bounds = masks.load_bounds(batch, first_row)
-                if comparing:
-                    bits = masks.equal_ids(batch, first_row, key_block)
-                else:
-                    there = needs(tile, batch, 4) == 0 if j is zero else True
-                    bits = all_columns(ROWS, block_kv, there)
-                return masks.visible(bits, first_row, key_block * block_kv, bounds, near=near)
+                there = needs(tile, batch, 4) == 0 if j is zero else True
+                first_row, first_key = first_row_of(tile), (end_of(tile, batch) - 1 - j) * block_kv
+                bounds = masks.load_bounds(batch, first_row)
+                bits = all_columns(ROWS, block_kv, there)
+                return masks.visible(bits, first_row, first_key, bounds, near=near)
 
-            def masked(logits, tile, key_block, bounds, bits, *, near=True):
+            def masked(logits, tile, key_block, bounds, ids, bits, *, near=True):
                 """Logits with -inf where a row may not see the key, or there is none."""
                 if bits is not None:
                     return keep_bits(logits, bits, -jnp.inf)
                 first_row, first_key = first_row_of(tile), key_block * block_kv
-                return masks.masked(logits, first_row, first_key, bounds, near=near)
+                return masks.masked(logits, first_row, first_key, bounds, ids, near=near)
+
+            def there_is(key_block):
+                """The number of a block that there is: a first step may be of one more."""
+                if not problem.segmented:
+                    return key_block
+                return jnp.minimum(key_block, -(-problem.key_length // block_kv) - 1)
 
             def load_elements(number, j):
                 """Mask and bias of step j of a tile, asked for before the product is there."""
@@ -629,7 +633,10 @@ def _build(
                     return NOTHING_LOADED
                 tile, batch, head = tiles.locate(number())
                 first_row = tiles.first_row(tile, warpgroup)
-                first_key = (end_of(tile, batch) - 1 - j) * block_kv
+                key_block = end_of(tile, batch) - 1 - j
+                if j is zero:
+                    key_block = there_is(key_block)
+                first_key = key_block * block_kv
                 return elements.load(
                     batch, head, first_row, first_key, block_kv, early=elements_early
                 )
@@ -642,7 +649,7 @@ def _build(
                 logits, factor = capped(products, loaded, problem)
                 bounds = bounds() if dynamic else None
                 if any_mask:
-                    logits = masked(logits, tile, key_block, bounds, bits)
+                    logits = masked(logits, tile, key_block, bounds, None, bits)
                 logits = masked_by_element(logits, loaded, -jnp.inf)
                 weights, state = online_softmax.start(logits, factor, allowed.headroom)
                 if dynamic:
@@ -652,8 +659,8 @@ def _build(
             def first_operand(weights, place, key_block):
                 """The weights of `first_softmax` as the first product of a tile reads them."""
                 tile, batch, head = place
-                words = words_of(tile, batch, head)
-                weights = dropout.negated(weights, words, batch, key_block * block_kv)
+                words, first_key = words_of(tile, batch, head), there_is(key_block) * block_kv
+                weights = dropout.negated(weights, words, batch, first_key)
                 return as_operand(weights, problem)
 
             def compute(o_acc, s_acc, begin, first_step):
@@ -706,7 +713,7 @@ def _build(
                     tile, batch, _ = place
                     end_block, bounds = end_of(tile, batch), bounds_of(tile, batch)
                     bits = bits_of(tile, batch, zero)
-                    loaded = load_elements(number, 0)
+                    loaded = load_elements(number, zero)
 
                     @pl.when(there())
                     def _():
@@ -744,7 +751,8 @@ def _build(
                         end_block = end_of(tile, batch)
                     if needs_mask:
                         bounds = bounds_of(tile, batch)
-                        bits = bits_of(tile, batch, j, exact, comparing)
+                        ids = ids_of(tile, batch, j) if comparing else None
+                        bits = None if comparing else bits_of(tile, batch, j, near=exact)
                     k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
                     plgpu.barrier_wait(k_full.at[k_slot])
                     take_turn()
@@ -765,9 +773,8 @@ def _build(
                     correction = None
                     logits, factor = capped(products, loaded, problem)
                     if needs_mask and any_mask:
-                        if bits is None:
-                            bounds = bounds()
-                        logits = masked(logits, tile, end_block - 1 - j, bounds, bits, near=exact)
+                        key_block, bounds = end_block - 1 - j, bounds() if dynamic else None
+                        logits = masked(logits, tile, key_block, bounds, ids, bits, near=exact)
                     logits = masked_by_element(logits, loaded, -jnp.inf)
                     if exact or exact_throughout:
                         weights, correction, state = online_softmax.advance(
@@ -859,7 +866,7 @@ def _build(
                     issue_logits(buffer, k_slot)
                     issue_output(weights, v_slot)
                     pass_turn()
-                    loaded = load_elements(lambda: following, 0)
+                    loaded = load_elements(lambda: following, zero)
                     logits = load_logits()
                     pl.when(there())(lambda: k_free.arrive(k_slot))
                     end_block = end_of(next_tile, next_batch)
@@ -917,21 +924,24 @@ def _build(
                         words=words_of(tile, batch, head),
                         end_block=end_block,
                     )
-                    carry, first = (weights, state), jnp.int32(1)
-                    if problem.segmented:
-                        compared = jnp.maximum(needs(tile, batch, 4), first)
-                        comparing = functools.partial(step, exact=True, comparing=True)
-                        carry, first = lax.fori_loop(first, compared, comparing, carry), compared
-                    carry = lax.fori_loop(first, exact, functools.partial(step, exact=True), carry)
                     near = blocks
                     if has_far_edge and not mask_throughout:
                         near = jnp.maximum(exact, needs(tile, batch, 2))
+
+                    def masked_steps(first, end, carry, **options):
+                        if problem.segmented:
+                            compared = jnp.where(needs(tile, batch, 4) > 0, end, first)
+                            comparing = functools.partial(step, comparing=True, **options)
+                            carry = lax.fori_loop(first, compared, comparing, carry)
+                            first = compared
+                        return lax.fori_loop(first, end, functools.partial(step, **options), carry)
+
+                    carry = masked_steps(jnp.int32(1), exact, (weights, state), exact=True)
                     if not mask_throughout:
                         rest = functools.partial(step, exact=False)
                         carry = lax.fori_loop(exact, near, rest, carry)
                     if has_far_edge and not mask_throughout:
-                        step_far = functools.partial(step, exact=False, far=True)
-                        carry = lax.fori_loop(near, blocks, step_far, carry)
+                        carry = masked_steps(near, blocks, carry, exact=False, far=True)
                     if loads_elements or cap_beside_lengths:
                         number = number_of(index + fresh_zero())  # read anew: registers are short
                     if drawn:  # by now

@@ -52,7 +52,6 @@ from pallas_kernels.primitives import (
     float8_operand,
     fresh_zero,
     interpreting,
-    keep_bits,
     load_rows,
     store_rows,
     to_float8,
@@ -245,17 +244,6 @@ def _build(
             pl.when(warpgroup == consumers - 1)(pass_turn)  # warpgroup 0 begins
             first_row_of = lambda tile: tiles.first_row(tile, warpgroup)
 
-            def equal_ids_of(batch, first_row, key_block):
-                """Where ids of rows and keys are equal; None without ids."""
-                return masks.equal_ids(batch, first_row, key_block) if problem.segmented else None
-
-            def masked(logits, first_row, first_key, bounds, equal_ids, near=True):
-                """Logits with -inf where a row may not see the key, or there is none."""
-                place = first_row, first_key, bounds
-                if equal_ids is None:
-                    return masks.masked(logits, *place, near=near)
-                return keep_bits(logits, masks.visible(equal_ids, *place, near=near), -jnp.inf)
-
             def compute(p_acc, s_acc):
                 """With `promotes` p_acc is of one step, else it is the output."""
 
@@ -294,9 +282,9 @@ def _build(
                     factor = row_scales * key_scales_ref[batch, kv_head_of(head), key_block]
                     first_row, first_key = first_row_of(tile), key_block * block_kv
                     bounds = masks.load_bounds(batch, first_row)
-                    equal_ids = equal_ids_of(batch, first_row, key_block)
+                    ids = masks.load_ids(batch, first_row, first_key)
                     if any_mask:
-                        logits = masked(logits, first_row, first_key, bounds, equal_ids)
+                        logits = masks.masked(logits, first_row, first_key, bounds, ids)
                     weights, state = online_softmax.start(logits, factor, _ALLOWED.headroom)
                     if bounds is not None:
                         state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
@@ -331,7 +319,7 @@ def _build(
                     own_scales = row_scales()
                     if near or far:
                         bounds = masks.load_bounds(batch, first_row)
-                        equal_ids = equal_ids_of(batch, first_row, key_block)
+                        ids = masks.load_ids(batch, first_row, first_key)
                     k_slot, v_slot = slot(steps + j), value_slot(steps + j - 1)
                     plgpu.barrier_wait(k_full.at[k_slot])
                     take_turn()
@@ -349,7 +337,7 @@ def _build(
                         logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                         k_free.arrive(k_slot)
                     if near or far:
-                        logits = masked(logits, first_row, first_key, bounds, equal_ids, near)
+                        logits = masks.masked(logits, first_row, first_key, bounds, ids, near=near)
                     factor = own_scales * key_scale
                     correction = None
                     if near or far:

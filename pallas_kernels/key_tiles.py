@@ -44,7 +44,6 @@ _TILE_OVERHEAD = 1.0  # what a tile costs beside its steps, in steps
 # even over many tiles alone; yet not all heads, whose dQ would leave L2.
 _LONGER_SECTIONS = 8
 _LONGER_DRAWN_SECTIONS = 3  # the same where tiles are drawn, which is even over fewer
-_COMPARING = -1
 # Their entries have no room beside what sums over rows might need, of which there are none here.
 _DRAWING = dataclasses.replace(HAND_ORDERED, reduction_scratch_bytes=0)
 
@@ -150,8 +149,8 @@ class KeyTiles:
 
         Returns:
           `[B + 1, per_head, 2 + 2 * block_kv / 64]` int32: first and end for the tile, then for
-          each 64 keys of it first and end of those that need no mask, the end `_COMPARING` where
-          steps compare ids; four more if the problem has `backward_ignores_unseen`
+          each 64 keys of it first and end of those that need no mask; with ids whether steps with
+          one compare them; four more if the problem has `backward_ignores_unseen`
           (`Walk.counting_queries`, `Walk.counting_keys`). What the last batch entry says has no
           meaning: `Walk.locate` may ask for it.
         """
@@ -179,10 +178,11 @@ class KeyTiles:
         end = jnp.clip(end, first + 1, self.query_blocks)
         first_unmasked = jnp.clip(first_unmasked, first, end)
         end_unmasked = jnp.clip(end_unmasked, first_unmasked, end)
-        if ids_are_sorted is not None:
-            end_unmasked = jnp.where(ids_are_sorted[:, None, None], end_unmasked, _COMPARING)
         unmasked = jnp.stack([first_unmasked, end_unmasked], axis=-1)
         columns = [first, end, unmasked.reshape(*first.shape[:2], -1)]
+        if ids_are_sorted is not None:
+            comparing = ~ids_are_sorted[:, None, None]
+            columns.append(jnp.broadcast_to(comparing, first.shape).astype(jnp.int32))
         if self.problem.backward_ignores_unseen:
             queries = run_time_intervals.reach(seeing, self.block_kv, empty_rows_count=False)
             seen = jnp.asarray(seeing[:, 0] < seeing[:, 1])
@@ -650,10 +650,9 @@ class Walk:
         end = lax.div(queries, jnp.int32(tiles.block_q))
         return jnp.clip(end, first_unmasked, self.end_block(place))
 
-    def is_comparing(self, index, own_first_key: int):
-        """Whether steps of a tile compare segment ids; then none is without a mask."""
-        place = self.locate(index)
-        return self.seeing(place, 3 + 2 * (own_first_key // _CONSUMER_KEYS)) == _COMPARING
+    def is_comparing(self, index):
+        """Whether steps of a tile that need a mask compare segment ids."""
+        return self.seeing(self.locate(index), 2 + 2 * (self.tiles.block_kv // _CONSUMER_KEYS)) > 0
 
     def loop_over_steps(
         self,
@@ -668,7 +667,7 @@ class Walk:
         Query blocks run from the last to the first: under a causal mask tiles differ in the first,
         so that those that begin at the same time read the same blocks, which is easy on L2. Masked
         steps have a loop of their own, and code of their own, after those that need no mask; with a
-        lower bound another before them.
+        lower bound another before them. Each is two with segment ids, which are compared in one.
 
         Args:
           step: mask is None, or a `StepMask` for the weights of that step; load_elements gives, for
@@ -697,21 +696,24 @@ class Walk:
                 return None
             return StepMask(self, index, block + j, own_first_key, comparing)
 
+        def masked_loop(block, j, end):
+            """Steps j to end, from a block on."""
+            if tiles.problem.segmented:
+                compared = jnp.where(self.is_comparing(index), end, j)
+                mask = mask_of(block, j, comparing=True)
+                pl.loop(j, compared)(functools.partial(step, mask=mask))
+                block, j = block - (compared - j), compared
+            pl.loop(j, end)(functools.partial(step, mask=mask_of(block, j)))
+
         def one_head(j):
             """From step j on, which need not be the head's first."""
             block = end_block() - 1 - done
             if several_heads:
                 block = first_block() + lax.rem(end - j - 1, end_block() - first_block())
-            if tiles.problem.segmented:
-                left = block + 1 - first_block()
-                compared = j + jnp.where(self.is_comparing(index, own_first_key), left, 0)
-                mask = mask_of(block, j, comparing=True)
-                pl.loop(j, compared)(functools.partial(step, mask=mask))
-                j, block = compared, block - (compared - j)
             if tiles.problem.has_far_edge:
                 end_unmasked = self.end_unmasked_block(index, own_first_key, first_unmasked_block())
                 unmasked = j + jnp.maximum(block + 1 - end_unmasked, 0)
-                pl.loop(j, unmasked)(functools.partial(step, mask=mask_of(block, j)))
+                masked_loop(block, j, unmasked)
                 j, block = unmasked, block - (unmasked - j)
             masked = j + jnp.maximum(block + 1 - first_unmasked_block(), 0)
             pl.loop(j, masked)(functools.partial(step, mask=None))
@@ -719,7 +721,7 @@ class Walk:
                 return masked
             j, block = masked, block - (masked - j)
             end_of_head = j + block + 1 - first_block()
-            pl.loop(j, end_of_head)(functools.partial(step, mask=mask_of(block, j)))
+            masked_loop(block, j, end_of_head)
             return end_of_head
 
         end = j + self.steps(index)

@@ -510,6 +510,60 @@ def _keep_columns(tile, bound, fill, predicate, compare):
     return keep(tile, bound)
 
 
+def keep_equal_columns(
+    tile: jax.Array, rows: jax.Array, ref, first, fill: float, last: jax.Array | None = None
+) -> jax.Array:
+    """`(64, n)` float32 tile where a row's value is equal to a column's, else `fill`.
+
+    Args:
+      tile: n a multiple of 8.
+      rows: `(64,)` int32.
+      ref: a one-dimensional int32 view of global memory, of the columns' values from `first` on;
+        that place is aligned to 8 bytes.
+      last: None, or `(64,)` int32, where a row's columns behind last[row] are `fill` too.
+    """
+    if interpreting():
+        keep = rows[:, None] == ref[pl.ds(first, tile.shape[1])][None, :]
+        if last is not None:
+            keep &= lax.broadcasted_iota(jnp.int32, tile.shape, 1) <= last[:, None]
+        return jnp.where(keep, tile, fill)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+    splat = plgpu.Layout.WG_SPLAT
+    bounds = () if last is None else (last,)
+    layouts = _TILE, _ROWS, plgpu.RefType(), splat, *[_ROWS] * len(bounds)
+    keep_both = (
+        "{ .reg .pred p; setp.ge.s32 p, $1, $2;"
+        " setp.eq.and.s32 p, $3, $4, p; selp.f32 $0, $5, $6, p; }"
+    )
+
+    @plgpu.inline_mgpu(arg_types=layouts, return_type=shape)
+    def keep(_, tile, rows, ref, first, *bounds):
+        read_pair = _pair_reader(ref, first)
+        own = [_scalar(r) for r in rows.registers.flat]
+        own_column = _own_column()
+        limits = [arith.subi(_scalar(r), own_column) for x in bounds for r in x.registers.flat]
+        filler = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), fill))
+        out = tile.registers.copy()
+        columns: dict[int, list] = {}
+        for index, group, half, pair in _fragments(tile.registers):
+            if group not in columns:
+                columns[group] = read_pair(group)
+            for e, value in enumerate(columns[group]):
+                x = _extract(pair, e)
+                if last is None:
+                    is_equal = arith.cmpi(arith.CmpIPredicate.eq, own[half], value)
+                    kept = arith.select(is_equal, x, filler)
+                else:  # LLVM would make two selects of a conjunction
+                    operands = [limits[half], _i32(8 * group + e), own[half], value, x, filler]
+                    kept = _asm(keep_both, "=f,r,n,r,r,f,f", operands, ir.F32Type.get())
+                pair = _insert(pair, kept, e)
+            out[index] = pair
+        return _like(tile, out)
+
+    return keep(tile, rows, ref, jnp.int32(first), *bounds)
+
+
 def equal_columns(rows: jax.Array, ref, first, columns: int) -> jax.Array:
     """Where a row's value is equal to a column's, for `bits_from`, `bits_to` and `keep_bits` alone.
 

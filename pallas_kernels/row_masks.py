@@ -11,9 +11,9 @@ from pallas_kernels.config import Problem
 from pallas_kernels.primitives import (
     bits_from,
     bits_to,
-    equal_columns,
     keep_columns_from,
     keep_columns_to,
+    keep_equal_columns,
     load_intervals,
     load_rows,
 )
@@ -54,27 +54,33 @@ class RowMasks:
             self.intervals_ref.at[batch], first_row, self.problem.query_length - 1
         )
 
-    def equal_ids(self, batch, first_row, key_block) -> jax.Array:
-        """Where ids of rows and of a block's keys are equal, for `visible`."""
+    def load_ids(self, batch, first_row, first_key):
+        """Ids of rows, `(64,)`, and where those of the keys are, for `masked`; None without ids."""
+        if not self.problem.segmented:
+            return None
         query_ids_ref, key_ids_ref = self.ids_refs
         ids = load_rows(query_ids_ref.at[batch], first_row, self.problem.query_length - 1)
-        return equal_columns(ids, key_ids_ref.at[batch], key_block * self.block_kv, self.block_kv)
+        return ids, key_ids_ref.at[batch], first_key
 
-    def masked(self, logits, first_row, first_key, bounds, *, near: bool = True) -> jax.Array:
-        """Logits with -inf where a row may not see the key but for ids, or there is none.
+    def masked(self, logits, first_row, first_key, bounds, ids, *, near: bool = True) -> jax.Array:
+        """Logits with -inf where a row may not see the key, or there is none.
 
         Where not `near`, every key is before the end of each row's interval.
         """
-        if near and (last := self._last_columns(first_row, first_key, bounds)) is not None:
-            logits = keep_columns_to(logits, last, -jnp.inf)
+        last = self._last_columns(first_row, first_key, bounds) if near else None
+        if last is not None and (ids is None or self.problem.dropout):  # registers are short
+            logits, last = keep_columns_to(logits, last, -jnp.inf), None
         if (first := self._first_columns(first_row, first_key, bounds)) is not None:
             logits = keep_columns_from(logits, first, -jnp.inf)
+        if ids is not None:
+            row_ids, key_ids, first_id = ids
+            logits = keep_equal_columns(logits, row_ids, key_ids, first_id, -jnp.inf, last)
         return logits
 
     def visible(self, bits, first_row, first_key, bounds, *, near: bool = True) -> jax.Array:
-        """The same of what `equal_ids` or `all_columns` gives, for `keep_bits`.
+        """The same of bits of `all_columns`, for `keep_bits`, in the place of comparing ids.
 
-        So there is one select an element, and registers are few from when bits are made.
+        So there is one select an element, and few registers are taken once bits are made.
         """
         if near and (last := self._last_columns(first_row, first_key, bounds)) is not None:
             bits = bits_to(bits, last)
