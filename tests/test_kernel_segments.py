@@ -49,6 +49,11 @@ IDS = {
     "one side alone": (packed([60, 140], [199, 1]), packed([60, 200], [130, 130], first_id=1)),
     "nothing in common": (packed([200], [100, 100]), packed([250], [120, 130], first_id=5)),
     "padding": (np.where(np.arange(280) % 270 < 20, -1, packed([100, 180], [140, 140])),) * 2,
+    "in order in one entry": (
+        np.where(np.arange(300) < 250, packed([90, 100, 110], [60, 40, 200], first_id=1), 0)
+        ^ np.array([[0], [3]], np.int32),
+    )
+    * 2,
     "interleaved": (np.tile(np.arange(200) % 3, (BATCH, 1)).astype(np.int32),) * 2,
     "at random": (at_random(260, (-2, 3)), at_random(150, (-1, 4), seed=1)),
     "short": (np.tile(np.arange(300) // 7, (BATCH, 1)).astype(np.int32),) * 2,
@@ -134,6 +139,72 @@ def test_partners(ids, bounds):
     np.testing.assert_array_equal(got, seen.any(2))
     got = segments.has_partner(key_ids, query_ids, of_keys)
     np.testing.assert_array_equal(got, seen.any(1))
+
+
+@by_ids
+@pytest.mark.parametrize("within", [None, BOUNDS["causal"], BOUNDS["window"]], ids=str)
+def test_intervals_of_ids(ids, within):
+    """Of rows of queries and of keys: all that have a row's id, and no others."""
+    query_ids, key_ids = map(jnp.asarray, ids)
+    bounds = within or (None, None)
+    every, without_ids = visible(ids, bounds), visible([0 * x for x in ids], bounds)
+    of_keys = intervals.of_bounds_of_keys(problem(ids, bounds))
+    for rows, columns, limits, wanted, unlimited in (
+        (query_ids, key_ids, kept(ids, bounds), every, without_ids),
+        (key_ids, query_ids, of_keys, every.mT, without_ids.mT),
+    ):
+        with interpret_mode():
+            found, are_sorted = segments.intervals(
+                rows, columns, None if within is None else limits
+            )
+        exact = np.asarray(columns).astype(object)
+        turned = ((exact - exact[:, :1]) % 2**32).astype(np.int64)
+        np.testing.assert_array_equal(are_sorted, (np.diff(turned) >= 0).all(1))
+        begin, end = np.asarray(found)[:, :, : rows.shape[1], None].swapaxes(0, 1)
+        number = np.arange(columns.shape[1])
+        got = (begin <= number) & (number < end)
+        is_sorted = np.asarray(are_sorted)
+        np.testing.assert_array_equal(got[is_sorted], wanted[is_sorted])
+        if within is not None:
+            np.testing.assert_array_equal(got[~is_sorted], unlimited[~is_sorted])
+
+
+@pytest.mark.parametrize(
+    ("ids", "wanted"),
+    [
+        ([3, 3, 5, 9], True),
+        ([1, 1, 2, 2, 0, 0], True),
+        ([5, 7, 1, 2, 4], True),
+        ([5, 7, 1, 2, 5], False),
+        ([1, 2, 1], False),
+        ([2, 1, 0], False),
+        ([-(2**31), 0, 2**31 - 1], True),
+        ([2**31 - 1, -(2**31), 0], True),
+        ([0, 2**31 - 1, -(2**31), -1], True),
+        ([7], True),
+    ],
+)
+def test_ids_that_lie_side_by_side(ids, wanted):
+    with interpret_mode():
+        _, are_sorted = segments.intervals(*[jnp.array([ids], jnp.int32)] * 2)
+    assert are_sorted.tolist() == [wanted]
+
+
+def test_steps_that_compare_ids():
+    """Those of a batch entry whose ids are in no order; its first step is of a block of no keys."""
+    ids = tuple(map(jnp.asarray, IDS["in order in one entry"]))
+    tiles = Tiles(problem(ids, BOUNDS["causal"]), config.FORWARD[128])
+    plain = np.asarray(tiles.key_blocks_of(None, ids))
+    table = np.asarray(tiles.key_blocks_of(None, ids, jnp.array([True, False])))
+    np.testing.assert_array_equal(table[0, :, :4], plain[0])
+    np.testing.assert_array_equal(table[1, :, :4], np.maximum(plain[1], [0, 1, 0, 0]) + 1)
+    np.testing.assert_array_equal(table[..., 4], [[0] * tiles.per_head, [1] * tiles.per_head])
+    tiles = KeyTiles(problem(ids, BOUNDS["causal"]), 128, 64, row_bytes=1)
+    seeing = tiles.seeing(None)
+    plain = np.asarray(tiles.seeing_blocks_of(seeing, ids))
+    table = np.asarray(tiles.seeing_blocks_of(seeing, ids, jnp.array([True, False])))
+    np.testing.assert_array_equal(table[..., :-1], plain)
+    np.testing.assert_array_equal(table[:BATCH, :, -1], np.array([[0] * 3, [1] * 3]))
 
 
 @by_ids
@@ -332,6 +403,8 @@ def options_of(ids, **options):
         ("one side alone", 2, 1, 64, jnp.float16, dict(is_causal=True, query_offset=60)),
         ("nothing in common", 1, 1, 128, jnp.bfloat16, {}),
         ("padding", 1, 1, 64, jnp.bfloat16, dict(local_window_size=(100, 30))),
+        ("in order in one entry", 2, 1, 64, jnp.bfloat16, dict(is_causal=True)),
+        ("in order in one entry", 1, 1, 128, jnp.float16, dict(key_value_seq_lengths=[290, 300])),
         ("interleaved", 1, 1, 256, jnp.float16, dict(is_causal=True)),
         ("at random", 2, 1, 128, jnp.bfloat16, dict(local_window_size=(5, 3), query_offset=-9)),
         ("short", 1, 1, 64, jnp.bfloat16, dict(key_value_seq_lengths=[200, 299])),

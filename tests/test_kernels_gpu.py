@@ -465,6 +465,12 @@ SEGMENTS = {
     "documents": (packed([400, 57, 700], [1157]), None),
     "other lengths": (packed([400, 57, 700], [1157]), packed([300, 200, 591], [1, 1090])),
     "at random": (at_random(1157, (-2, 3)), at_random(1091, (-1, 4), seed=1)),
+    # Documents that rise and zeros for padding behind them, and in the other entry no order.
+    "in order in one entry": (
+        np.where(np.arange(1152) < 1100, packed([400, 57, 695], [500, 600, 52], first_id=1), 0)
+        ^ np.array([[0], [3]], np.int32),
+        None,
+    ),
 }
 
 
@@ -476,7 +482,7 @@ def segment_ids(kind: str) -> tuple[dict, int, int]:
     return ids, query_ids.shape[1], key_ids.shape[1]
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("kind", SEGMENTS)
 @pytest.mark.parametrize("H", [64, 128, 160, 256])
 def test_segment_ids(H, kind):
@@ -502,8 +508,8 @@ def test_segment_ids_with_soft_cap(H, kind):
     check(arrays, **options, **lengths, deterministic=True, config=few_thread_blocks(H, 8))
 
 
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("kind", ["documents", "at random"])
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("kind", ["documents", "at random", "in order in one entry"])
 @pytest.mark.parametrize("H", [64, 128, 208, 256])
 def test_segment_ids_beside_a_mask_and_a_bias(H, kind):
     """And all else that takes registers at a time, where dQ of 256 columns is made in parts."""
