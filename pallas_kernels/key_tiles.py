@@ -148,9 +148,9 @@ class KeyTiles:
             each batch entry what `segments.intervals` says of the queries that keys see.
 
         Returns:
-          `[B + 1, per_head, 2 + 2 * block_kv / 64]` int32: first and end for the tile, then for
-          each 64 keys of it first and end of those that need no mask; with ids whether steps with
-          one compare them; four more if the problem has `backward_ignores_unseen`
+          `[B + 1, per_head, 2 + 2 * block_kv / 64 or more]` int32: first and end for the tile, then
+          for each 64 keys of it first and end of those that need no mask; with ids, twice, whether
+          steps with a mask compare them; four more if the problem has `backward_ignores_unseen`
           (`Walk.counting_queries`, `Walk.counting_keys`). What the last batch entry says has no
           meaning: `Walk.locate` may ask for it.
         """
@@ -182,7 +182,8 @@ class KeyTiles:
         columns = [first, end, unmasked.reshape(*first.shape[:2], -1)]
         if ids_are_sorted is not None:
             comparing = ~ids_are_sorted[:, None, None]
-            columns.append(jnp.broadcast_to(comparing, first.shape).astype(jnp.int32))
+            # Twice, as rows of 8 entries take a producer with dropout a register less.
+            columns += [jnp.broadcast_to(comparing, first.shape).astype(jnp.int32)] * 2
         if self.problem.backward_ignores_unseen:
             queries = run_time_intervals.reach(seeing, self.block_kv, empty_rows_count=False)
             seen = jnp.asarray(seeing[:, 0] < seeing[:, 1])
@@ -652,7 +653,8 @@ class Walk:
 
     def is_comparing(self, index):
         """Whether steps of a tile that need a mask compare segment ids."""
-        return self.seeing(self.locate(index), 2 + 2 * (self.tiles.block_kv // _CONSUMER_KEYS)) > 0
+        place = self.locate(index + fresh_zero())  # made anew: registers are short
+        return self.seeing(place, 2 + 2 * (self.tiles.block_kv // _CONSUMER_KEYS)) > 0
 
     def loop_over_steps(
         self,
@@ -697,13 +699,14 @@ class Walk:
             return StepMask(self, index, block + j, own_first_key, comparing)
 
         def masked_loop(block, j, end):
-            """Steps j to end, from a block on."""
+            """Steps j to end, from a block on; after others those that compare segment ids."""
+            others = end
             if tiles.problem.segmented:
-                compared = jnp.where(self.is_comparing(index), end, j)
+                others = jnp.where(self.is_comparing(index), j, end)
+            pl.loop(j, others)(functools.partial(step, mask=mask_of(block, j)))
+            if tiles.problem.segmented:
                 mask = mask_of(block, j, comparing=True)
-                pl.loop(j, compared)(functools.partial(step, mask=mask))
-                block, j = block - (compared - j), compared
-            pl.loop(j, end)(functools.partial(step, mask=mask_of(block, j)))
+                pl.loop(others, end)(functools.partial(step, mask=mask))
 
         def one_head(j):
             """From step j on, which need not be the head's first."""
