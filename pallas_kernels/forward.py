@@ -161,7 +161,7 @@ class Tiles:
         ids: tuple[jax.Array, jax.Array] | None = None,
         ids_are_sorted: jax.Array | None = None,
     ) -> jax.Array:
-        """The same for each batch entry, `[B, tiles, 4]`.
+        """The same for each batch entry, `[B, tiles, 4 or 5]`.
 
         Args:
           intervals: the keys `[B, 2, T]` of each query, if the problem is dynamic. A row that sees
