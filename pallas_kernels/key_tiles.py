@@ -653,7 +653,7 @@ class Walk:
 
     def is_comparing(self, index):
         """Whether steps of a tile that need a mask compare segment ids."""
-        place = self.locate(index + fresh_zero())  # made anew: registers are short
+        place = self.locate(index)
         return self.seeing(place, 2 + 2 * (self.tiles.block_kv // _CONSUMER_KEYS)) > 0
 
     def loop_over_steps(

@@ -1,11 +1,11 @@
 """Segment ids: a query sees a key only where the ids of both are equal.
 
-Ids are int32, `[B, T]` of queries and `[B, S]` of keys, any values in any order. Where equal ids lie
-side by side, a row sees an interval (`intervals`); elsewhere steps with a mask compare ids, element
-by element. What is here also finds, before the kernels, the blocks that a tile needs, and those of
-them that need no mask for its ids: those in which all ids are equal, and equal to all of the
-tile's. Of each tile and block it looks at no more than the least, the greatest, the first and the
-last id. Documents that lie packed one after the other are told apart exactly by that
+Ids are int32, `[B, T]` of queries and `[B, S]` of keys, any values in any order. Where equal ids
+lie side by side, a row sees an interval (`intervals`); elsewhere steps with a mask compare ids,
+element by element. What is here also finds, before the kernels, the blocks that a tile needs, and
+those of them that need no mask for its ids: those in which all ids are equal, and equal to all of
+the tile's. Of each tile and block it looks at no more than the least, the greatest, the first and
+the last id. Documents that lie packed one after the other are told apart exactly by that
 where no tile holds more than two, or where their ids rise or fall; where it fails, more blocks are
 visited than need be, and results are the same.
 """
