@@ -590,7 +590,12 @@ def _build(
             rows_of = lambda tile: pl.ds(first_row_of(tile), ROWS)
 
             def bounds_of(tile, batch):
-                """What gives the bounds of rows: loads them only then where registers are short."""
+                """What gives the bounds of rows but for ids, or None where these are static.
+
+                It loads them only then where registers are short.
+                """
+                if not dynamic:
+                    return lambda: None
                 if registers_are_scarce or problem.segmented:
                     return lambda: masks.load_bounds(batch, first_row_of(tile))
                 bounds = masks.load_bounds(batch, first_row_of(tile))
@@ -601,20 +606,20 @@ def _build(
                 first_key = (end_of(tile, batch) - 1 - j) * block_kv
                 return masks.load_ids(batch, first_row_of(tile), first_key)
 
-            def bits_of(tile, batch, j, near=True):
+            def bits_of(tile, batch, j, *, near=True, is_first=False):
                 """Which keys of step j rows see whose ids are in an interval; None without ids.
 
                 A first step that is of one more block sees none.
                 """
                 if not problem.segmented:
                     return None
-                there = needs(tile, batch, 4) == 0 if j is zero else True
+                there = needs(tile, batch, 4) == 0 if is_first else True
                 first_row, first_key = first_row_of(tile), (end_of(tile, batch) - 1 - j) * block_kv
                 bounds = masks.load_bounds(batch, first_row)
                 bits = all_columns(ROWS, block_kv, there)
                 return masks.visible(bits, first_row, first_key, bounds, near=near)
 
-            def masked(logits, tile, key_block, bounds, ids, bits, *, near=True):
+            def masked(logits, tile, key_block, bounds, bits, *, ids=None, near=True):
                 """Logits with -inf where a row may not see the key, or there is none."""
                 if bits is not None:
                     return keep_bits(logits, bits, -jnp.inf)
@@ -627,14 +632,14 @@ def _build(
                     return key_block
                 return jnp.minimum(key_block, -(-problem.key_length // block_kv) - 1)
 
-            def load_elements(number, j):
+            def load_elements(number, j, *, is_first=False):
                 """Mask and bias of step j of a tile, asked for before the product is there."""
                 if not loads_elements:
                     return NOTHING_LOADED
                 tile, batch, head = tiles.locate(number())
                 first_row = tiles.first_row(tile, warpgroup)
                 key_block = end_of(tile, batch) - 1 - j
-                if j is zero:
+                if is_first:
                     key_block = there_is(key_block)
                 first_key = key_block * block_kv
                 return elements.load(
@@ -647,12 +652,12 @@ def _build(
 
             def first_softmax(products, tile, key_block, bounds, bits, loaded):
                 logits, factor = capped(products, loaded, problem)
-                bounds = bounds() if dynamic else None
+                bounds = bounds()
                 if any_mask:
-                    logits = masked(logits, tile, key_block, bounds, None, bits)
+                    logits = masked(logits, tile, key_block, bounds, bits)
                 logits = masked_by_element(logits, loaded, -jnp.inf)
                 weights, state = online_softmax.start(logits, factor, allowed.headroom)
-                if dynamic:
+                if bounds is not None:
                     state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
                 return weights, state
 
@@ -712,8 +717,8 @@ def _build(
                     """The first key block of a tile, if it is there, with no other product open."""
                     tile, batch, _ = place
                     end_block, bounds = end_of(tile, batch), bounds_of(tile, batch)
-                    bits = bits_of(tile, batch, zero)
-                    loaded = load_elements(number, zero)
+                    bits = bits_of(tile, batch, zero, is_first=True)
+                    loaded = load_elements(number, zero, is_first=True)
 
                     @pl.when(there())
                     def _():
@@ -773,8 +778,10 @@ def _build(
                     correction = None
                     logits, factor = capped(products, loaded, problem)
                     if needs_mask and any_mask:
-                        key_block, bounds = end_block - 1 - j, bounds() if dynamic else None
-                        logits = masked(logits, tile, key_block, bounds, ids, bits, near=exact)
+                        key_block = end_block - 1 - j
+                        logits = masked(
+                            logits, tile, key_block, bounds(), bits, ids=ids, near=exact
+                        )
                     logits = masked_by_element(logits, loaded, -jnp.inf)
                     if exact or exact_throughout:
                         weights, correction, state = online_softmax.advance(
@@ -854,7 +861,7 @@ def _build(
                     inverse, too_low = end_rows(state, too_low, tile, batch, head)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     bounds = bounds_of(next_tile, next_batch)
-                    bits = bits_of(next_tile, next_batch, zero)
+                    bits = bits_of(next_tile, next_batch, zero, is_first=True)
 
                     # After the last tile the logits are of no tile, and go nowhere.
                     @pl.when(there())
@@ -866,7 +873,7 @@ def _build(
                     issue_logits(buffer, k_slot)
                     issue_output(weights, v_slot)
                     pass_turn()
-                    loaded = load_elements(lambda: following, zero)
+                    loaded = load_elements(lambda: following, zero, is_first=True)
                     logits = load_logits()
                     pl.when(there())(lambda: k_free.arrive(k_slot))
                     end_block = end_of(next_tile, next_batch)
@@ -924,11 +931,9 @@ def _build(
                         words=words_of(tile, batch, head),
                         end_block=end_block,
                     )
-                    near = blocks
-                    if has_far_edge and not mask_throughout:
-                        near = jnp.maximum(exact, needs(tile, batch, 2))
 
                     def masked_steps(first, end, carry, **options):
+                        """Steps with a mask: all compare segment ids, or none does."""
                         if problem.segmented:
                             compared = jnp.where(needs(tile, batch, 4) > 0, end, first)
                             comparing = functools.partial(step, comparing=True, **options)
@@ -937,6 +942,9 @@ def _build(
                         return lax.fori_loop(first, end, functools.partial(step, **options), carry)
 
                     carry = masked_steps(jnp.int32(1), exact, (weights, state), exact=True)
+                    near = blocks
+                    if has_far_edge and not mask_throughout:
+                        near = jnp.maximum(exact, needs(tile, batch, 2))
                     if not mask_throughout:
                         rest = functools.partial(step, exact=False)
                         carry = lax.fori_loop(exact, near, rest, carry)

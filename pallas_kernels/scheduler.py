@@ -174,7 +174,10 @@ def order_by_rank(pieces: np.ndarray | jax.Array, cost: jax.Array, heads: int) -
 
 
 def _by_rank(cost: jax.Array) -> jax.Array:
-    """The tile of each rank, `[B, tiles]`: a sort, but by counting where that takes less time."""
+    """The tile of each rank, `[B, tiles]`: a sort, but by counting where that takes less time.
+
+    Costs differ by whole numbers; ranks of what differs by less may be any.
+    """
     if cost.shape[1] > _COUNTED:
         return jnp.argsort(-cost, axis=1).astype(jnp.int32)
     number = jnp.arange(cost.shape[1], dtype=jnp.int32)
