@@ -650,6 +650,19 @@ def _build_main(
                     plgpu.wgmma_wait(0)
                     free.arrive(slot)
 
+                def blank_step(j, mask, index):
+                    """Of queries that see none of the consumer's keys: it has dQ of the step before."""
+                    slot, o_slot, parity = slots(j)
+                    await_query(slot, mask, j)
+                    if with_query_gradient:
+                        issue_late_dq(1 - parity, index)
+                    await_d_out(o_slot, mask, j)
+                    if with_query_gradient:
+                        hand_over_dq()
+                        zeros = jnp.zeros((_KEYS, block_q), dtype)
+                        hand_over_ds(parity, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
+                    free.arrive(slot)
+
                 def step_after_dq(j, mask, load_elements, index, key_words):
                     """Where registers are short: dQ of the step before is done first."""
                     issue_late_dq(1 - lax.rem(j, jnp.int32(2)), index)
@@ -663,7 +676,8 @@ def _build_main(
                         step = step_after_dq if dq_first else step_with_dq
                     key_words = walk.key_words(index, own_first_key)
                     step = functools.partial(step, index=index, key_words=key_words)
-                    j = walk.loop_over_steps(step, index, j, own_first_key)
+                    blank = functools.partial(blank_step, index=index)
+                    j = walk.loop_over_steps(step, index, j, own_first_key, blank_step=blank)
                     v_free.arrive(0)
                     parity = lax.rem(j + 1, jnp.int32(2))  # of the last step
                     if with_query_gradient:

@@ -108,17 +108,33 @@ class KeyTiles:
         A tile that no row sees takes one, fully masked, so that every tile has a step. What is
         known at run time only is left out, as if it let every query see every key.
         """
+        first, end = self._seeing_blocks(0, self.block_kv)
+        first = np.minimum(first, self.query_blocks - 1)
+        return np.stack([first, np.maximum(end, first + 1)])
+
+    def _seeing_blocks(self, own_first_key: int, keys: int) -> np.ndarray:
+        """The same of some keys of each tile, of which there may be no block."""
         p = self.problem
-        first_key = np.arange(self.per_head) * self.block_kv
-        last_key = np.minimum(first_key + self.block_kv, p.key_length) - 1
+        first_key = np.arange(self.per_head) * self.block_kv + own_first_key
+        last_key = np.minimum(first_key + keys, p.key_length) - 1
         first = np.zeros(self.per_head, np.int64)
         end = np.full(self.per_head, self.query_blocks)
         if p.highest is not None:
             first = (first_key - p.highest) // self.block_q
         if p.lowest is not None:
             end = (last_key - p.lowest) // self.block_q + 1
-        first = np.clip(first, 0, self.query_blocks - 1)
-        return np.stack([first, np.clip(end, first + 1, self.query_blocks)]).astype(np.int32)
+        return np.stack([first, end]).clip(0, self.query_blocks).astype(np.int32)
+
+    def blank_steps(self, own_first_key: int) -> tuple[bool, bool]:
+        """Whether a tile may have steps for others alone, not for the 64 keys of a consumer.
+
+        Of queries before those that see its keys, and of queries behind them.
+        """
+        if self.problem.by_batch:
+            return (self.block_kv > _CONSUMER_KEYS,) * 2
+        first, end = self.seeing_blocks()
+        own_first, own_end = self._seeing_blocks(own_first_key, _CONSUMER_KEYS)
+        return bool((own_first > first).any()), bool((own_end < end).any())
 
     def seeing(self, intervals: jax.Array | None) -> jax.Array | np.ndarray:
         """The queries that see each key, `[B or 1, 2, per_head * block_kv]` (`intervals.py`).
@@ -148,8 +164,9 @@ class KeyTiles:
             each batch entry what `segments.intervals` says of the queries that keys see.
 
         Returns:
-          `[B + 1, per_head, 2 + 2 * block_kv / 64 or more]` int32: first and end for the tile, then
-          for each 64 keys of it first and end of those that need no mask; with ids, twice, whether
+          `[B + 1, per_head, 2 + 4 * block_kv / 64 or more]` int32: first and end for the tile, then
+          for each 64 keys of it first and end, and those of blocks that need no mask; with ids,
+          twice, whether
           steps with a mask compare them; four more if the problem has `backward_ignores_unseen`
           (`Walk.counting_queries`, `Walk.counting_keys`). What the last batch entry says has no
           meaning: `Walk.locate` may ask for it.
@@ -169,17 +186,19 @@ class KeyTiles:
             sharing = segments.sharing(key_ids, query_ids, _CONSUMER_KEYS, self.block_q)
             blocks = segments.restricted(blocks, sharing)
         by_tile = lambda x: x.reshape(x.shape[0], self.per_head, -1)
-        first, end, first_unmasked, end_unmasked = map(by_tile, blocks)
+        own_first, own_end, first_unmasked, end_unmasked = map(by_tile, blocks)
         # Element by element, as each reduction would be a kernel.
         parts = range(self.block_kv // _CONSUMER_KEYS)
-        first = functools.reduce(jnp.minimum, (first[..., n, None] for n in parts))
-        end = functools.reduce(jnp.maximum, (end[..., n, None] for n in parts))
+        first = functools.reduce(jnp.minimum, (own_first[..., n, None] for n in parts))
+        end = functools.reduce(jnp.maximum, (own_end[..., n, None] for n in parts))
         first = jnp.clip(first, 0, self.query_blocks - 1)
         end = jnp.clip(end, first + 1, self.query_blocks)
-        first_unmasked = jnp.clip(first_unmasked, first, end)
-        end_unmasked = jnp.clip(end_unmasked, first_unmasked, end)
-        unmasked = jnp.stack([first_unmasked, end_unmasked], axis=-1)
-        columns = [first, end, unmasked.reshape(*first.shape[:2], -1)]
+        own_first = jnp.clip(own_first, first, end)
+        own_end = jnp.clip(own_end, own_first, end)
+        first_unmasked = jnp.clip(first_unmasked, own_first, own_end)
+        end_unmasked = jnp.clip(end_unmasked, first_unmasked, own_end)
+        own = jnp.stack([own_first, own_end, first_unmasked, end_unmasked], axis=-1)
+        columns = [first, end, own.reshape(*first.shape[:2], -1)]
         if ids_are_sorted is not None:
             comparing = ~ids_are_sorted[:, None, None]
             # Twice, as rows of 8 entries take a producer with dropout a register less.
@@ -472,8 +491,12 @@ class Walk:
         """First and end, in a tile, of its keys that queries see; for none first is above end."""
         return self._last_entries(place)[2:]
 
+    def _own_entry(self, place, own_first_key: int, column: int):
+        """An entry of those that the 64 keys of a consumer have in the table of query blocks."""
+        return self.seeing(place, 2 + 4 * (own_first_key // _CONSUMER_KEYS) + column)
+
     def _last_entries(self, place):
-        first = 2 + 2 * (self.tiles.block_kv // _CONSUMER_KEYS)
+        first = 2 + 4 * (self.tiles.block_kv // _CONSUMER_KEYS)
         return [self.seeing(place, first + n) for n in range(4)]
 
     def blocks_of(self, place):
@@ -619,6 +642,33 @@ class Walk:
         last_key = self.tiles.problem.key_length - 1
         return load_rows(self.key_words_ref.at[self.batch_of(place)], first_key, last_key)
 
+    def own_first_block(self, index, own_first_key: int):
+        """The first query block of a head that sees any of a consumer's keys."""
+        tiles, problem = self.tiles, self.tiles.problem
+        place = tile, _ = self.locate(index)
+        if problem.by_batch:
+            return self._own_entry(place, own_first_key, 0)
+        first_block = self.first_block(place)
+        if problem.highest is None:
+            return first_block
+        query = jnp.maximum(tile * tiles.block_kv + (own_first_key - problem.highest), 0)
+        first = lax.div(query, jnp.int32(tiles.block_q))
+        return jnp.clip(first, first_block, self.end_block(place))
+
+    def own_end_block(self, index, own_first_key: int):
+        """The end of the query blocks of a head that see any of a consumer's keys."""
+        tiles, problem = self.tiles, self.tiles.problem
+        place = tile, _ = self.locate(index)
+        if problem.by_batch:
+            return self._own_entry(place, own_first_key, 1)
+        end_block = self.end_block(place)
+        if problem.lowest is None:
+            return end_block
+        end_key = tile * tiles.block_kv + (own_first_key + _CONSUMER_KEYS)
+        queries = jnp.maximum(end_key - problem.lowest, 0)
+        end = lax.div(queries + (tiles.block_q - 1), jnp.int32(tiles.block_q))
+        return jnp.clip(end, self.first_block(place), end_block)
+
     def first_unmasked_block(self, index, own_first_key: int):
         """The query blocks of a head from there on need no mask, up to `end_unmasked_block`."""
         tiles, problem = self.tiles, self.tiles.problem
@@ -626,7 +676,7 @@ class Walk:
         if problem.dynamic and problem.has_bias:
             return self.end_block(place)  # the bias of rows that see nothing may be NaN
         if problem.by_batch:
-            return self.seeing(place, 2 + 2 * (own_first_key // _CONSUMER_KEYS))
+            return self._own_entry(place, own_first_key, 2)
         unmasked = first_block = self.first_block(place)
         end_block = self.end_block(place)
         if problem.highest is not None:
@@ -642,7 +692,7 @@ class Walk:
         tiles, problem = self.tiles, self.tiles.problem
         place = tile, _ = self.locate(index)
         if problem.by_batch:
-            end = self.seeing(place, 3 + 2 * (own_first_key // _CONSUMER_KEYS))
+            end = self._own_entry(place, own_first_key, 3)
             return jnp.maximum(end, first_unmasked)
         if problem.lowest is None:
             return self.end_block(place)
@@ -654,7 +704,7 @@ class Walk:
     def is_comparing(self, index):
         """Whether steps of a tile that need a mask compare segment ids."""
         place = self.locate(index)
-        return self.seeing(place, 2 + 2 * (self.tiles.block_kv // _CONSUMER_KEYS)) > 0
+        return self.seeing(place, 2 + 4 * (self.tiles.block_kv // _CONSUMER_KEYS)) > 0
 
     def loop_over_steps(
         self,
@@ -663,6 +713,7 @@ class Walk:
         j,
         own_first_key: int = 0,
         first_step: Callable | None = None,
+        blank_step: Callable | None = None,
     ):
         """Runs `step(j, mask, load_elements)` for the query blocks of each head of the group.
 
@@ -677,12 +728,17 @@ class Walk:
           j: number of the first step, of all that the thread block does.
           own_first_key: the first of 64 keys in the tile that weights are of.
           first_step: what to run in the place of the first step, which is then always masked.
+          blank_step: `blank_step(j, mask)`, what to run in the place of steps whose queries see none
+            of these keys; None for `step`.
 
         Returns:
           The number after the last.
         """
         tiles, several_heads = self.tiles, self.tiles.problem.group > 1
         done = 0 if first_step is None else 1
+        blank_before, blank_behind = False, False
+        if blank_step is not None:
+            blank_before, blank_behind = tiles.blank_steps(own_first_key)
 
         def first_block():
             return self.first_block(self.locate(index))
@@ -708,11 +764,19 @@ class Walk:
                 mask = mask_of(block, j, comparing=True)
                 pl.loop(others, end)(functools.partial(step, mask=mask))
 
+        def blank_loop(block, j, end):
+            """Steps j to end, from a block on, of queries that see none of these keys."""
+            pl.loop(j, end)(functools.partial(blank_step, mask=mask_of(block, j)))
+
         def one_head(j):
             """From step j on, which need not be the head's first."""
             block = end_block() - 1 - done
             if several_heads:
                 block = first_block() + lax.rem(end - j - 1, end_block() - first_block())
+            if blank_behind:
+                own = j + jnp.maximum(block + 1 - self.own_end_block(index, own_first_key), 0)
+                blank_loop(block, j, own)
+                j, block = own, block - (own - j)
             if tiles.problem.has_far_edge:
                 end_unmasked = self.end_unmasked_block(index, own_first_key, first_unmasked_block())
                 unmasked = j + jnp.maximum(block + 1 - end_unmasked, 0)
@@ -723,8 +787,13 @@ class Walk:
             if not tiles.any_mask:
                 return masked
             j, block = masked, block - (masked - j)
-            end_of_head = j + block + 1 - first_block()
-            masked_loop(block, j, end_of_head)
+            end_of_head = own_end = j + block + 1 - first_block()
+            if blank_before:
+                own_first = self.own_first_block(index, own_first_key)
+                own_end = j + jnp.maximum(block + 1 - own_first, 0)
+            masked_loop(block, j, own_end)
+            if blank_before:
+                blank_loop(block - (own_end - j), own_end, end_of_head)
             return end_of_head
 
         end = j + self.steps(index)
