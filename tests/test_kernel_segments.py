@@ -104,24 +104,34 @@ def blocks_of(array, size, axis):
 @by_ids
 def test_what_tiles_have_in_common(ids):
     """Never less than there is, and no more where each document is a run of at least a tile."""
-    got = segments.sharing(*map(jnp.asarray, ids), 64, 32)
+    got = segments.sharing(*map(jnp.asarray, ids), 192, 64)
     equal = visible(ids)
-    some = blocks_of(blocks_of(equal, 64, 1), 32, 3)
+    some = blocks_of(blocks_of(equal, 192, 1), 64, 3)
     np.testing.assert_array_equal(np.asarray(got.some) | ~some.any((2, 4)), True)
-    firsts = equal[:, ::64, ::32]
+    firsts = equal[:, ::192, ::64]
     np.testing.assert_array_equal(got.first, firsts)
     padded = [
-        np.asarray(segments.padded(jnp.asarray(x), n)) for x, n in zip(ids, (64, 32), strict=True)
+        np.asarray(segments.padded(jnp.asarray(x), n)) for x, n in zip(ids, (192, 64), strict=True)
     ]
-    every = blocks_of(blocks_of(visible(padded), 64, 1), 32, 3).all((2, 4))
+    every = blocks_of(blocks_of(visible(padded), 192, 1), 64, 3).all((2, 4))
     np.testing.assert_array_equal(got.all, every)
     if all((np.diff(x) >= 0).all() for x in ids):
         np.testing.assert_array_equal(np.asarray(got.some), some.any((2, 4)))
 
 
-def test_documents_of_any_ids_are_told_apart():
-    """Where tiles hold no more than two, ids need not rise."""
-    ids = np.repeat(np.array([[7, -3, 2**31 - 1, 5, -(2**31), 6]]), 100, axis=1).astype(np.int32)
+@pytest.mark.parametrize(
+    ("documents", "length"),
+    [
+        ([7, -3, 2**31 - 1, 5, -(2**31), 6], 100),
+        (np.random.default_rng(0).permutation(32) + 1000, 40),
+        (np.random.default_rng(1).integers(-(2**31), 2**31, 40), 50),
+        (np.random.default_rng(2).permutation(100) * 1000, 90),
+    ],
+    ids=["extremes", "in a row", "any", "of a pattern"],
+)
+def test_documents_of_any_ids_are_told_apart(documents, length):
+    """Also those that do not rise, where tiles hold no more than a few."""
+    ids = np.repeat(np.array([documents]), length, axis=1).astype(np.int32)
     got = segments.sharing(jnp.asarray(ids), jnp.asarray(ids), 64, 64)
     some = blocks_of(blocks_of(visible((ids, ids)), 64, 1), 64, 3).any((2, 4))
     np.testing.assert_array_equal(got.some, some)
@@ -203,8 +213,8 @@ def test_steps_that_compare_ids():
     seeing = tiles.seeing(None)
     plain = np.asarray(tiles.seeing_blocks_of(seeing, ids))
     table = np.asarray(tiles.seeing_blocks_of(seeing, ids, jnp.array([True, False])))
-    np.testing.assert_array_equal(table[..., :6], plain)
-    np.testing.assert_array_equal(table[:BATCH, :, 6], np.array([[0] * 3, [1] * 3]))
+    np.testing.assert_array_equal(table[..., :10], plain)
+    np.testing.assert_array_equal(table[:BATCH, :, 10], np.array([[0] * 3, [1] * 3]))
 
 
 @by_ids
@@ -313,7 +323,8 @@ def test_packed_documents_are_worked_on_alone():
     tiles = KeyTiles(problem(ids, (None, 0)), 128, 128, row_bytes=1)
     table = np.asarray(tiles.seeing_blocks_of(tiles.seeing(None), ids))[0]
     tile, last = np.arange(16), np.repeat([4, 12, 16], [4, 8, 4])
-    for column, wanted in enumerate((tile, last, tile + 1, last, tile + 1, last)):
+    own = tile, last, tile + 1, last
+    for column, wanted in enumerate((tile, last, *own, *own)):
         np.testing.assert_array_equal(table[:, column], wanted)
 
 
