@@ -28,6 +28,9 @@ dQ of a step is 64 rows by up to 64 columns for each consumer, and needs the dS'
 step late, neither waits for the other. In the first step of a tile there is none to compute: the
 product runs all the same, on what is there, and goes nowhere.
 
+Where the queries of a step see keys of one consumer alone, the other one stores zeros for dS', and
+makes its part of dQ.
+
 The next tile's first steps, its K and its V arrive under this one's last: what is staged for the
 producer to send stands where nothing is loaded, dK where K was, beside which there is another K,
 and dV where dS' was.
@@ -651,7 +654,7 @@ def _build_main(
                     free.arrive(slot)
 
                 def blank_step(j, mask, index):
-                    """Of queries that see none of the consumer's keys: it has dQ of the step before."""
+                    """Of queries that see none of the consumer's keys: it makes its part of dQ."""
                     slot, o_slot, parity = slots(j)
                     await_query(slot, mask, j)
                     if with_query_gradient:

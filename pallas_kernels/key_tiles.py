@@ -126,9 +126,9 @@ class KeyTiles:
         return np.stack([first, end]).clip(0, self.query_blocks).astype(np.int32)
 
     def blank_steps(self, own_first_key: int) -> tuple[bool, bool]:
-        """Whether a tile may have steps for others alone, not for the 64 keys of a consumer.
+        """Whether a tile may have steps whose queries see none of the 64 keys of a consumer.
 
-        Of queries before those that see its keys, and of queries behind them.
+        First those of queries before the ones that see its keys, then of those behind them.
         """
         if self.problem.by_batch:
             return (self.block_kv > _CONSUMER_KEYS,) * 2
@@ -165,11 +165,10 @@ class KeyTiles:
 
         Returns:
           `[B + 1, per_head, 2 + 4 * block_kv / 64 or more]` int32: first and end for the tile, then
-          for each 64 keys of it first and end, and those of blocks that need no mask; with ids,
-          twice, whether
-          steps with a mask compare them; four more if the problem has `backward_ignores_unseen`
-          (`Walk.counting_queries`, `Walk.counting_keys`). What the last batch entry says has no
-          meaning: `Walk.locate` may ask for it.
+          for each 64 keys of it first and end, and those of what needs no mask; with ids, twice,
+          whether steps with a mask compare them; four more if the problem has
+          `backward_ignores_unseen` (`Walk.counting_queries`, `Walk.counting_keys`). What the last
+          batch entry says has no meaning: `Walk.locate` may ask for it.
         """
         reach = run_time_intervals.reach(seeing, _CONSUMER_KEYS, empty_rows_count=True)
         # Rows beyond the last query have no weight, masked or not.
@@ -201,7 +200,7 @@ class KeyTiles:
         columns = [first, end, own.reshape(*first.shape[:2], -1)]
         if ids_are_sorted is not None:
             comparing = ~ids_are_sorted[:, None, None]
-            # Twice, as rows of 8 entries take a producer with dropout a register less.
+            # Twice, as rows of 12 entries take a producer with dropout a register less.
             columns += [jnp.broadcast_to(comparing, first.shape).astype(jnp.int32)] * 2
         if self.problem.backward_ignores_unseen:
             queries = run_time_intervals.reach(seeing, self.block_kv, empty_rows_count=False)
@@ -721,6 +720,7 @@ class Walk:
         so that those that begin at the same time read the same blocks, which is easy on L2. Masked
         steps have a loop of their own, and code of their own, after those that need no mask; with a
         lower bound another before them. Each is two with segment ids, which are compared in one.
+        Blank steps, if there are any, come first and last.
 
         Args:
           step: mask is None, or a `StepMask` for the weights of that step; load_elements gives, for
@@ -728,8 +728,8 @@ class Walk:
           j: number of the first step, of all that the thread block does.
           own_first_key: the first of 64 keys in the tile that weights are of.
           first_step: what to run in the place of the first step, which is then always masked.
-          blank_step: `blank_step(j, mask)`, what to run in the place of steps whose queries see none
-            of these keys; None for `step`.
+          blank_step: None, or `blank_step(j, mask)`, to run in the place of steps whose queries see
+            none of these keys.
 
         Returns:
           The number after the last.
@@ -737,7 +737,7 @@ class Walk:
         tiles, several_heads = self.tiles, self.tiles.problem.group > 1
         done = 0 if first_step is None else 1
         blank_before, blank_behind = False, False
-        if blank_step is not None:
+        if blank_step:
             blank_before, blank_behind = tiles.blank_steps(own_first_key)
 
         def first_block():
@@ -766,6 +766,7 @@ class Walk:
 
         def blank_loop(block, j, end):
             """Steps j to end, from a block on, of queries that see none of these keys."""
+            assert blank_step is not None
             pl.loop(j, end)(functools.partial(blank_step, mask=mask_of(block, j)))
 
         def one_head(j):

@@ -162,10 +162,20 @@ def test_query_blocks_of_key_tiles(T, S, seen, block_kv, block_q):
         else:
             assert end - first == 1
         for own in range(0, block_kv, 64):
+            own_first = int(walk.own_first_block(index, own))
+            own_end = int(walk.own_end_block(index, own))
+            own_keys = keys[:, own : own + 64]
+            assert not own_keys[: own_first * block_q].any()
+            assert not own_keys[own_end * block_q :].any()
+            if own_keys.any():
+                assert own_keys[own_first * block_q :][:block_q].any()
+                assert own_keys[(own_end - 1) * block_q : own_end * block_q].any()
             unmasked = int(walk.first_unmasked_block(index, own))
             until = int(walk.end_unmasked_block(index, own, unmasked))
+            assert first <= own_first <= own_end <= end
             assert first <= unmasked <= until <= end
             if unmasked < until:
+                assert own_first <= unmasked <= until <= own_end
                 assert keys[unmasked * block_q : until * block_q, own : own + 64].all()
                 assert int(tile) * block_kv + own + 64 <= S
 

@@ -285,10 +285,17 @@ def test_query_blocks_of_key_tiles(ids, bounds, dynamic, width):
         assert not keys[: first * block_q].any()
         assert not keys[end * block_q :].any()
         for own in range(0, block_kv, 64):
+            own_first = int(walk.own_first_block(index, own))
+            own_end = int(walk.own_end_block(index, own))
+            own_keys = keys[:, own : own + 64]
+            assert not own_keys[: own_first * block_q].any()
+            assert not own_keys[own_end * block_q :].any()
             unmasked = int(walk.first_unmasked_block(index, own))
             until = int(walk.end_unmasked_block(index, own, unmasked))
+            assert first <= own_first <= own_end <= end
             assert first <= unmasked <= until <= end
             if unmasked < until:
+                assert own_first <= unmasked <= until <= own_end
                 assert keys[unmasked * block_q : until * block_q, own : own + 64].all()
                 assert int(tile) * block_kv + own + 64 <= every.shape[2]
 
