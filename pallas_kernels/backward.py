@@ -679,7 +679,9 @@ def _build_main(
                         step = step_after_dq if dq_first else step_with_dq
                     key_words = walk.key_words(index, own_first_key)
                     step = functools.partial(step, index=index, key_words=key_words)
-                    blank = functools.partial(blank_step, index=index)
+                    blank = None
+                    if not problem.has_elements:  # beside a mask, a bias and ids it would spill
+                        blank = functools.partial(blank_step, index=index)
                     j = walk.loop_over_steps(step, index, j, own_first_key, blank_step=blank)
                     v_free.arrive(0)
                     parity = lax.rem(j + 1, jnp.int32(2))  # of the last step
