@@ -662,8 +662,7 @@ def _build_main(
                     await_d_out(o_slot, mask, j)
                     if with_query_gradient:
                         hand_over_dq()
-                        zeros = jnp.zeros((_KEYS, block_q), dtype)
-                        hand_over_ds(parity, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
+                        hand_over_ds(parity, zero_tile(_KEYS, block_q).astype(dtype))
                     free.arrive(slot)
 
                 def step_after_dq(j, mask, load_elements, index, key_words):

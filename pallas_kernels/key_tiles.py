@@ -491,12 +491,14 @@ class Walk:
         return self._last_entries(place)[2:]
 
     def _own_entry(self, place, own_first_key: int, column: int):
-        """An entry of those that the 64 keys of a consumer have in the table of query blocks."""
+        """An entry of those that the 64 keys of a consumer have in the table of query blocks.
+
+        Behind those of the last one, at `block_kv`, are what else it holds of the tile.
+        """
         return self.seeing(place, 2 + 4 * (own_first_key // _CONSUMER_KEYS) + column)
 
     def _last_entries(self, place):
-        first = 2 + 4 * (self.tiles.block_kv // _CONSUMER_KEYS)
-        return [self.seeing(place, first + n) for n in range(4)]
+        return [self._own_entry(place, self.tiles.block_kv, n) for n in range(4)]
 
     def blocks_of(self, place):
         """First query block of a tile, and how many there are of each head of the group."""
@@ -703,7 +705,7 @@ class Walk:
     def is_comparing(self, index):
         """Whether steps of a tile that need a mask compare segment ids."""
         place = self.locate(index)
-        return self.seeing(place, 2 + 4 * (self.tiles.block_kv // _CONSUMER_KEYS)) > 0
+        return self._own_entry(place, self.tiles.block_kv, 0) > 0
 
     def loop_over_steps(
         self,

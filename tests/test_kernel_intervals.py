@@ -17,6 +17,7 @@ from pallas_kernels.forward import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
 from tests import oracle
 from tests.support.interpret import interpret_mode
+from tests.support.key_tiles import check_query_blocks
 from tests.test_kernels import (
     check,
     check_that_rows_alone_do_not_count,
@@ -152,32 +153,12 @@ def test_query_blocks_of_key_tiles(T, S, seen, block_kv, block_q):
         place = tile, kv_head_of_all = walk.locate(jnp.int32(index))
         keys = every[kv_head_of_all // 2][:, int(tile) * block_kv : (int(tile) + 1) * block_kv]
         first, end = int(walk.first_block(place)), int(walk.end_block(place))
-        assert 0 <= first < end <= tiles.query_blocks
-        assert walk.steps(index) == (end - first) * tiles.problem.group
-        assert not keys[: first * block_q].any()
-        assert not keys[end * block_q :].any()
         if keys.any():
             assert keys[first * block_q :][:block_q].any()
             assert keys[(end - 1) * block_q :].any()
         else:
             assert end - first == 1
-        for own in range(0, block_kv, 64):
-            own_first = int(walk.own_first_block(index, own))
-            own_end = int(walk.own_end_block(index, own))
-            own_keys = keys[:, own : own + 64]
-            assert not own_keys[: own_first * block_q].any()
-            assert not own_keys[own_end * block_q :].any()
-            if own_keys.any():
-                assert own_keys[own_first * block_q :][:block_q].any()
-                assert own_keys[(own_end - 1) * block_q : own_end * block_q].any()
-            unmasked = int(walk.first_unmasked_block(index, own))
-            until = int(walk.end_unmasked_block(index, own, unmasked))
-            assert first <= own_first <= own_end <= end
-            assert first <= unmasked <= until <= end
-            if unmasked < until:
-                assert own_first <= unmasked <= until <= own_end
-                assert keys[unmasked * block_q : until * block_q, own : own + 64].all()
-                assert int(tile) * block_kv + own + 64 <= S
+        check_query_blocks(walk, jnp.int32(index), int(tile), keys, exact=True)
 
 
 @every_case

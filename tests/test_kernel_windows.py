@@ -15,6 +15,7 @@ from pallas_kernels.forward import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
 from pallas_kernels.primitives import BlockVote
 from tests.support.interpret import interpret_mode
+from tests.support.key_tiles import check_query_blocks
 from tests.test_kernels import (
     check,
     check_that_keys_do_not_count,
@@ -237,27 +238,8 @@ def test_query_blocks_of_key_tiles(block_kv, block_q, T, S, lowest, highest):
     seen = visible(T, S, lowest, highest)
     for tile, (first, end) in enumerate(blocks.T):
         keys = seen[:, tile * block_kv : (tile + 1) * block_kv]
-        assert 0 <= first < end <= tiles.query_blocks
         assert walk.steps(tile) == (end - first) * tiles.problem.group
-        assert not keys[: first * block_q].any()
-        assert not keys[end * block_q :].any()
-        for own in range(0, block_kv, 64):
-            own_first = int(walk.own_first_block(tile, own))
-            own_end = int(walk.own_end_block(tile, own))
-            own_keys = keys[:, own : own + 64]
-            assert not own_keys[: own_first * block_q].any()
-            assert not own_keys[own_end * block_q :].any()
-            if own_keys.any():
-                assert own_keys[own_first * block_q :][:block_q].any()
-                assert own_keys[(own_end - 1) * block_q : own_end * block_q].any()
-            unmasked = int(walk.first_unmasked_block(tile, own))
-            until = int(walk.end_unmasked_block(tile, own, unmasked))
-            assert first <= own_first <= own_end <= end
-            assert first <= unmasked <= until <= end
-            if unmasked < until:
-                assert own_first <= unmasked <= until <= own_end
-                assert keys[unmasked * block_q : until * block_q, own : own + 64].all()
-                assert tile * block_kv + own + 64 <= S
+        check_query_blocks(walk, jnp.int32(tile), tile, keys, exact=True)
 
 
 @pytest.mark.parametrize(("lowest", "highest"), WINDOWS)
