@@ -100,6 +100,7 @@ from pallas_kernels.primitives import (
     load_fragment,
     load_rows,
     operand_form,
+    prefetch,
     store_fragment,
     zero_tile,
 )
@@ -313,6 +314,8 @@ def _build_main(
     crowded = has_dropout or with_ids or (problem.by_batch and width <= 64)
     weights_first = problem.has_elements or (has_cap and crowded)
     ignores_unseen = problem.backward_ignores_unseen and with_query_gradient
+    # Where query heads share keys times vary by more than it gains.
+    prefetches = with_query_gradient and width > 64 and group == 1
     registers = config.registers
     if has_cap and problem.by_batch and with_query_gradient and width == 128:
         registers = (232, 40)  # the producer spills with fewer
@@ -720,6 +723,17 @@ def _build_main(
                     return tiles.locate(number)
                 return walk.locate(index + fresh_zero() if has_dropout else index)
 
+            def dq_parts(place, query_block, member):
+                """Where dQ of each consumer is staged in a step, and what it is added to."""
+                _, kv_head_of_all = place
+                head_of_all = kv_head_of_all * group + member
+                first = (head_of_all * query_blocks + query_block) * _CONSUMERS
+                (dq_ref,) = dq_refs
+                for consumer in range(_CONSUMERS):
+                    _, columns = dq_place(consumer)
+                    source = _fragment(dq_smem.at[consumer], columns)
+                    yield source, _fragment(dq_ref.at[first + consumer], columns)
+
             def load_step(carry, in_work):
                 """Loads a block of Q and one of dO, and their row statistics; returns the next.
 
@@ -760,9 +774,13 @@ def _build_main(
                         columns.load(source, buffer.at[slot], full.at[slot])
                         if row_buffer is None:  # delta comes with start
                             continue
-                        place = (pl.ds(0, 3), rows) if has_dropout else (rows,)
-                        row_source = row_ref.at[batch, head, *place]
+                        part = (pl.ds(0, 3), rows) if has_dropout else (rows,)
+                        row_source = row_ref.at[batch, head, *part]
                         plgpu.copy_gmem_to_smem(row_source, row_buffer.at[slot], full.at[slot])
+                    if prefetches:  # or the first to add waits for zeros from beyond L2
+                        is_first = walk.is_first_to_see(place, query_block)
+                        for _, target in dq_parts(place, query_block, member):
+                            prefetch(target, is_first)
 
                 following = lax.cond(
                     is_last(),
@@ -800,21 +818,12 @@ def _build_main(
 
             def add_dq(index, number, t):
                 """Adds dQ of step t of a tile, staged in the next one; none for t = -1."""
-                place = _, kv_head_of_all = place_of(index, number)
-                query_block, member = walk.step_of(place, t)
-                head_of_all = kv_head_of_all * group + member
-                first = (head_of_all * query_blocks + query_block) * _CONSUMERS
-                (dq_ref,) = dq_refs
-
-                def add(consumer):
-                    _, columns = dq_place(consumer)
-                    source = _fragment(dq_smem.at[consumer], columns)
-                    target = _fragment(dq_ref.at[first + consumer], columns)
-                    plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
-
-                for consumer in range(_CONSUMERS):
+                place = place_of(index, number)
+                parts = dq_parts(place, *walk.step_of(place, t))
+                for consumer, (source, target) in enumerate(parts):
                     dq_staged.wait(consumer)
-                    pl.when(t >= 0)(functools.partial(add, consumer))
+                    add = functools.partial(plgpu.copy_smem_to_gmem, source, target)
+                    pl.when(t >= 0)(functools.partial(add, reduction_op="add"))
 
             def send_gradients(index):
                 tile, kv_head_of_all = walk.locate(index)

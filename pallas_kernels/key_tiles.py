@@ -43,7 +43,9 @@ _TILE_OVERHEAD = 1.0  # what a tile costs beside its steps, in steps
 # Sections are longer by this where costs are known at run time only, as what thread blocks get is
 # even over many tiles alone; yet not all heads, whose dQ would leave L2.
 _LONGER_SECTIONS = 8
-_LONGER_DRAWN_SECTIONS = 3  # the same where tiles are drawn, which is even over fewer
+# The same where tiles are drawn, which is even over fewer. Tiles of documents are even enough
+# without, and what evicts dQ from L2 costs them more.
+_LONGER_DRAWN_SECTIONS = 3
 # Their entries have no room beside what sums over rows might need, of which there are none here.
 _DRAWING = dataclasses.replace(HAND_ORDERED, reduction_scratch_bytes=0)
 
@@ -165,10 +167,10 @@ class KeyTiles:
 
         Returns:
           `[B + 1, per_head, 2 + 4 * block_kv / 64 or more]` int32: first and end for the tile, then
-          for each 64 keys of it first and end, and those of what needs no mask; with ids, twice,
-          whether steps with a mask compare them; four more if the problem has
-          `backward_ignores_unseen` (`Walk.counting_queries`, `Walk.counting_keys`). What the last
-          batch entry says has no meaning: `Walk.locate` may ask for it.
+          for each 64 keys of it first and end, and those of what needs no mask; with ids, whether
+          steps with a mask compare them, and the end for the tile before; four more if the problem
+          has `backward_ignores_unseen` (`Walk.counting_queries`, `Walk.counting_keys`). What the
+          last batch entry says has no meaning: `Walk.locate` may ask for it.
         """
         reach = run_time_intervals.reach(seeing, _CONSUMER_KEYS, empty_rows_count=True)
         # Rows beyond the last query have no weight, masked or not.
@@ -200,8 +202,8 @@ class KeyTiles:
         columns = [first, end, own.reshape(*first.shape[:2], -1)]
         if ids_are_sorted is not None:
             comparing = ~ids_are_sorted[:, None, None]
-            # Twice, as rows of 12 entries take a producer with dropout a register less.
-            columns += [jnp.broadcast_to(comparing, first.shape).astype(jnp.int32)] * 2
+            columns.append(jnp.broadcast_to(comparing, first.shape).astype(jnp.int32))
+            columns.append(jnp.pad(end[:, :-1], ((0, 0), (1, 0), (0, 0))))
         if self.problem.backward_ignores_unseen:
             queries = run_time_intervals.reach(seeing, self.block_kv, empty_rows_count=False)
             seen = jnp.asarray(seeing[:, 0] < seeing[:, 1])
@@ -258,7 +260,8 @@ class KeyTiles:
     def order_to_draw(self, thread_blocks: int) -> np.ndarray:
         """The numbers of all tiles in the order to draw them, with ranks in the place of tiles."""
         last_section = tickets.LAST_TILES * thread_blocks
-        section_bytes = _LONGER_DRAWN_SECTIONS * BACKWARD_SECTION_BYTES
+        longer = 1 if self.problem.segmented else _LONGER_DRAWN_SECTIONS
+        section_bytes = longer * BACKWARD_SECTION_BYTES
         number, _, _ = self._order(self.kv_heads, section_bytes, last_section)
         return number
 
@@ -477,6 +480,16 @@ class Walk:
         if not self.tiles.problem.has_far_edge:
             return self.tiles.query_blocks
         return self.seeing(place, 1)
+
+    def is_first_to_see(self, place, query_block):
+        """Whether a tile sees a query block and, most likely, none before it in its head does.
+
+        Without ids only the first tile does, as where no window has a far edge.
+        """
+        tile, _ = place
+        if not self.tiles.problem.segmented:
+            return tile == 0
+        return query_block >= self._own_entry(place, self.tiles.block_kv, 1)
 
     def first_step(self, place):
         """How many steps the tiles of a head before it take, in a kernel with more results."""

@@ -1282,6 +1282,27 @@ def load_rows(ref, first, last) -> jax.Array:
     return load(ref, jnp.int32(first), jnp.int32(last), zeros)
 
 
+def prefetch(ref, wanted) -> None:
+    """Has what a ref to contiguous float32 in global memory holds come to L2, if `wanted`.
+
+    All of a warpgroup call it; nothing waits for it.
+    """
+    if interpreting():
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def start(_, ref, wanted):
+        size = 4 * math.prod(ref.type.shape)
+        _asm(
+            "{ .reg .pred p; setp.lt.u32 p, $1, $2;"
+            f" @p cp.async.bulk.prefetch.L2.global [$0], {size}; }}",
+            "l,r,r,~{memory}",
+            [_base_address(ref), _thread(), wanted.registers[()]],
+        )
+
+    start(ref, wanted.astype(jnp.int32))
+
+
 def load_intervals(ref, first, last) -> tuple[jax.Array, jax.Array]:
     """Where the intervals of 64 rows begin and end, as `load_rows`, from a `(2, rows)` view."""
     begin, end = (load_rows(ref.at[n], first, last) for n in range(2))

@@ -216,6 +216,8 @@ def test_steps_that_compare_ids():
     table = np.asarray(tiles.seeing_blocks_of(seeing, ids, jnp.array([True, False])))
     np.testing.assert_array_equal(table[..., :10], plain)
     np.testing.assert_array_equal(table[:BATCH, :, 10], np.array([[0] * 3, [1] * 3]))
+    np.testing.assert_array_equal(table[:, 0, 11], 0)  # no tile is before the first one
+    np.testing.assert_array_equal(table[:, 1:, 11], plain[:, :-1, 1])
 
 
 @by_ids
