@@ -203,6 +203,8 @@ class KeyTiles:
         if ids_are_sorted is not None:
             comparing = ~ids_are_sorted[:, None, None]
             columns.append(jnp.broadcast_to(comparing, first.shape).astype(jnp.int32))
+            # In each row, as a producer that reads the row before spills. Also, rows of 12 entries
+            # take one with dropout a register less.
             columns.append(jnp.pad(end[:, :-1], ((0, 0), (1, 0), (0, 0))))
         if self.problem.backward_ignores_unseen:
             queries = run_time_intervals.reach(seeing, self.block_kv, empty_rows_count=False)
@@ -484,7 +486,8 @@ class Walk:
     def is_first_to_see(self, place, query_block):
         """Whether a tile sees a query block and, most likely, none before it in its head does.
 
-        Without ids only the first tile does, as where no window has a far edge.
+        Without ids it is true of the first tile alone, which sees what any other does unless a
+        window has a far edge.
         """
         tile, _ = place
         if not self.tiles.problem.segmented:
