@@ -1,11 +1,11 @@
 """Backward attention for Hopper GPUs: five products a tile pair in one warp-specialised kernel.
 
 FlashAttention-2's loop (Dao 2023, Algorithm 2) in FlashAttention-3's arrangement, in one thread
-block per SM that walks a list of tiles, or one per tile where tiles are long, or one per SM that
-draws its tiles (`tickets.py`) where their costs are known at run time only. A tile is `block_kv`
-keys of one key head, 64 for each of two consumers, which loop over the query blocks, of every query
-head of the group, that see any of them. Logits and their gradients are computed transposed, so that
-the weights P and dS are in the registers that the products for dV and dK read them from:
+block per SM that draws its tiles (`tickets.py`), or walks a list of them, or one per tile where
+tiles are long. A tile is `block_kv` keys of one key head, 64 for each of two consumers, which loop
+over the query blocks, of every query head of the group, that see any of them. Logits and their
+gradients are computed transposed, so that the weights P and dS are in the registers that the
+products for dV and dK read them from:
 
     producer   K V | Q0 dO0 | Q1 dO1 | ...                      TMA into circular buffers
     consumer   S' = K Q' - LSE / scale;  dQ = dS K of the step before
@@ -15,10 +15,15 @@ the weights P and dS are in the registers that the products for dV and dK read t
                dK += dS' Q;  dS' to shared memory
     producer   adds dQ to global memory in float32              TMA reduction
 
-delta = rowsum(dO * O) - dLSE, and the zeros that dQ begins with, come from `row_statistics.py`.
-What is left of dQ, the factor scale and the cast, is a small kernel of its own. For deterministic
-gradients dQ comes from `backward_query.py`, and this kernel gives dK and dV alone, as
-`backward_key.py` does at widths above 128.
+delta = rowsum(dO * O) - dLSE comes from `row_statistics.py`. What is left of dQ, the factor scale
+and the cast, is a small kernel of its own. For deterministic gradients dQ comes from
+`backward_query.py`, and this kernel gives dK and dV alone, as `backward_key.py` does at widths
+above 128.
+
+The zeros that dQ begins with come from `row_statistics.py` too, but where thread blocks draw their
+tiles those of the first heads alone: each tile zeros a part of dQ of the section of heads after its
+own, and a tile waits until all of the section before have. These have been drawn, by thread blocks
+that wait for none but sections before theirs.
 
 With a soft cap, the logits must come alone: S' starts at 0, and P' times the derivative of the cap
 takes the place of P' in dS'. Registers are shorter then, so that dQ of the step before is done
@@ -90,6 +95,8 @@ from pallas_kernels.primitives import (
     HAND_ORDERED,
     NamedBarriers,
     SharedZeros,
+    add_when_stored,
+    await_count,
     code_fence,
     div_rem,
     fence_async_shared,
@@ -102,6 +109,7 @@ from pallas_kernels.primitives import (
     operand_form,
     prefetch,
     store_fragment,
+    zero_fragment,
     zero_tile,
 )
 
@@ -168,6 +176,9 @@ def attention_gradients(
     query_config = query_config or BACKWARD_QUERY[problem.widest]
     is_wide = isinstance(config, BackwardKeyConfig)
     adds = not (deterministic or is_wide)  # to dQ, in the order in which thread blocks end
+    zeroed_later = range(0)
+    if adds and isinstance(config, BackwardConfig):
+        zeroed_later = _zeroed_later(problem, config)
     block_q = config.block_q if adds else max(config.block_q, query_config.block_q)
     in_whole = lambda block: -(-problem.query_length // block) * block
     padded_rows = rows_of_statistics = in_whole(block_q)
@@ -181,6 +192,7 @@ def attention_gradients(
         problem=problem,
         padded_rows=rows_of_statistics,
         dq_columns=_columns_of_dq_tiles(problem) if adds else (),
+        zeroed_later=zeroed_later,
     )
     masks = intervals, ids, elements, dropout_words
     operands = query, key, value, d_out, start, minus_delta
@@ -268,6 +280,39 @@ def _columns_of_dq_tiles(problem: Problem) -> tuple[int, ...]:
     return tuple(map(_size, _dq_tiles(_columns(problem)[0])))
 
 
+def _key_tiles(problem: Problem, config: BackwardConfig, with_query_gradient: bool) -> KeyTiles:
+    # Tiles read Q and dO, and add to dQ in float32.
+    columns, _ = _columns(problem)
+    row_bytes = problem.pair_bytes + (4 * columns.size if with_query_gradient else 0)
+    return KeyTiles(problem, _BLOCK_KV, config.block_q, row_bytes=row_bytes)
+
+
+def _draws(problem: Problem, with_query_gradient: bool) -> bool:
+    """Whether thread blocks draw their tiles, and if they make dQ, zero it for those to come."""
+    if problem.soft_cap is not None or problem.dropout:  # registers are too short
+        return False
+    # At width 64 lists are as fast.
+    return with_query_gradient or (problem.by_batch and problem.widest > 64)
+
+
+def _zeroed_ahead(problem: Problem, config: BackwardConfig, tiles: KeyTiles) -> tuple[int, range]:
+    """Key heads of a section, and those whose dQ is zeroed by tiles of the section before.
+
+    In interpret mode, where thread blocks run one after the other, there are none of these.
+    """
+    if interpreting() or not _draws(problem, with_query_gradient=True):
+        return 1, range(0)
+    return tiles.prepared(tiles.thread_blocks(config.thread_blocks, draws=True))
+
+
+def _zeroed_later(problem: Problem, config: BackwardConfig) -> range:
+    """The tiles of dQ that the main kernel zeros."""
+    tiles = _key_tiles(problem, config, with_query_gradient=True)
+    _, kv_heads = _zeroed_ahead(problem, config, tiles)
+    of_kv_head = problem.group * tiles.query_blocks * _CONSUMERS
+    return range(kv_heads.start * of_kv_head, kv_heads.stop * of_kv_head)
+
+
 @functools.lru_cache
 def _build_main(
     problem: Problem,
@@ -286,8 +331,7 @@ def _build_main(
     staged_values = [value_columns] if dv_apart else value_columns.in_parts(_DQ_TILE)
     factor = problem.logit_unit * LOG2E
     has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
-    # At width 64 lists are as fast, with a cap or dropout registers are too short for tickets.
-    draws = problem.by_batch and width > 64 and not (has_cap or has_dropout)
+    draws = _draws(problem, with_query_gradient)
     # At width 64 causal tiles of few steps would take 5% longer, with dropout the producer spills.
     keeps_numbers = (width > 64 or problem.by_batch) and not has_dropout
     # With dropout start, words of queries and delta are one array, as copies take registers.
@@ -298,10 +342,12 @@ def _build_main(
             " a tile of dQ for each consumer"
         )
 
-    # Tiles read Q and dO, and add to dQ in float32.
-    row_bytes = problem.pair_bytes + (4 * key_columns.size if with_query_gradient else 0)
-    tiles = KeyTiles(problem, _BLOCK_KV, block_q, row_bytes=row_bytes)
+    tiles = _key_tiles(problem, config, with_query_gradient)
     query_blocks = tiles.query_blocks
+    dq_tiles_of_kv_head = group * query_blocks * _CONSUMERS
+    section, zeroed = 1, range(0)
+    if with_query_gradient:
+        section, zeroed = _zeroed_ahead(problem, config, tiles)
     thread_blocks = tiles.thread_blocks(config.thread_blocks, draws=draws)
     # There are registers for weights and dQ at a time only where all else is simple.
     simple = not (tiles.any_mask or group > 1) and key_columns.tiles == value_columns.tiles == 1
@@ -371,7 +417,7 @@ def _build_main(
         k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem,
         k_full, v_full, q_full, o_full, delta_smem=None, dv_smem=None, dq_smem=None, twins=None,
     ):  # fmt: skip
-        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        block = lax.axis_index("block")
         entries = delta_smem.at[stages] if draws else None
         walk, refs = Walk.of_refs(tiles, block, all_refs, thread_blocks, entries)
         drawn = walk.drawn
@@ -501,7 +547,7 @@ def _build_main(
 
                 def keep_rows(ref, columns, first, end):
                     """Zeroes other rows of a tile: 0 times what they hold may be NaN."""
-                    unseen_rows.keep_rows(ref, first, end, warpgroup, columns.box_width)
+                    unseen_rows.keep_rows(ref, first, end, consumer, columns.box_width)
 
                 def await_keys(index):
                     slot = k_slot(index)
@@ -710,10 +756,6 @@ def _build_main(
                 accumulators.append(accumulator(_DQ_TILE, _size(dq_columns)))
             pl.run_scoped(compute, *accumulators)
 
-        for consumer in range(_CONSUMERS):
-            pl.when(warpgroup == consumer)(functools.partial(_consumer, consumer))
-
-        @pl.when(warpgroup == _CONSUMERS)
         def _producer():
             plgpu.set_max_registers(registers[1], action="decrease")
 
@@ -789,6 +831,38 @@ def _build_main(
                 )
                 return j + 1, *following
 
+            def await_zeros(index):
+                """Waits until what a tile adds to is zero."""
+                if not zeroed:
+                    return
+                _, kv_head_of_all = walk.locate(index)
+
+                @pl.when((kv_head_of_all >= zeroed.start) & (kv_head_of_all < zeroed.stop))
+                def _():
+                    counter = walk.prepared_tiles(lax.div(kv_head_of_all, jnp.int32(section)))
+                    await_count(counter, section * tiles.per_head)
+
+            def zero_ahead(index):
+                """Zeros a tile's part of dQ of a head of the section after its own."""
+                if not zeroed:
+                    return
+                number = walk.number(index) + section * tiles.per_head
+                kv_head_of_all, part = div_rem(number, tiles.per_head)
+
+                @pl.when(kv_head_of_all < zeroed.stop)
+                def _():
+                    (dq_ref,) = dq_refs
+                    size = -(-dq_tiles_of_kv_head // tiles.per_head)
+                    rows = pl.ds(0, fragment_shape(max(map(_size, dq_tiles)))[0])
+
+                    @pl.loop(part * size, jnp.minimum((part + 1) * size, dq_tiles_of_kv_head))
+                    def _zero(n):
+                        first = kv_head_of_all * dq_tiles_of_kv_head
+                        zero_fragment(dq_ref.at[first + n, rows])
+
+                    of_section = lax.div(kv_head_of_all, jnp.int32(section))
+                    add_when_stored(walk.prepared_tiles(of_section))
+
             def load_keys(ref, buffer, columns, full, index):
                 tile, kv_head_of_all = walk.locate(index)
                 batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
@@ -838,6 +912,9 @@ def _build_main(
                         columns.store(value_staging(n, consumer), dv_ref.at[batch, rows, kv_head])
 
             def whole_tile(index, following):
+                await_zeros(index)
+                zero_ahead(index)
+
                 def one_step(t, following):
                     if with_query_gradient:
                         add_dq(index, number, t - 1)
@@ -881,6 +958,10 @@ def _build_main(
                 let_start(zero)
             over_tiles(whole_tile, following)
             plgpu.wait_smem_to_gmem(0)
+
+        # One branch, where several would keep the number in a register across code of consumers.
+        consumers = [functools.partial(_consumer, consumer) for consumer in range(_CONSUMERS)]
+        lax.switch(lax.axis_index("warpgroup"), [*consumers, _producer])
 
     return tiles.gradient_kernel(
         attention_backward,

@@ -253,22 +253,52 @@ class KeyTiles:
         place of tiles.
         """
         kv_heads = kv_heads or self.kv_heads
-        longer = _LONGER_SECTIONS if self.problem.by_batch else 1
-        number, tile, cost = self._order(kv_heads, longer * BACKWARD_SECTION_BYTES)
+        section = self._section(kv_heads, _LONGER_SECTIONS if self.problem.by_batch else 1)
+        number, tile, cost = self._order(kv_heads, section)
         if self.problem.by_batch:
             return scheduler.deals_by_rank(number, tile, self.per_head, thread_blocks, reverse)
         return scheduler.deal(number, cost, thread_blocks, reverse)
 
     def order_to_draw(self, thread_blocks: int) -> np.ndarray:
-        """The numbers of all tiles in the order to draw them, with ranks in the place of tiles."""
-        last_section = tickets.LAST_TILES * thread_blocks
-        longer = 1 if self.problem.segmented else _LONGER_DRAWN_SECTIONS
-        section_bytes = longer * BACKWARD_SECTION_BYTES
-        number, _, _ = self._order(self.kv_heads, section_bytes, last_section)
-        return number
+        """The numbers of all tiles in the order to draw them.
+
+        If costs are known at run time only, with ranks in the place of tiles.
+        """
+        number, _, _ = self._order(self.kv_heads, *self._sections_to_draw(thread_blocks))
+        return number.astype(np.int32)
+
+    def prepared(self, thread_blocks: int) -> tuple[int, range]:
+        """Key heads of a section, and those for which the section before can prepare something.
+
+        Where thread blocks draw tiles. The tile of that number in each of these heads has one of
+        its own in the section before: the one whose head is a section before.
+        """
+        section, last_section = self._sections_to_draw(thread_blocks)
+        heads = len(self.kv_heads)
+        *_, last, _ = scheduler.section_starts(self.per_head, heads, section, last_section)
+        return section, range(section, last + section)
+
+    def _sections_to_draw(self, thread_blocks: int) -> tuple[int, int]:
+        """Key heads of a section, and tiles of the last one."""
+        p = self.problem
+        longer = _LONGER_DRAWN_SECTIONS if p.by_batch and not p.segmented else 1
+        last_section = tickets.LAST_TILES * thread_blocks if p.by_batch else 0
+        return self._section(self.kv_heads, longer), last_section
+
+    def _section(self, kv_heads: range, longer: int) -> int:
+        """Key heads of a section, of so many times `BACKWARD_SECTION_BYTES`."""
+        p = self.problem
+        return scheduler.heads_per_section(
+            longer * BACKWARD_SECTION_BYTES,
+            p.group * p.query_length * self.row_bytes,
+            tiles_per_kv_head=self.per_head,
+            slots=SM_COUNT,
+            kv_heads=len(kv_heads),
+            group=1,
+        )
 
     def _order(
-        self, kv_heads: range, section_bytes: int, last_section: int = 0
+        self, kv_heads: range, section: int, last_section: int = 0
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The order of starting: number of each tile, its number in its head, and its cost.
 
@@ -276,21 +306,29 @@ class KeyTiles:
 
         Args:
           kv_heads: those that have tiles.
-          section_bytes: as for `scheduler.heads_per_section`.
-          last_section: as for `scheduler.tile_order`.
+          section, last_section: as for `scheduler.tile_order`.
         """
-        p = self.problem
-        cost = np.zeros(self.per_head) if p.by_batch else self.steps() + _TILE_OVERHEAD
-        section = scheduler.heads_per_section(
-            section_bytes,
-            p.group * p.query_length * self.row_bytes,
-            tiles_per_kv_head=self.per_head,
-            slots=SM_COUNT,
-            kv_heads=len(kv_heads),
-            group=1,
-        )
+        cost = np.zeros(self.per_head)
+        if not self.problem.by_batch:
+            cost = self.steps() + _TILE_OVERHEAD
         tile, kv_head = scheduler.tile_order(cost, len(kv_heads), section, last_section)
         return (kv_heads.start + kv_head) * self.per_head + tile, tile, cost[tile]
+
+    def _tables_to_draw(
+        self, thread_blocks: int, cost: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """The order and, in a ref, what is drawn, as `Walk.of_refs` takes them.
+
+        Args:
+          cost: `[B, tiles]`, where costs are known at run time only.
+        """
+        order: jax.Array | np.ndarray = self.order_to_draw(thread_blocks)
+        if cost is not None:
+            order = scheduler.order_by_rank(order, cost, self.problem.kv_heads)
+        order = jnp.pad(jnp.asarray(order), (0, 1), constant_values=self.count)
+        section, _ = self.prepared(thread_blocks)
+        counts = len(self.kv_heads) // section
+        return order, jax.new_ref(jnp.pad(tickets.none_drawn(thread_blocks), (0, counts)))
 
     def locate(self, number):
         """Tile and key head, of every batch entry, of a tile's number."""
@@ -314,8 +352,7 @@ class KeyTiles:
             more results.
           most_thread_blocks: as `thread_blocks` takes it.
           from_end: thread blocks walk their lists from the end.
-          draws: thread blocks draw their tiles, of all heads, and have no lists, as costs are known
-            at run time only.
+          draws: thread blocks draw their tiles, of all heads, and have no lists.
           more_results: shapes of what the kernel makes beside dK and dV; with any, `first_steps`
             goes with `seeing_blocks`.
 
@@ -355,8 +392,12 @@ class KeyTiles:
             if words is not None:  # those of queries come with their start
                 operands = (words[1], *operands)
             if not p.by_batch:
-                schedule = self.schedule(thread_blocks, from_end, kv_heads)
-                return kernel(jnp.asarray(schedule), jnp.asarray(seeing_blocks), *operands)
+                tables: tuple[Any, ...]
+                if draws:
+                    tables = self._tables_to_draw(thread_blocks)
+                else:
+                    tables = (jnp.asarray(self.schedule(thread_blocks, from_end, kv_heads)),)
+                return kernel(*tables, jnp.asarray(seeing_blocks), *operands)
             seeing = bounds = self.seeing(intervals)
             ids_are_sorted = None
             if ids is not None:
@@ -366,16 +407,12 @@ class KeyTiles:
                 bounds, ids_are_sorted = segments.intervals(key_ids, query_ids, within)
             blocks = self.seeing_blocks_of(seeing, ids, ids_are_sorted)
             cost = p.group * (blocks[:-1, :, 1] - blocks[:-1, :, 0]) + _TILE_OVERHEAD
-            tables: tuple[Any, ...]
             if draws:
-                numbers = self.order_to_draw(thread_blocks)
-                order = scheduler.order_by_rank(numbers, cost, p.kv_heads)
-                order = jnp.pad(order, (0, 1), constant_values=self.count)
-                tables = order, jax.new_ref(tickets.none_drawn(thread_blocks)), blocks
+                tables = self._tables_to_draw(thread_blocks, cost)
             else:
                 schedule = self.schedule(thread_blocks, from_end, kv_heads)
-                tables = scheduler.longest_first(schedule, cost, p.kv_heads), blocks
-            tables = (*tables, jnp.asarray(bounds))
+                tables = (scheduler.longest_first(schedule, cost, p.kv_heads),)
+            tables = (*tables, blocks, jnp.asarray(bounds))
             if ids is not None:
                 tables = (*tables, segments.padded(query_ids, self.block_q), key_ids)
             return kernel(*tables, *operands)
@@ -398,7 +435,8 @@ class Walk:
         all blocks and tiles.
       elements: mask and bias, with rows of keys, of a problem that has them.
       key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
-      drawn: the tickets of a thread block that draws its tiles.
+      drawn: the tickets of a thread block that draws its tiles. Behind the next ticket,
+        `drawn.drawn_ref` has what `prepared_tiles` counts.
     """
 
     tiles: KeyTiles
@@ -457,6 +495,11 @@ class Walk:
         if self.drawn:
             return self.drawn.number(index)
         return self.schedule_ref[self.block, 1 + index]
+
+    def prepared_tiles(self, section):
+        """Counter of the tiles that are prepared of a section of `KeyTiles.prepared`, from 1 on."""
+        assert self.drawn is not None
+        return self.drawn.drawn_ref.at[section]
 
     def batch_of(self, place):
         """Batch entry of what `locate` gives."""

@@ -220,6 +220,46 @@ def share_first(*pairs: tuple[Any, Any]) -> None:
     share(*refs, *values)
 
 
+def add_when_stored(counter) -> None:
+    """Adds 1 to an int32 in global memory once all that the warpgroup stored there can be seen.
+
+    By whoever `await_count` lets go on, and by what it has TMA add. In interpret mode nothing is
+    counted.
+    """
+    if interpreting():
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def add(_, counter):
+        _asm("fence.proxy.async.global;", "~{memory}")
+        mgpu.warpgroup_barrier()
+        _asm(
+            "{ .reg .pred p; setp.eq.u32 p, $1, 0;"
+            " @p fence.acq_rel.gpu; @p red.relaxed.gpu.global.add.u32 [$0], 1; }",
+            "l,r,~{memory}",
+            [_base_address(counter), _thread()],
+        )
+
+    add(counter)
+
+
+def await_count(counter, count) -> None:
+    """Waits until an int32 in global memory, of `add_when_stored`, is `count` or more."""
+    if interpreting():
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def wait(_, counter, count):
+        _asm(
+            "{ .reg .pred p; .reg .b32 now; again: ld.acquire.gpu.global.u32 now, [$0];"
+            " setp.lt.s32 p, now, $1; @p bra again; fence.proxy.async.global; }",
+            "l,r,~{memory}",
+            [_base_address(counter), count.registers[()]],
+        )
+
+    wait(counter, jnp.int32(count))
+
+
 def load_shared(ref) -> jax.Array:
     """The int32 of a ref to 4 bytes in shared memory, read where this stands, each time anew.
 

@@ -3,7 +3,7 @@
     start        -LSE / unit (`Problem.logit_unit`): -LSE / scale, where the accumulator of the
                  logits starts, or with a soft cap -LSE / cap, which is added later
     minus_delta  dLSE - rowsum(dO * O), times `Problem.delta_unit`
-    dQ           zeros, where thread blocks of the main kernel add to it
+    dQ           zeros, where thread blocks of the main kernel add to it and none of them zeros it
 
 Rows that see no key, and rows beyond the end, have a start of -inf and a minus_delta of 0, whatever
 stands there in the inputs.
@@ -46,6 +46,7 @@ def row_statistics(
     problem: Problem,
     padded_rows: int,
     dq_columns: tuple[int, ...] = (),
+    zeroed_later: range = range(0),
 ) -> tuple[jax.Array, ...]:
     """Start and minus_delta of every row, and zeros for dQ.
 
@@ -60,6 +61,7 @@ def row_statistics(
       problem: static description.
       padded_rows: rows of the results.
       dq_columns: of each tile of 64 rows of dQ, up to 64, for a main kernel that adds to it.
+      zeroed_later: tiles of dQ, by their number, that are not zeroed, and may be anything.
 
     Returns:
       Start and minus_delta, `[B, N, padded_rows]` float32 each, and if there are dq_columns zeros
@@ -74,12 +76,18 @@ def row_statistics(
             f"padded_rows: got {padded_rows}, needs a multiple of {_ROWS}, at least"
             f" {problem.query_length}"
         )
-    kernel = _build(problem, padded_rows, dq_columns, interpreting())
+    kernel = _build(problem, padded_rows, dq_columns, zeroed_later, interpreting())
     return kernel(out, lse, d_out, *([] if d_lse is None else [d_lse]))
 
 
 @functools.lru_cache
-def _build(problem: Problem, padded_rows: int, dq_columns: tuple[int, ...], interpret: bool):
+def _build(
+    problem: Problem,
+    padded_rows: int,
+    dq_columns: tuple[int, ...],
+    zeroed_later: range,
+    interpret: bool,
+):
     tiles, column_tiles = padded_rows // _ROWS, len(dq_columns)
     last = problem.query_length - 1
 
@@ -107,7 +115,9 @@ def _build(problem: Problem, padded_rows: int, dq_columns: tuple[int, ...], inte
         for column_tile, columns in enumerate(dq_columns):
             (dq_ref,) = dq_refs
             number = ((batch * problem.heads + head) * tiles + tile) * column_tiles + column_tile
-            zero_fragment(dq_ref.at[number, pl.ds(0, fragment_shape(columns)[0])])
+            part = dq_ref.at[number, pl.ds(0, fragment_shape(columns)[0])]
+            is_due = (number < zeroed_later.start) | (number >= zeroed_later.stop)
+            pl.when(is_due)(functools.partial(zero_fragment, part))
 
     statistics = jax.ShapeDtypeStruct((problem.batch, problem.heads, padded_rows), jnp.float32)
     thread_blocks = problem.batch * problem.heads * tiles

@@ -64,11 +64,20 @@ def tile_order(
       Tile and head of each piece of work, first to start first.
     """
     longest_first = np.argsort(-cost, kind="stable")
-    last = max(1, -(-last_section // (len(cost) * section))) * section
-    starts = [*range(0, max(0, heads - last) + 1, section), heads]
+    starts = section_starts(len(cost), heads, section, last_section)
     sections = [np.arange(*ends) for ends in itertools.pairwise(starts)]
     tile = np.concatenate([np.repeat(longest_first, len(x)) for x in sections])
     return tile, np.concatenate([np.tile(x, len(cost)) for x in sections])
+
+
+def section_starts(tiles: int, heads: int, section: int, last_section: int = 0) -> list[int]:
+    """The first head of each section, and the number of heads; arguments as for `tile_order`.
+
+    Args:
+      tiles: of a head.
+    """
+    last = max(1, -(-last_section // (tiles * section))) * section
+    return [*range(0, max(0, heads - last) + 1, section), heads]
 
 
 def thread_blocks(pieces: int, steps: np.ndarray, most: int, is_known: bool) -> int:

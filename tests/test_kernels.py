@@ -783,7 +783,10 @@ def test_thread_blocks_of_the_backward(length, bounds, dynamic, segmented, expec
     [(128, "attention_backward", 128), (256, "attention_backward_key", 64)],
 )
 def test_an_explicit_number_of_thread_blocks_is_kept(H, kernel, block_kv):
-    """The default has one for each of the long tiles; its schedule is an operand."""
+    """The default has one for each of the long tiles; its schedule is an operand.
+
+    With a soft cap, as without one those of width 128 are drawn.
+    """
     length = 32768
     shape = jax.ShapeDtypeStruct((1, length, 4, H), jnp.bfloat16)
     backward = dataclasses.replace(config.default(H).backward, thread_blocks=30)
@@ -792,7 +795,7 @@ def test_an_explicit_number_of_thread_blocks_is_kept(H, kernel, block_kv):
 
     def program(settings):
         loss = lambda *x: jax_flash.attention(
-            *x, implementation="mosaic_gpu", config=settings
+            *x, implementation="mosaic_gpu", logits_soft_cap=9.0, config=settings
         ).sum()
         return str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(shape, shape, shape))
 
@@ -800,6 +803,30 @@ def test_an_explicit_number_of_thread_blocks_is_kept(H, kernel, block_kv):
     assert f"i32[{tiles},3]" in program(None)
     assert f"i32[{tiles},3]" not in program(explicit)
     assert "i32[30," in program(explicit)
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "S", "K", "bounds", "options", "share"),
+    [
+        (16, 1024, 1024, 16, {"highest": 0}, {}, 15 / 16),
+        (1, 16384, 16384, 16, {"highest": 0, "lowest": -1000}, {}, 15 / 16),
+        (3, 5000, 7000, 7, {}, {}, 20 / 21),
+        (1, 16384, 16384, 16, {"highest": 0}, {"segmented": True}, 11 / 16),
+        (16, 1024, 1024, 16, {}, {"dynamic": True}, 11 / 16),
+        (1, 4096, 4096, 4, {}, {}, 0),
+    ],
+)
+def test_tiles_prepare_for_the_section_after_their_own(B, T, S, K, bounds, options, share):
+    """All that do are drawn before any tile that waits for them, and all counters are there."""
+    p = config.Problem(B, T, S, 2 * K, K, 128, np.dtype(jnp.bfloat16), 1.0, **bounds, **options)
+    tiles = KeyTiles(p, 128, 64, row_bytes=1024)
+    section, prepared = tiles.prepared(132)
+    assert len(prepared) == share * B * K
+    place = np.empty(tiles.count, int)
+    place[tiles.order_to_draw(132)] = np.arange(tiles.count)
+    place = place.reshape(B * K, tiles.per_head)
+    for first in range(section, prepared.stop, section):
+        assert place[first - section : first].max() < place[first : first + section].min()
 
 
 @pytest.mark.parametrize(

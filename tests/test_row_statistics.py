@@ -91,6 +91,21 @@ def test_row_statistics(B, T, N, H, dtype, padded_rows, unseen, more_lse_rows):
         check(B, T, N, H, dtype, padded_rows, unseen, more_lse_rows)
 
 
+def test_tiles_of_dq_that_are_zeroed_later_are_left_alone():
+    """Of two heads with two tiles of rows and two of columns each, those from 3 to 5."""
+    arrays, shape = inputs(1, 128, 2, 128, jnp.bfloat16), problem(1, 128, 2, 128, jnp.bfloat16)
+    settings = dict(problem=shape, padded_rows=128, dq_columns=(64, 64))
+    with interpret_mode():
+        *expected, _ = row_statistics(*arrays, **settings)
+        *statistics, dq = row_statistics(*arrays, **settings, zeroed_later=range(3, 6))
+    for got, whole in zip(statistics, expected, strict=True):
+        np.testing.assert_array_equal(got, whole)
+    # What nothing was stored to is NaN in interpret mode.
+    untouched = np.isnan(dq).all((1, 2))
+    np.testing.assert_array_equal(untouched, [n in range(3, 6) for n in range(8)])
+    np.testing.assert_array_equal(dq[~untouched], 0)
+
+
 @pytest.mark.fast_cases(6)
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
