@@ -291,8 +291,10 @@ def _draws(problem: Problem, with_query_gradient: bool) -> bool:
     """Whether thread blocks draw their tiles, and if they make dQ, zero it for those to come."""
     if problem.soft_cap is not None or problem.dropout:  # registers are too short
         return False
-    # At width 64 lists are as fast.
-    return with_query_gradient or (problem.by_batch and problem.widest > 64)
+    # At width 64 lists are as fast, but for the zeros; beside elements it would spill.
+    return (with_query_gradient and not problem.has_elements) or (
+        problem.by_batch and problem.widest > 64
+    )
 
 
 def _zeroed_ahead(problem: Problem, config: BackwardConfig, tiles: KeyTiles) -> tuple[int, range]:
@@ -405,6 +407,8 @@ def _build_main(
     # whole KB.
     if not has_dropout:
         scratch["delta_smem"] = plgpu.SMEM((stages + int(draws), block_q), jnp.float32)
+    if draws:
+        scratch["first_full"] = plgpu.Barrier(num_arrivals=1)
     if dv_apart:
         scratch["dv_smem"] = value_columns.smem(1, _BLOCK_KV, dtype=dtype)
     if with_query_gradient:
@@ -415,11 +419,12 @@ def _build_main(
     def attention_backward(
         *all_refs,
         k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem,
-        k_full, v_full, q_full, o_full, delta_smem=None, dv_smem=None, dq_smem=None, twins=None,
+        k_full, v_full, q_full, o_full, first_full=None, delta_smem=None, dv_smem=None,
+        dq_smem=None, twins=None,
     ):  # fmt: skip
         block = lax.axis_index("block")
         entries = delta_smem.at[stages] if draws else None
-        walk, refs = Walk.of_refs(tiles, block, all_refs, thread_blocks, entries)
+        walk, refs = Walk.of_refs(tiles, block, all_refs, thread_blocks, entries, first_full)
         drawn = walk.drawn
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, *dq_refs, dk_ref, dv_ref = refs
         ds_stored, free, v_free, dq_staged, gradients_staged, sent, unseen_rows = (
@@ -463,16 +468,10 @@ def _build_main(
             def one_tile(state):
                 index, carry, _ = state
                 carry = whole_tile(index, carry)
-                return index + 1, carry, is_tile(index + 1)
+                return after(index), carry, is_tile(after(index))
 
-            if drawn:  # each has a first one, whose entry may not be there yet
-                lax.while_loop(lambda state: state[2], one_tile, (zero, carry, jnp.bool_(True)))
-                return
-            lax.while_loop(
-                lambda state: state[0] >= 0,
-                lambda state: (state[0] - 1, whole_tile(*state)),
-                (first_index(), carry),
-            )
+            first = first_index()
+            lax.while_loop(lambda state: state[2], one_tile, (first, carry, is_tile(first)))
 
         def k_slot(index):
             return index & (_K_SLOTS - 1)
@@ -743,6 +742,8 @@ def _build_main(
 
                 dk_acc[...] = zero_tile(_KEYS, key_columns.size)
                 dv_acc[...] = zero_tile(_KEYS, value_columns.size)
+                if drawn:
+                    drawn.wait_for_first()
                 over_tiles(whole_tile, zero)
 
             accumulator = lambda rows, columns: plgpu.ACC((rows, columns), jnp.float32)
@@ -942,7 +943,7 @@ def _build_main(
                 return following
 
             if drawn:
-                drawn.make_first()
+                drawn.draw_first()
                 load_key(first_index())
             else:
                 for n in range(_K_SLOTS):
@@ -959,9 +960,14 @@ def _build_main(
             over_tiles(whole_tile, following)
             plgpu.wait_smem_to_gmem(0)
 
-        # One branch, where several would keep the number in a register across code of consumers.
         consumers = [functools.partial(_consumer, consumer) for consumer in range(_CONSUMERS)]
-        lax.switch(lax.axis_index("warpgroup"), [*consumers, _producer])
+        roles: list[Callable[[], None]] = [*consumers, _producer]
+        warpgroup = lax.axis_index("warpgroup")
+        if drawn:  # else its number would be spilled in a consumer, for the comparisons after it
+            lax.switch(warpgroup, roles)
+        else:  # but here a switch would spill, in consumers with a cap or dropout
+            for number, role in enumerate(roles):
+                pl.when(warpgroup == number)(role)
 
     return tiles.gradient_kernel(
         attention_backward,

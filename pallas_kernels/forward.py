@@ -319,7 +319,7 @@ class Tiles:
 
         def run(key_blocks, *operands):
             order = scheduler.order_by_rank(numbers, _cost(key_blocks), self.problem.heads)
-            drawn = jax.new_ref(tickets.none_drawn(self.thread_blocks, links=self.count))
+            drawn = jax.new_ref(tickets.none_drawn(self.thread_blocks, self.count))
             return kernel(order, drawn, key_blocks, *operands)
 
         return run

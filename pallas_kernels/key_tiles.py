@@ -328,7 +328,7 @@ class KeyTiles:
         order = jnp.pad(jnp.asarray(order), (0, 1), constant_values=self.count)
         section, _ = self.prepared(thread_blocks)
         counts = len(self.kv_heads) // section
-        return order, jax.new_ref(jnp.pad(tickets.none_drawn(thread_blocks), (0, counts)))
+        return order, jax.new_ref(jnp.zeros(1 + counts, jnp.int32))
 
     def locate(self, number):
         """Tile and key head, of every batch entry, of a tile's number."""
@@ -450,12 +450,19 @@ class Walk:
 
     @classmethod
     def of_refs(
-        cls, tiles: KeyTiles, block, refs, thread_blocks: int = 0, entries: Any = None
+        cls,
+        tiles: KeyTiles,
+        block,
+        refs,
+        thread_blocks: int = 0,
+        entries: Any = None,
+        first_full: Any = None,
     ) -> "tuple[Walk, list]":
         """The walk by the first refs of a kernel of `gradient_kernel`, and its other refs.
 
         Args:
-          thread_blocks, entries: where they draw, how many there are and where entries stand.
+          thread_blocks, entries, first_full: where they draw, how many there are and what
+            `tickets.Tickets` takes.
         """
         drawn = None
         schedule_ref, *refs = refs
@@ -469,6 +476,7 @@ class Walk:
                 tiles.count,
                 thread_blocks,
                 functools.partial(lax.axis_index, "block"),
+                first_full,
             )
         seeing_blocks_ref, *refs = refs
         count = int(tiles.problem.by_batch) + 2 * int(tiles.problem.segmented)

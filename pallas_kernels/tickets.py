@@ -1,4 +1,6 @@
-"""Tiles that thread blocks draw as they get free, where costs are known at run time only.
+"""Tiles that thread blocks draw as they get free.
+
+For where costs are known at run time only, and where tiles wait for what others have done.
 
 All tiles stand in one order of starting. A ticket is a place in it, and a counter in global memory
 gives out the next one. The producer draws one when it has few more steps of a tile to load, and
@@ -37,14 +39,14 @@ LAST_TILES = 4
 _DRAWN_BEFORE = 2
 
 
-def none_drawn(thread_blocks: int, links: int = 0) -> jax.Array:
-    """`[1 + links]` int32 before the kernel, in which the first ticket of each is not drawn.
+def none_drawn(thread_blocks: int, tiles: int) -> jax.Array:
+    """`[1 + tiles]` int32 before a kernel with `TicketsInRounds`: the first of each is not drawn.
 
     Args:
       thread_blocks: how many draw.
-      links: as many as tiles for `TicketsInRounds`.
+      tiles: of all of them.
     """
-    return jnp.full(1 + links, thread_blocks, jnp.int32)  # links before they are made: anything
+    return jnp.full(1 + tiles, thread_blocks, jnp.int32)  # links before they are made: anything
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class _Drawing:
 
     Attributes:
       order_ref: the order, int32 in global memory.
-      drawn_ref: `none_drawn`, which changes.
+      drawn_ref: the next ticket, and what else is counted or kept, int32 in global memory.
       entries: ref in shared memory.
       tiles: of all thread blocks.
       thread_blocks: how many there are; at most as many as tiles.
@@ -72,38 +74,48 @@ class _Drawing:
         return draw_ticket(self.drawn_ref.at[0], index * self.thread_blocks + self.block())
 
 
+@dataclasses.dataclass(frozen=True)
 class Tickets(_Drawing):
     """What a thread block draws, for one walk over its tiles, by the index of their turn.
 
     The order is `[tiles + 1]`, the last of them the number tiles, for the end. Of entries the first
-    `_ENTRIES` times 4 bytes are taken.
+    `_ENTRIES` times 4 bytes are taken. All tickets are drawn, the first ones too, so that who has
+    one may wait for those before it: they are in work, or done. `drawn_ref` is 0 before.
+
+    Attributes:
+      first_full: an mbarrier of one arrival.
     """
+
+    first_full: Any
 
     def number(self, index) -> jax.Array:
         """Of the tile whose turn it is; that of the end, `tiles`, where there is none.
 
-        Consumers know that the entry is there from what the producer does after it.
+        Consumers know that the entry is there from what the producer does after it, and of the
+        first from `wait_for_first`.
         """
         return load_shared(self.entries.at[_slot(index + fresh_zero())])
 
+    def wait_for_first(self) -> None:
+        """Waits for the entry of the first tile."""
+        plgpu.barrier_wait(self.first_full)
+
     # For the producer alone.
 
-    def make_first(self) -> None:
-        """Makes the entry of the first tile."""
-        self._share(jnp.int32(0), self.order_ref[self.block()])
+    def draw_first(self) -> None:
+        """Draws the first tile, and makes its entry."""
+        self.draw(jnp.int32(0))
+        plgpu.barrier_arrive(self.first_full)
 
     def draw(self, index) -> None:
         """Draws the tile of that index, the next one, and makes its entry."""
-        self._share(index, self.order_ref[jnp.minimum(self._draw(index), self.tiles)])
-
-    def _share(self, index, number) -> None:
-        """Makes an entry of what the warpgroup's first thread has."""
+        number = self.order_ref[jnp.minimum(self._draw(index), self.tiles)]
         share_first((self.entries.at[_slot(index)], number))
 
 
 @dataclasses.dataclass(frozen=True)
 class TicketsInRounds(_Drawing):
-    """What a thread block draws and walks over a second time, if need be.
+    """What a thread block draws and walks over a second time, if need be; its first one is given.
 
     The order is `[tiles]`. Of the words of entries the second half is for tickets.
 

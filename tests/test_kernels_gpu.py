@@ -72,6 +72,35 @@ def test_sections_of_heads(H, mask):
         check(arrays, **mask, config=dataclasses.replace(config.default(H), backward=backward))
 
 
+@pytest.mark.fast_cases(8)
+@pytest.mark.parametrize("kind", ["full", "causal", "documents", "lengths"])
+@pytest.mark.parametrize("H", [64, 128])
+def test_dq_that_tiles_of_another_section_zero(H, kind):
+    """In memory that held NaN, beside deterministic gradients, of which dQ is never added to."""
+    T = 1000
+    query, key, value, dout, _ = inputs(2, T, T, 128, 128, H, jnp.bfloat16)
+    ids = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32) // 300, (2, T))
+    options = {
+        "full": {},
+        "causal": {"is_causal": True},
+        "documents": {"query_segment_ids": ids, "key_value_segment_ids": ids},
+        "lengths": {"key_value_seq_lengths": jnp.array([T, 500])},
+    }[kind]
+
+    def gradients(deterministic):
+        function = functools.partial(attention, **options, deterministic=deterministic)
+        return jax.jit(lambda *x: jax.vjp(function, *x[:3])[1](x[3]))
+
+    expected = gradients(deterministic=True)(query, key, value, dout)
+    run = gradients(deterministic=False)
+    for _ in range(3):
+        jnp.full(2 * dout.size, jnp.nan).block_until_ready()
+        got = run(query, key, value, dout)
+        chex.assert_trees_all_close(
+            *jax.tree.map(lambda x: x.astype("float32"), (got, expected)), atol=2e-3, rtol=2e-2
+        )
+
+
 @pytest.mark.fast_cases(4)
 @all_masks
 @pytest.mark.parametrize("H", [64, 128, 256])

@@ -18,7 +18,7 @@ def one_draws_all(monkeypatch):
 
     def draw(_, in_turn):
         index, block = div_rem(in_turn, THREAD_BLOCKS)
-        return jnp.where(block == 0, THREAD_BLOCKS + index - 1, 1000)
+        return jnp.where(index == 0, block, jnp.where(block == 0, THREAD_BLOCKS + index - 1, 1000))
 
     monkeypatch.setattr(tickets, "draw_ticket", draw)
     built = forward._build, backward._build_main
@@ -42,5 +42,5 @@ def test_a_thread_block_that_draws_more_than_others(one_draws_all, H, jumps):
 
 
 def test_the_first_ticket_of_each_thread_block_is_not_drawn():
-    drawn = tickets.none_drawn(3, links=5)
+    drawn = tickets.none_drawn(3, tiles=5)
     assert drawn.shape == (1 + 5,) and drawn[0] == 3
