@@ -291,10 +291,11 @@ def _draws(problem: Problem, with_query_gradient: bool) -> bool:
     """Whether thread blocks draw their tiles, and if they make dQ, zero it for those to come."""
     if problem.soft_cap is not None or problem.dropout:  # registers are too short
         return False
-    # At width 64 lists are as fast, but for the zeros; beside elements it would spill.
-    return (with_query_gradient and not problem.has_elements) or (
-        problem.by_batch and problem.widest > 64
-    )
+    if problem.by_batch and problem.widest > 64:
+        return True
+    # At width 64 tiles of documents are so short that what a draw takes counts; beside elements it
+    # would spill; without dQ lists are as fast.
+    return with_query_gradient and not (problem.segmented or problem.has_elements)
 
 
 def _zeroed_ahead(problem: Problem, config: BackwardConfig, tiles: KeyTiles) -> tuple[int, range]:
@@ -468,10 +469,16 @@ def _build_main(
             def one_tile(state):
                 index, carry, _ = state
                 carry = whole_tile(index, carry)
-                return after(index), carry, is_tile(after(index))
+                return index + 1, carry, is_tile(index + 1)
 
-            first = first_index()
-            lax.while_loop(lambda state: state[2], one_tile, (first, carry, is_tile(first)))
+            if drawn:  # entries are not to be read in the loop's condition, as they are written
+                lax.while_loop(lambda state: state[2], one_tile, (zero, carry, is_tile(zero)))
+                return
+            lax.while_loop(
+                lambda state: state[0] >= 0,
+                lambda state: (state[0] - 1, whole_tile(*state)),
+                (first_index(), carry),
+            )
 
         def k_slot(index):
             return index & (_K_SLOTS - 1)
