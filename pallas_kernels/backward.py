@@ -49,12 +49,12 @@ that see no key of the tile. What they get for such rows is 0, whatever is NaN i
 dQ is accumulated in fragment order (`primitives.store_fragment`): the order in which the threads of
 a warpgroup hold an accumulator, so that storing it takes neither a swizzle nor address registers.
 
-Barriers. Full: an mbarrier for V, and for each slot of K, of Q and of dO, completed by TMA. The
-others are named barriers. Free: for V, and for each slot of Q and dO, the consumers arrive and the
-producer waits. Stored: for each consumer and buffer of dS', it arrives and the other one waits; for
-the first step of a tile, the producer arrives; at its end, they meet there. Staged, for dQ of each
-consumer and for dK and dV of both: they arrive, the producer waits and sends. Sent: it has, and
-each consumer may stage again.
+Barriers. Full: an mbarrier for V, and for each slot of K, of Q and of dO, completed by TMA. First
+full: an mbarrier for the number of the first tile that is drawn. The others are named barriers.
+Free: for V, and for each slot of Q and dO, the consumers arrive and the producer waits. Stored: for
+each consumer and buffer of dS', it arrives and the other one waits; for the first step of a tile,
+the producer arrives; at its end, they meet there. Staged, for dQ of each consumer and for dK and dV
+of both: they arrive, the producer waits and sends. Sent: it has, and each consumer may stage again.
 """
 
 import dataclasses
@@ -312,8 +312,13 @@ def _zeroed_later(problem: Problem, config: BackwardConfig) -> range:
     """The tiles of dQ that the main kernel zeros."""
     tiles = _key_tiles(problem, config, with_query_gradient=True)
     _, kv_heads = _zeroed_ahead(problem, config, tiles)
-    of_kv_head = problem.group * tiles.query_blocks * _CONSUMERS
+    of_kv_head = _dq_tiles_of_kv_head(tiles)
     return range(kv_heads.start * of_kv_head, kv_heads.stop * of_kv_head)
+
+
+def _dq_tiles_of_kv_head(tiles: KeyTiles) -> int:
+    """Tiles of dQ of all query heads of a key head: one for each consumer in a step."""
+    return tiles.problem.group * tiles.query_blocks * _CONSUMERS
 
 
 @functools.lru_cache
@@ -347,7 +352,7 @@ def _build_main(
 
     tiles = _key_tiles(problem, config, with_query_gradient)
     query_blocks = tiles.query_blocks
-    dq_tiles_of_kv_head = group * query_blocks * _CONSUMERS
+    dq_tiles_of_kv_head = _dq_tiles_of_kv_head(tiles)
     section, zeroed = 1, range(0)
     if with_query_gradient:
         section, zeroed = _zeroed_ahead(problem, config, tiles)

@@ -80,7 +80,7 @@ class Tickets(_Drawing):
 
     The order is `[tiles + 1]`, the last of them the number tiles, for the end. Of entries the first
     `_ENTRIES` times 4 bytes are taken. All tickets are drawn, the first ones too, so that who has
-    one may wait for those before it: they are in work, or done. `drawn_ref` is 0 before.
+    one may wait for those before it: thread blocks that run have them. `drawn_ref` is 0 before.
 
     Attributes:
       first_full: an mbarrier of one arrival.
