@@ -293,9 +293,9 @@ def _draws(problem: Problem, with_query_gradient: bool) -> bool:
         return False
     if problem.by_batch and problem.widest > 64:
         return True
-    # At width 64 tiles of documents are so short that what a draw takes counts; beside elements it
-    # would spill; without dQ lists are as fast.
-    return with_query_gradient and not (problem.segmented or problem.has_elements)
+    # At width 64 tiles of documents are so short that what a draw takes counts. A draw would spill
+    # beside elements, and lists where there are both. Without dQ lists are as fast.
+    return with_query_gradient and problem.segmented == problem.has_elements
 
 
 def _zeroed_ahead(problem: Problem, config: BackwardConfig, tiles: KeyTiles) -> tuple[int, range]:
