@@ -1,9 +1,11 @@
 """The gradient of a bias: that of the logits, summed over what the bias is broadcast over.
 
-A thread block owns a piece of it, and adds up in registers whatever belongs there, in a fixed
-order: so results are the same bit by bit from run to run, and nothing is in memory that is as large
-as the logits, unless the bias is. Logits and their gradients are computed once more for it, two
-products a tile pair. Consumers have 64 query rows each:
+It is made in pieces, each by one thread block, which adds up in registers whatever belongs there,
+in a fixed order: so results are the same bit by bit from run to run, and nothing is in memory that
+is as large as the logits, unless the bias is. Logits and their gradients are computed once more for
+it, two products a tile pair. Thread blocks, one per SM, make one piece after the other, those
+without a step last, so that what a piece needs arrives under the end of the one before. Consumers
+have 64 query rows each:
 
     producer   Q dO K V | Q dO K V | ...                 TMA into circular buffers
     consumer   S = Q K';  dP = dO V'
@@ -12,8 +14,9 @@ products a tile pair. Consumers have 64 query rows each:
 
 What a piece is, and its steps:
 
-    whole      a tile of queries by keys; its steps are the heads and batch entries that share it.
-               Where a bias has one value for all queries, or all keys, the next two:
+    whole      a tile of queries by keys; its steps are the heads and batch entries that share it,
+               and the bias, which is loaded once. Stored in the dtype of the bias. Where that has
+               one value for all queries, or all keys, the next two, in float32:
     columns    one value a key: a block of keys of one head; its steps are the query blocks that see
                any of them. At the end each warp adds up its rows.
     rows       one value a query: a block of queries of one head; its steps are key blocks.
@@ -51,6 +54,7 @@ from pallas_kernels.primitives import (
     NamedBarriers,
     div_rem,
     equal_columns,
+    fresh_zero,
     interpreting,
     keep_bits,
     load_intervals,
@@ -109,7 +113,7 @@ def bias_gradient(
     bias = elements.bias
     if bias is None:
         raise ValueError("elements: got none with a bias, needs one")
-    pieces = _Pieces(problem, BIAS_GRADIENT[problem.widest], bias.shape)
+    pieces = _Pieces(problem, BIAS_GRADIENT[problem.widest], bias.shape, bias.dtype)
     words = dropout_operands(dropout_words, keys=pieces.config.block_kv)
     operands = (*words, *elements.operands(), query, key, value, d_out, start, minus_delta)
     if ids is not None:
@@ -124,11 +128,12 @@ def bias_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
-    """What the thread blocks own, of a bias of that shape."""
+    """What the thread blocks own, of a bias of that shape and dtype."""
 
     problem: Problem
     config: BiasGradientConfig
     shape: tuple[int, ...]
+    dtype: np.dtype
 
     @property
     def kind(self) -> str:
@@ -156,8 +161,15 @@ class _Pieces:
         rows, keys = self.row_blocks, self.key_blocks
         return {"whole": rows * keys, "columns": keys, "rows": rows}[self.kind]
 
+    @property
+    def count(self) -> int:
+        return self.entries * self.per_entry
+
     def steps(self) -> np.ndarray:
-        """`[per_entry, 2]` int32: the first step of each piece, and how many there are."""
+        """`[per_entry, 3]` int32: number of each piece of an entry, its first step, and its steps.
+
+        Those with most come first, those with none last.
+        """
         p, block_kv = self.problem, self.config.block_kv
         first_row = np.arange(self.row_blocks)[:, None] * BLOCK_Q
         first_key = np.arange(self.key_blocks)[None] * block_kv
@@ -175,7 +187,8 @@ class _Pieces:
         else:
             seen = seen.T if self.kind == "columns" else seen
             first, count = seen.argmax(1), seen.sum(1)  # what is seen is an interval
-        return np.stack([first, count], axis=1).astype(np.int32)
+        number = np.argsort(-count, kind="stable")
+        return np.stack([number, first[number], count[number]], axis=1).astype(np.int32)
 
     def place(self, piece, step):
         """Batch entry, head, row block and key block of a step of a piece."""
@@ -202,7 +215,7 @@ class _Pieces:
             "columns": (p.batch, p.heads, _CONSUMERS * _WARPS, keys),
             "rows": (p.batch, p.heads, rows),
         }[self.kind]
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
+        return jax.ShapeDtypeStruct(shape, self.dtype if self.kind == "whole" else jnp.float32)
 
     def summed(self, gradient: jax.Array) -> jax.Array:
         """The gradient in the shape of the bias, from what the kernel makes."""
@@ -228,6 +241,8 @@ def _build(pieces: _Pieces, interpret: bool):
     factor = problem.logit_unit * LOG2E
     has_cap = problem.soft_cap is not None
     steps = pieces.steps()
+    with_steps = max(1, int(np.count_nonzero(steps[:, 2])))
+    thread_blocks = min(pieces.count, config.thread_blocks)
 
     free = NamedBarriers(first=_CONSUMERS + 2, count=stages, arrivers=_CONSUMERS)
     copies = (_CONSUMERS + 1) * (key_columns.tiles + value_columns.tiles)
@@ -251,83 +266,117 @@ def _build(pieces: _Pieces, interpret: bool):
         q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, gradient_ref = refs
         slot_free = dataclasses.replace(free, twins=twin)
         warpgroup = lax.axis_index("warpgroup")
-        piece = lax.axis_index("block")
-        number = lax.rem(piece, jnp.int32(pieces.per_entry))
-        first_step, count = steps_ref[number, 0], steps_ref[number, 1]
+        block = lax.axis_index("block")
         slot_of = lambda j: lax.rem(j, jnp.int32(stages))
+
+        def over_pieces(whole_piece):
+            """Runs `whole_piece(piece, first_step, count, j)` for each; j steps are done before."""
+
+            def one(n, j):
+                nth = block + n * thread_blocks
+                entry, rank = div_rem(nth, with_steps)
+                if with_steps < pieces.per_entry:  # pieces without come after those of all entries
+                    first_without = pieces.entries * with_steps
+                    other = div_rem(nth - first_without, pieces.per_entry - with_steps)
+                    entry = jnp.where(nth < first_without, entry, other[0])
+                    rank = jnp.where(nth < first_without, rank, with_steps + other[1])
+                number, first_step, count = (steps_ref[rank, column] for column in range(3))
+                whole_piece(entry * pieces.per_entry + number, first_step, count, j)
+                return j + count
+
+            count = lax.div(pieces.count - 1 - block, jnp.int32(thread_blocks)) + 1
+            lax.fori_loop(jnp.int32(0), count, one, jnp.int32(0))
 
         @pl.when(warpgroup < _CONSUMERS)
         def _consumer():
             plgpu.set_max_registers(_REGISTERS[0], action="increase")
 
-            def add_step(j, total, s_acc, dp_acc):
-                batch, head, row_block, key_block = pieces.place(piece, first_step + j)
-                first_row = row_block * BLOCK_Q + warpgroup * _ROWS
-                first_key = key_block * block_kv
-                rows, slot = pl.ds(first_row, _ROWS), slot_of(j)
-                start, minus_delta = (
-                    plgpu.load(ref.at[batch, head, rows], layout=_PER_ROW, optimized=False)
-                    for ref in (start_ref, delta_ref)
-                )
-                plgpu.barrier_wait(full.at[slot])
-                # Both before the first product, or ptxas injects a wait.
-                s_acc[...] = zero_tile(_ROWS, block_kv)
-                dp_acc[...] = zero_tile(_ROWS, block_kv)
-                key_columns.contract(s_acc, q_smem.at[slot, warpgroup], k_smem.at[slot])
-                value_columns.contract(dp_acc, o_smem.at[slot, warpgroup], v_smem.at[slot])
-                loaded = elements.load(batch, head, first_row, first_key, block_kv, early=True)
-
-                logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=value_columns.tiles)
-
-                def bounds():
-                    last_row = problem.query_length - 1
-                    return load_intervals(intervals_ref.at[batch], first_row, last_row)
-
-                def hidden(weights, fill):
-                    weights = hide(weights, problem, lambda: first_row, first_key, bounds, fill)
-                    if problem.segmented:
-                        query_ids, key_ids = (ref.at[batch] for ref in ids_refs)
-                        ids = load_rows(query_ids, first_row, problem.query_length - 1)
-                        equal = equal_columns(ids, key_ids, first_key, block_kv)
-                        weights = keep_bits(weights, equal, fill)
-                    return masked(weights, loaded, fill)
-
-                if has_cap:
-                    logits, _ = soft_cap.capped(logits, loaded, problem)
-                    logits = hidden(logits, soft_cap.UNSEEN)
-                    minus_lse = spread(start, logits.shape)
-                    _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
-                else:
-                    logits, to_log2 = biased(logits, factor, loaded)
-                    weights = jnp.exp2(logits * to_log2 + spread(start * factor, logits.shape))
-                    weights = hidden(weights, 0.0)
-                # A row that does not count may have a bias that is NaN.
-                weights = jnp.where(spread(start, weights.shape) > -jnp.inf, weights, 0.0)
-                if problem.dropout:
-                    query_words = dropout.of_rows(batch, head, first_row)
-                    weights = dropout.negated(weights, query_words, batch, first_key)
-                d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                slot_free.arrive(slot)
-                minus_deltas = spread(minus_delta, weights.shape)
-                return total + d_logits(weights, d_weights, minus_deltas, problem)
-
             def compute(s_acc, dp_acc):
-                step = functools.partial(add_step, s_acc=s_acc, dp_acc=dp_acc)
-                total = lax.fori_loop(jnp.int32(0), count, step, zero_tile(_ROWS, block_kv))
-                if problem.dropout:
-                    total *= problem.d_logit_unit
-                batch, head, row_block, key_block = pieces.place(piece, first_step)
-                own_rows = pl.ds(row_block * BLOCK_Q + warpgroup * _ROWS, _ROWS)
-                own_keys = pl.ds(key_block * block_kv, block_kv)
-                if pieces.kind == "whole":
-                    entry, _ = div_rem(piece, pieces.per_entry)
-                    place = div_rem(entry, pieces.shape[1])
-                    store_tile(gradient_ref.at[*place, own_rows, own_keys], total)
-                elif pieces.kind == "columns":
-                    warps = pl.ds(warpgroup * _WARPS, _WARPS)
-                    store_column_sums(gradient_ref.at[batch, head, warps, own_keys], total)
-                else:
-                    store_rows(gradient_ref.at[batch, head, own_rows], total.sum(axis=1))
+                @over_pieces
+                def _whole_piece(piece, first_step, count, j):
+                    batch, head, row_block, key_block = pieces.place(piece, first_step)
+                    first_row = row_block * BLOCK_Q + warpgroup * _ROWS
+                    first_key = key_block * block_kv
+
+                    def add_step(step, total, own_bias):
+                        batch, head, row_block, key_block = pieces.place(piece, first_step + step)
+                        first_row = row_block * BLOCK_Q + warpgroup * _ROWS
+                        first_key = key_block * block_kv
+                        rows, slot = pl.ds(first_row, _ROWS), slot_of(j + step) + fresh_zero()
+                        start, minus_delta = (
+                            plgpu.load(ref.at[batch, head, rows], layout=_PER_ROW, optimized=False)
+                            for ref in (start_ref, delta_ref)
+                        )
+                        plgpu.barrier_wait(full.at[slot])
+                        # Both before the first product, or ptxas injects a wait.
+                        s_acc[...] = zero_tile(_ROWS, block_kv)
+                        dp_acc[...] = zero_tile(_ROWS, block_kv)
+                        key_columns.contract(s_acc, q_smem.at[slot, warpgroup], k_smem.at[slot])
+                        value_columns.contract(dp_acc, o_smem.at[slot, warpgroup], v_smem.at[slot])
+                        place = batch, head, first_row, first_key
+                        loaded = elements.load(*place, block_kv, early=True, bias=own_bias)
+
+                        logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=value_columns.tiles)
+
+                        def bounds():
+                            last_row = problem.query_length - 1
+                            return load_intervals(intervals_ref.at[batch], first_row, last_row)
+
+                        def hidden(weights, fill):
+                            weights = hide(
+                                weights, problem, lambda: first_row, first_key, bounds, fill
+                            )
+                            if problem.segmented:
+                                query_ids, key_ids = (ref.at[batch] for ref in ids_refs)
+                                ids = load_rows(query_ids, first_row, problem.query_length - 1)
+                                equal = equal_columns(ids, key_ids, first_key, block_kv)
+                                weights = keep_bits(weights, equal, fill)
+                            return masked(weights, loaded, fill)
+
+                        if has_cap:
+                            logits, _ = soft_cap.capped(logits, loaded, problem)
+                            logits = hidden(logits, soft_cap.UNSEEN)
+                            minus_lse = spread(start, logits.shape)
+                            _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
+                        else:
+                            logits, to_log2 = biased(logits, factor, loaded)
+                            weights = jnp.exp2(
+                                logits * to_log2 + spread(start * factor, logits.shape)
+                            )
+                            weights = hidden(weights, 0.0)
+                        # A row that does not count may have a bias that is NaN.
+                        weights = jnp.where(spread(start, weights.shape) > -jnp.inf, weights, 0.0)
+                        if problem.dropout:
+                            query_words = dropout.of_rows(batch, head, first_row)
+                            weights = dropout.negated(weights, query_words, batch, first_key)
+                        d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+                        slot_free.arrive(slot)
+                        minus_deltas = spread(minus_delta, weights.shape)
+                        return total + d_logits(weights, d_weights, minus_deltas, problem)
+
+                    def sum_of_steps():
+                        own_bias = None
+                        if pieces.kind == "whole":  # that of all steps
+                            place = batch, head, first_row, first_key
+                            bias = elements.bias_of(*place, block_kv)()
+                            own_bias = lambda: bias
+                        add = functools.partial(add_step, own_bias=own_bias)
+                        return lax.fori_loop(jnp.int32(0), count, add, zero_tile(_ROWS, block_kv))
+
+                    total = lax.cond(count > 0, sum_of_steps, lambda: zero_tile(_ROWS, block_kv))
+                    if problem.dropout:
+                        total *= problem.d_logit_unit
+                    own_rows, own_keys = pl.ds(first_row, _ROWS), pl.ds(first_key, block_kv)
+                    if pieces.kind == "whole":
+                        entry, _ = div_rem(piece, pieces.per_entry)
+                        place = div_rem(entry, pieces.shape[1])
+                        target = gradient_ref.at[*place, own_rows, own_keys]
+                        store_tile(target, total.astype(target.dtype))
+                    elif pieces.kind == "columns":
+                        warps = pl.ds(warpgroup * _WARPS, _WARPS)
+                        store_column_sums(gradient_ref.at[batch, head, warps, own_keys], total)
+                    else:
+                        store_rows(gradient_ref.at[batch, head, own_rows], total.sum(axis=1))
 
             accumulator = plgpu.ACC((_ROWS, block_kv), jnp.float32)
             pl.run_scoped(compute, accumulator, accumulator)
@@ -336,25 +385,27 @@ def _build(pieces: _Pieces, interpret: bool):
         def _producer():
             plgpu.set_max_registers(_REGISTERS[1], action="decrease")
 
-            @pl.loop(jnp.int32(0), count)
-            def _(j):
-                batch, head, row_block, key_block = pieces.place(piece, first_step + j)
-                kv_head = lax.div(head, jnp.int32(problem.group))
-                slot = slot_of(j)
-                pl.when(j >= stages)(lambda: slot_free.wait(slot))
-                for consumer in range(_CONSUMERS):
-                    rows = pl.ds(row_block * BLOCK_Q + consumer * _ROWS, _ROWS)
-                    of_rows, own = (batch, rows, head), (slot, consumer)
-                    key_columns.load(q_ref.at[*of_rows], q_smem.at[*own], full.at[slot])
-                    value_columns.load(do_ref.at[*of_rows], o_smem.at[*own], full.at[slot])
-                of_keys = batch, pl.ds(key_block * block_kv, block_kv), kv_head
-                key_columns.load(k_ref.at[*of_keys], k_smem.at[slot], full.at[slot])
-                value_columns.load(v_ref.at[*of_keys], v_smem.at[slot], full.at[slot])
+            @over_pieces
+            def _whole_piece(piece, first_step, count, j):
+                @pl.loop(jnp.int32(0), count)
+                def _load_step(step):
+                    batch, head, row_block, key_block = pieces.place(piece, first_step + step)
+                    kv_head = lax.div(head, jnp.int32(problem.group))
+                    slot = slot_of(j + step)
+                    pl.when(j + step >= stages)(lambda: slot_free.wait(slot))
+                    for consumer in range(_CONSUMERS):
+                        rows = pl.ds(row_block * BLOCK_Q + consumer * _ROWS, _ROWS)
+                        of_rows, own = (batch, rows, head), (slot, consumer)
+                        key_columns.load(q_ref.at[*of_rows], q_smem.at[*own], full.at[slot])
+                        value_columns.load(do_ref.at[*of_rows], o_smem.at[*own], full.at[slot])
+                    of_keys = batch, pl.ds(key_block * block_kv, block_kv), kv_head
+                    key_columns.load(k_ref.at[*of_keys], k_smem.at[slot], full.at[slot])
+                    value_columns.load(v_ref.at[*of_keys], v_smem.at[slot], full.at[slot])
 
     kernel = plgpu.kernel(
         attention_bias_gradient,
         out_type=pieces.gradient(),
-        grid=(pieces.entries * pieces.per_entry,),
+        grid=(thread_blocks,),
         grid_names=("block",),
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",

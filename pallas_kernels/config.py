@@ -383,14 +383,17 @@ class BiasGradientConfig:
     Attributes:
       block_kv: keys a step; a multiple of 64.
       stages: slots of the circular buffers.
+      thread_blocks: how many to launch at most; as many as there are SMs.
     """
 
     block_kv: int
     stages: int
+    thread_blocks: int = SM_COUNT
 
     def __post_init__(self):
         _check_multiple_of_64("block_kv", self.block_kv)
         _need(self.stages >= 1, "stages", self.stages, "at least 1")
+        _need(self.thread_blocks >= 1, "thread_blocks", self.thread_blocks, "at least 1")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,23 +139,38 @@ class ElementRefs:
         return self._of(self.refs[-1], batch, head).at[0, pl.ds(first, keys)]
 
     def load(
-        self, batch, head, first_row, first_column, columns: int, *, early: bool = False
+        self,
+        batch,
+        head,
+        first_row,
+        first_column,
+        columns: int,
+        *,
+        early: bool = False,
+        bias: Callable[[], jax.Array] | None = None,
     ) -> Loaded:
         """Loads a tile of 64 rows; beyond the end these read as the last, columns as a bias of 0.
 
         Args:
           early: load now, into registers that are then taken, not where the elements are used.
+          bias: what gives the bias where it has been loaded before.
         """
-        refs, found = list(self.refs), Loaded()
+        found = Loaded(bias=bias)
         place = first_row, first_column, columns
         if self.problem.has_mask:
-            view = self._of(refs.pop(0), batch, head)
+            view = self._of(self.refs[0], batch, head)
             found = found._replace(bits=functools.partial(load_bits, view, *place))
-        if self.problem.has_bias and not self.has_bias_of_keys:
-            view = self._of(refs.pop(0), batch, head)
-            bias = functools.partial(load_elements, view, *place, transposed=self.transposed)
-            found = found._replace(bias=bias)
+        if self.problem.has_bias and not (bias or self.has_bias_of_keys):
+            found = found._replace(bias=self.bias_of(batch, head, *place))
         return Loaded(*(load and _done(load) for load in found)) if early else found
+
+    def bias_of(
+        self, batch, head, first_row, first_column, columns: int
+    ) -> Callable[[], jax.Array]:
+        """What loads the bias of a tile of 64 rows, as `load` has it."""
+        view = self._of(self.refs[-1], batch, head)
+        place = first_row, first_column, columns
+        return functools.partial(load_elements, view, *place, transposed=self.transposed)
 
     def _of(self, ref, batch, head):
         """The view of a batch entry and head, which are 0 where all have the same."""

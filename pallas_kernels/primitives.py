@@ -924,7 +924,7 @@ def store_columns(ref, columns: jax.Array) -> None:
 
 
 def store_tile(ref, tile: jax.Array) -> None:
-    """Stores a `(64, n)` float32 tile to a `(64, n)` view of global memory."""
+    """Stores a `(64, n)` tile to a `(64, n)` view of global memory, in float32 or 16 bits."""
     if interpreting():
         ref[...] = tile
         return
@@ -932,19 +932,24 @@ def store_tile(ref, tile: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE))
     def store(_, ref, tile):
         row_stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
-        column = arith.muli(arith.andi(_thread(), _i32(3)), _i32(8))
+        size = tile.mlir_dtype.width // 8
+        column = arith.muli(_own_column(), _i32(size))
         first = _global_address(ref, column)
         own_row = _own_row()
         addresses = [
-            arith.addi(first, _bytes_to(row, 4 * row_stride))
+            arith.addi(first, _bytes_to(row, size * row_stride))
             for row in (own_row, arith.addi(own_row, _i32(8)))
         ]
         for _, group, half, pair in _fragments(tile.registers):
-            _asm(
-                f"st.global.v2.f32 [$0+{32 * group}], {{$1, $2}};",
-                "l,f,f,~{memory}",
-                [addresses[half], *(_extract(pair, e) for e in range(2))],
-            )
+            offset = 8 * size * group
+            if size == 2:
+                text = f"st.global.b32 [$0+{offset}], $1;"
+                word = llvm.bitcast(ir.IntegerType.get_signless(32), pair)
+                _asm(text, "l,r,~{memory}", [addresses[half], word])
+                continue
+            text = f"st.global.v2.f32 [$0+{offset}], {{$1, $2}};"
+            values = [_extract(pair, e) for e in range(2)]
+            _asm(text, "l,f,f,~{memory}", [addresses[half], *values])
 
     store(ref, tile)
 

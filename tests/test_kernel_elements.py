@@ -1,5 +1,6 @@
 """A bias and a dense mask on the kernels in interpret mode, beside float64."""
 
+import dataclasses
 import functools
 
 import chex
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import elements
+from pallas_kernels import config, elements
 from tests.support.interpret import interpret_mode
 from tests.test_kernels import check, few_thread_blocks, inputs
 
@@ -203,6 +204,27 @@ def test_bias(T, S, N, K, H, dtype, axes, bias_dtype, options):
     bias = random_bias(shape_of(axes, 2, N, T, S), bias_dtype)
     with interpret_mode():
         check(inputs(2, T, S, N, K, H, dtype), bias=bias, **options)
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("thread_blocks", [3, 1])
+@pytest.mark.parametrize(
+    ("axes", "bias_dtype", "options"),
+    [
+        ("nts", jnp.bfloat16, dict(is_causal=True, query_offset=-100)),  # pieces without a step
+        ("ns", jnp.float32, dict(is_causal=True, query_offset=-100)),
+        ("nt", jnp.float32, dict(local_window_size=(30, 20))),
+        ("ts", jnp.float32, {}),
+    ],
+)
+def test_bias_in_many_pieces_of_a_thread_block(
+    axes, bias_dtype, options, thread_blocks, monkeypatch
+):
+    few = dataclasses.replace(config.BIAS_GRADIENT[64], thread_blocks=thread_blocks, stages=2)
+    monkeypatch.setitem(config.BIAS_GRADIENT, 64, few)
+    bias = random_bias(shape_of(axes, 2, 2, 150, 200), bias_dtype)
+    with interpret_mode():
+        check(inputs(2, 150, 200, 2, 1, 64, jnp.bfloat16), bias=bias, **options)
 
 
 @pytest.mark.fast_cases(1)
