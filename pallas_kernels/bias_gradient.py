@@ -190,10 +190,9 @@ class _Pieces:
         number = np.argsort(-count, kind="stable")
         return np.stack([number, first[number], count[number]], axis=1).astype(np.int32)
 
-    def place(self, piece, step):
-        """Batch entry, head, row block and key block of a step of a piece."""
+    def place(self, entry, number, step):
+        """Batch entry, head, row block and key block of a step of a piece of an entry."""
         p = self.problem
-        entry, number = div_rem(piece, self.per_entry)
         if self.kind != "whole":
             batch, head = div_rem(entry, p.heads)
             return (batch, head, *((step, number) if self.kind == "columns" else (number, step)))
@@ -270,7 +269,11 @@ def _build(pieces: _Pieces, interpret: bool):
         slot_of = lambda j: lax.rem(j, jnp.int32(stages))
 
         def over_pieces(whole_piece):
-            """Runs `whole_piece(piece, first_step, count, j)` for each; j steps are done before."""
+            """Runs `whole_piece(entry, place, count, j)` for all; j steps are done before.
+
+            `place(step)` is what `pieces.place` gives. A list of all pieces, as others walk, would
+            grow with the square of the lengths.
+            """
 
             def one(n, j):
                 nth = block + n * thread_blocks
@@ -281,7 +284,8 @@ def _build(pieces: _Pieces, interpret: bool):
                     entry = jnp.where(nth < first_without, entry, other[0])
                     rank = jnp.where(nth < first_without, rank, with_steps + other[1])
                 number, first_step, count = (steps_ref[rank, column] for column in range(3))
-                whole_piece(entry * pieces.per_entry + number, first_step, count, j)
+                place = lambda step: pieces.place(entry, number, first_step + step)
+                whole_piece(entry, place, count, j)
                 return j + count
 
             count = lax.div(pieces.count - 1 - block, jnp.int32(thread_blocks)) + 1
@@ -293,15 +297,14 @@ def _build(pieces: _Pieces, interpret: bool):
 
             def compute(s_acc, dp_acc):
                 @over_pieces
-                def _whole_piece(piece, first_step, count, j):
-                    batch, head, row_block, key_block = pieces.place(piece, first_step)
-                    first_row = row_block * BLOCK_Q + warpgroup * _ROWS
-                    first_key = key_block * block_kv
+                def _whole_piece(entry, place, count, j):
+                    def own_place(step) -> tuple[Any, Any, Any, Any]:
+                        batch, head, row_block, key_block = place(step)
+                        first_row = row_block * BLOCK_Q + warpgroup * _ROWS
+                        return batch, head, first_row, key_block * block_kv
 
                     def add_step(step, total, own_bias):
-                        batch, head, row_block, key_block = pieces.place(piece, first_step + step)
-                        first_row = row_block * BLOCK_Q + warpgroup * _ROWS
-                        first_key = key_block * block_kv
+                        batch, head, first_row, first_key = own = own_place(step)
                         rows, slot = pl.ds(first_row, _ROWS), slot_of(j + step) + fresh_zero()
                         start, minus_delta = (
                             plgpu.load(ref.at[batch, head, rows], layout=_PER_ROW, optimized=False)
@@ -313,8 +316,7 @@ def _build(pieces: _Pieces, interpret: bool):
                         dp_acc[...] = zero_tile(_ROWS, block_kv)
                         key_columns.contract(s_acc, q_smem.at[slot, warpgroup], k_smem.at[slot])
                         value_columns.contract(dp_acc, o_smem.at[slot, warpgroup], v_smem.at[slot])
-                        place = batch, head, first_row, first_key
-                        loaded = elements.load(*place, block_kv, early=True, bias=own_bias)
+                        loaded = elements.load(*own, block_kv, early=True, bias=own_bias)
 
                         logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=value_columns.tiles)
 
@@ -357,8 +359,7 @@ def _build(pieces: _Pieces, interpret: bool):
                     def sum_of_steps():
                         own_bias = None
                         if pieces.kind == "whole":  # that of all steps
-                            place = batch, head, first_row, first_key
-                            bias = elements.bias_of(*place, block_kv)()
+                            bias = elements.bias_of(*own_place(0), block_kv)()
                             own_bias = lambda: bias
                         add = functools.partial(add_step, own_bias=own_bias)
                         return lax.fori_loop(jnp.int32(0), count, add, zero_tile(_ROWS, block_kv))
@@ -366,11 +367,11 @@ def _build(pieces: _Pieces, interpret: bool):
                     total = lax.cond(count > 0, sum_of_steps, lambda: zero_tile(_ROWS, block_kv))
                     if problem.dropout:
                         total *= problem.d_logit_unit
+                    batch, head, first_row, first_key = own_place(0)
                     own_rows, own_keys = pl.ds(first_row, _ROWS), pl.ds(first_key, block_kv)
                     if pieces.kind == "whole":
-                        entry, _ = div_rem(piece, pieces.per_entry)
-                        place = div_rem(entry, pieces.shape[1])
-                        target = gradient_ref.at[*place, own_rows, own_keys]
+                        own = div_rem(entry, pieces.shape[1])
+                        target = gradient_ref.at[*own, own_rows, own_keys]
                         store_tile(target, total.astype(target.dtype))
                     elif pieces.kind == "columns":
                         warps = pl.ds(warpgroup * _WARPS, _WARPS)
@@ -386,10 +387,10 @@ def _build(pieces: _Pieces, interpret: bool):
             plgpu.set_max_registers(_REGISTERS[1], action="decrease")
 
             @over_pieces
-            def _whole_piece(piece, first_step, count, j):
+            def _whole_piece(entry, place, count, j):
                 @pl.loop(jnp.int32(0), count)
                 def _load_step(step):
-                    batch, head, row_block, key_block = pieces.place(piece, first_step + step)
+                    batch, head, row_block, key_block = place(step)
                     kv_head = lax.div(head, jnp.int32(problem.group))
                     slot = slot_of(j + step)
                     pl.when(j + step >= stages)(lambda: slot_free.wait(slot))
