@@ -137,6 +137,18 @@ def test_what_dq_is_added_to_first_is_prefetched(width, is_prefetched, tmp_path)
 
 
 @pytest.mark.compiler
+def test_canonicalized_first_the_ptx_is_the_same(tmp_path):
+    found = []
+    for first in (False, True):
+        folder = tmp_path / str(first)
+        kernels = gradients(96)  # anew, as jax keeps what it lowered
+        support.compile_kernels(*kernels, keep=folder, sass=False, canonicalized_first=first)
+        found.append({path.name: path.read_text() for path in folder.glob("*.ptx")})
+    assert len(found[0]) >= 3
+    assert found[0] == found[1]
+
+
+@pytest.mark.compiler
 def test_spills_are_a_fault():
     # 2 * 256 * 64 float32 are 256 registers in each of 128 threads, which have 255.
     (report,) = support.compile_kernels(*matmul(width=256, accumulators=2, wait_n=0))
