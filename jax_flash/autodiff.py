@@ -145,6 +145,7 @@ def _prepared(call: Call):
             segmented=bool(ids),
             has_elements=has_mask or has_bias,
             forward_loads_elements=has_mask or (has_bias and not elements.has_bias_of_keys),
+            tiled_bias=elements.tiled_bias_dtype is not None,
             soft_cap=call.logits_soft_cap is not None,
             dropout=call.dropout_rate > 0,
         ),

@@ -133,17 +133,22 @@ class Columns:
         return pl.ds(start, self.tile_width)
 
     def _box(self, buffer: Any, n: int) -> Any:
-        """Tile n of a buffer, as TMA is to see it.
+        """Tile n of a buffer, as TMA is to see it."""
+        return (as_rows(buffer) if self._in_boxes else buffer).at[n]
 
-        A tile of a box's width is the same to wgmma, as matrices of 8 rows one after the other, and
-        to TMA, as rows. Only told so does Pallas take an array that does not end with a tile.
-        """
-        if not self._in_boxes or interpreting():
-            return buffer.at[n]
-        swizzle, tiling, *indices = buffer.transforms
-        whole = dataclasses.replace(buffer, transforms=(swizzle, tiling))
-        rows = dataclasses.replace(buffer, transforms=(swizzle,)).reshape(whole.shape)
-        return dataclasses.replace(rows, transforms=(*rows.transforms, *indices)).at[n]
+
+def as_rows(buffer):
+    """Shared memory of `operand_form` whose tiles are one box wide, as TMA is to see it.
+
+    Such a tile is the same to wgmma, as matrices of 8 rows one after the other, and to TMA, as
+    rows. Only told so does Pallas take an array that does not end with a tile.
+    """
+    if interpreting():
+        return buffer
+    swizzle, tiling, *indices = buffer.transforms
+    whole = dataclasses.replace(buffer, transforms=(swizzle, tiling))
+    rows = dataclasses.replace(buffer, transforms=(swizzle,)).reshape(whole.shape)
+    return dataclasses.replace(rows, transforms=(*rows.transforms, *indices))
 
 
 def put_tile(ref, tile: jax.Array, box_width: int, *, anew: bool = False) -> None:

@@ -241,6 +241,7 @@ class ForwardConfig:
       thread_blocks: how many to launch at most; as many as there are SMs.
       elements_early: load mask and bias under the product that makes the logits, for which there
         must be registers, not after it and the product that is open beside it.
+      brings_bias: TMA brings tiles of a bias beside K, if it can, for which there must be room.
       early_values: wait for V of a step before the output of the step before is there, not after.
         ptxas moves nothing over such a wait, so that exponentials are computed under that product.
       products_first: a consumer's turn lasts until both of its products have ended, and only then
@@ -256,6 +257,7 @@ class ForwardConfig:
     section_bytes: int = FORWARD_SECTION_BYTES
     thread_blocks: int = SM_COUNT
     elements_early: bool = False
+    brings_bias: bool = False
     early_values: bool = False
     products_first: bool = False
 
@@ -529,6 +531,14 @@ FORWARD_CROWDED = FORWARD_ELEMENTS | {
     128: dataclasses.replace(_TWO_CONSUMERS, block_kv=64, stages=3),
 }
 
+# And where TMA brings the bias in tiles beside K, which take the room of a third stage, or of 128
+# keys. us*, b4 s4096 causal, bias [1, N, T, S]: H64 750, as above 1220, with three consumers of 64
+# keys 803; H128 554 and 728, cuDNN 1207 and 900.
+FORWARD_TILED_BIAS = {
+    64: dataclasses.replace(_TWO_CONSUMERS, elements_early=True, brings_bias=True),
+    128: dataclasses.replace(_TWO_CONSUMERS, block_kv=64, elements_early=True, brings_bias=True),
+}
+
 BACKWARD_QUERY_ELEMENTS = BACKWARD_QUERY | {
     64: BackwardQueryConfig(block_kv=64, stages=(3, 3)),
 }
@@ -559,6 +569,7 @@ def default(
     segmented: bool = False,
     has_elements: bool = False,
     forward_loads_elements: bool = False,
+    tiled_bias: bool = False,
     soft_cap: bool = False,
     dropout: bool = False,
 ) -> Config:
@@ -571,6 +582,7 @@ def default(
       segmented: there are segment ids.
       has_elements: there is a bias or a dense mask.
       forward_loads_elements: and it is not just a bias of one value a key.
+      tiled_bias: and TMA takes tiles of the bias (`elements.Elements.tiled_bias_dtype`).
       soft_cap: there is a soft cap.
       dropout: there is dropout.
     """
@@ -586,7 +598,9 @@ def default(
             elif max(widths) <= 96:
                 forward = FORWARD_96
     beside_cap = dropout or (segmented and forward_loads_elements)
-    if (soft_cap and beside_cap) or (dropout and forward_loads_elements):
+    if tiled_bias and widest in FORWARD_TILED_BIAS:
+        forward = FORWARD_TILED_BIAS[widest]
+    elif (soft_cap and beside_cap) or (dropout and forward_loads_elements):
         forward = FORWARD_CROWDED[widest]
     elif forward_loads_elements:
         forward = FORWARD_ELEMENTS[widest]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.config import Problem
@@ -52,6 +53,19 @@ class Elements(NamedTuple):
     def has_bias_of_keys(self) -> bool:
         """Whether the bias is one value a key."""
         return self.bias is not None and self.bias.shape[2] == 1 and self.bias.shape[3] > 1
+
+    @property
+    def tiled_bias_dtype(self) -> np.dtype | None:
+        """That of a bias of a value a pair that TMA takes tiles of; None of another, or of none."""
+        bias = self.bias
+        if bias is None or 1 in bias.shape[2:] or bias.dtype.itemsize != 2:
+            return None
+        return bias.dtype if bias.shape[3] % 8 == 0 else None
+
+    @property
+    def shares_bias(self) -> bool:
+        """Whether batch entries share a bias that has a value a pair."""
+        return self.bias is not None and 1 not in self.bias.shape[2:] and self.bias.shape[0] == 1
 
     def forward_operands(self, scale: float) -> tuple[jax.Array, ...]:
         """`operands` with a bias of keys as what the accumulators of logits begin with."""
@@ -106,18 +120,18 @@ class ElementRefs:
     Attributes:
       refs: of `Elements.operands`, in global memory.
       transposed: tiles are of keys by queries.
-      has_bias_of_keys: the bias is of `Elements.forward_operands`, which `load` leaves out.
+      comes_by_tma: the bias does, and `load` leaves it out.
     """
 
     problem: Problem
     refs: tuple[Any, ...]
     transposed: bool = False
-    has_bias_of_keys: bool = False
+    comes_by_tma: bool = False
 
     @property
     def wide(self) -> bool:
         """Whether a dense bias takes a register or a load an element, or is beside a mask."""
-        if not self.problem.has_bias:
+        if not self.problem.has_bias or self.comes_by_tma:
             return False
         bias = self.refs[-1]
         takes_more = bias.dtype == jnp.float32 or bias.shape[-1] % 2 == 1
@@ -137,6 +151,11 @@ class ElementRefs:
     def bias_of_keys(self, batch, head, first: Any, keys: int):
         """A view of `keys` of them in global memory, in whole tiles."""
         return self._of(self.refs[-1], batch, head).at[0, pl.ds(first, keys)]
+
+    def bias_tile(self, batch, head, first_row, first_key):
+        """A view of 64 by 64 of them in global memory, zeros beyond the end."""
+        view = self._of(self.refs[-1], batch, head)
+        return view.at[pl.ds(first_row, 64), pl.ds(first_key, 64)]
 
     def load(
         self,
@@ -160,7 +179,7 @@ class ElementRefs:
         if self.problem.has_mask:
             view = self._of(self.refs[0], batch, head)
             found = found._replace(bits=functools.partial(load_bits, view, *place))
-        if self.problem.has_bias and not (bias or self.has_bias_of_keys):
+        if self.problem.has_bias and not (bias or self.comes_by_tma):
             found = found._replace(bias=self.bias_of(batch, head, *place))
         return Loaded(*(load and _done(load) for load in found)) if early else found
 

@@ -32,6 +32,7 @@ issues its two products, so one warpgroup's softmax runs under another's product
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import online_softmax, scheduler, segments, tickets
-from pallas_kernels.columns import Columns
+from pallas_kernels.columns import Columns, as_rows
 from pallas_kernels.config import ForwardConfig, Problem, sees_itself
 from pallas_kernels.dropout import DropoutRefs, Words, as_operand
 from pallas_kernels.dropout import operands as dropout_operands
@@ -62,6 +63,8 @@ from pallas_kernels.primitives import (
     fresh_zero,
     interpreting,
     keep_bits,
+    load_operand,
+    operand_form,
     store_rows,
     zero_tile,
 )
@@ -69,6 +72,7 @@ from pallas_kernels.row_masks import PER_ROW, ROWS, RowMasks, in_each_row
 from pallas_kernels.soft_cap import capped
 
 _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
+_BIAS_BOX = 64  # keys: of 16 bits, as wide as TMA swizzles
 _TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
 
 
@@ -78,6 +82,7 @@ class Tiles:
 
     problem: Problem
     config: ForwardConfig
+    batch_inside: bool = False  # number batch entries within a head, as they share its bias
 
     @property
     def per_head(self) -> int:
@@ -329,7 +334,10 @@ class Tiles:
         if self.problem.by_batch:
             number = jnp.maximum(number, 0)
         head_of_all, tile = div_rem(number, self.per_head)
-        batch, head = div_rem(head_of_all, self.problem.heads)
+        if self.batch_inside:
+            head, batch = div_rem(head_of_all, self.problem.batch)
+        else:
+            batch, head = div_rem(head_of_all, self.problem.heads)
         return tile, batch, head
 
 
@@ -380,6 +388,8 @@ def attention(
         query.shape[1],
         sinks is not None,
         elements.has_bias_of_keys,
+        elements.tiled_bias_dtype if config.brings_bias else None,
+        elements.shares_bias and not problem.by_batch,
         interpreting(),
     )
     words = dropout_operands(dropout_words, keys=config.block_kv)
@@ -408,9 +418,12 @@ def _build(
     padded_query_length: int,
     with_sinks: bool,
     has_bias_of_keys: bool,
+    bias_dtype: np.dtype | None,
+    batch_inside: bool,
     interpret: bool,
 ):
-    tiles = Tiles(problem, config)
+    tiles = Tiles(problem, config, batch_inside)
+    brings_bias = bias_dtype is not None  # in tiles, beside K
     dynamic, by_batch, has_far_edge = problem.dynamic, problem.by_batch, problem.has_far_edge
     key_blocks = None if by_batch else tiles.key_blocks()
     any_mask = has_far_edge or (key_blocks is not None and bool(key_blocks[:, 1].any()))
@@ -419,7 +432,7 @@ def _build(
     exact_throughout = problem.has_elements
     # The bias of rows that see nothing may be NaN, which `online_softmax.close` does not stop. And
     # with a window, loops of their own for other steps take registers that a bias needs.
-    loads_bias = problem.has_bias and not has_bias_of_keys
+    loads_bias = problem.has_bias and not (has_bias_of_keys or brings_bias)
     loads_elements = problem.has_mask or loads_bias
     mask_throughout = problem.has_bias and has_far_edge
     ignores_unseen = problem.forward_ignores_unseen
@@ -470,6 +483,8 @@ def _build(
         unseen_values=unseen_values,
     )
 
+    bias_boxes = block_kv // _BIAS_BOX if brings_bias else 0  # a consumer
+
     scratch: dict[str, Any] = dict(
         q_smem=key_columns.smem(query_buffers, consumers, ROWS, dtype=dtype),
         k_smem=key_columns.smem(stages, block_kv, dtype=dtype),
@@ -479,12 +494,19 @@ def _build(
             num_arrivals=consumers * key_columns.tiles, num_barriers=query_buffers
         ),
         k_full=plgpu.Barrier(
-            num_arrivals=key_columns.tiles + int(has_bias_of_keys), num_barriers=stages
+            num_arrivals=key_columns.tiles + consumers * bias_boxes + int(has_bias_of_keys),
+            num_barriers=stages,
         ),
         v_full=plgpu.Barrier(num_arrivals=value_columns.tiles, num_barriers=stages),
     )
     if has_bias_of_keys:
         scratch["bias_smem"] = plgpu.SMEM((stages, block_kv), jnp.float32)
+    if bias_dtype is not None:
+        scratch["bias_smem"] = plgpu.SMEM(
+            (stages, consumers, bias_boxes, ROWS, _BIAS_BOX),
+            bias_dtype,
+            transforms=operand_form(_BIAS_BOX),
+        )
     if by_batch:
         scratch["entries"] = tickets.TicketsInRounds.scratch()
     if interpret:
@@ -502,7 +524,7 @@ def _build(
         ids_refs = optional_refs[len(intervals_refs) :][: 2 * int(problem.segmented)]
         rest = optional_refs[len(intervals_refs) + len(ids_refs) :]
         dropout, rest = DropoutRefs.split(problem, rest)
-        elements, _ = ElementRefs.split(problem, rest, has_bias_of_keys=has_bias_of_keys)
+        elements, _ = ElementRefs.split(problem, rest, comes_by_tma=has_bias_of_keys or brings_bias)
         # Elements that come late take the registers of weights that no product reads any more.
         elements_early = config.elements_early and not elements.wide
         late = loads_elements and not elements_early
@@ -675,13 +697,22 @@ def _build(
                     end = begin + tile_count()
                     number_of = lambda index: listed(1 + index - begin, anew=registers_are_short)
 
-                def issue_logits(buffer, k_slot):
-                    if has_bias_of_keys:
+                def begin_logits(k_slot):
+                    """What the product is added to: the bias that came with K, or zeros."""
+                    if bias_boxes:
+                        boxes = [bias_smem.at[k_slot, warpgroup, n] for n in range(bias_boxes)]
+                        parts = [load_operand(box, _BIAS_BOX, bias_dtype) for box in boxes]
+                        bias = jnp.concatenate(parts, axis=1).astype(jnp.float32)
+                        s_acc[...] = bias * (1.0 / problem.scale)
+                    elif has_bias_of_keys:
                         bias = plgpu.load(bias_smem.at[k_slot], layout=_PER_KEY)
                         s_acc[...] = lax.broadcast_in_dim(bias, (ROWS, block_kv), [1])
-                        fence_async_shared()  # TMA will overwrite the bias that was read
                     else:
                         s_acc[...] = zero_tile(ROWS, block_kv)
+                        return
+                    fence_async_shared()  # TMA will overwrite the bias that was read
+
+                def issue_logits(buffer, k_slot):
                     key_columns.contract(s_acc, q_smem.at[buffer, warpgroup], k_smem.at[k_slot])
 
                 def zero_unseen_values(v_slot, tile, batch, key_block):
@@ -725,6 +756,7 @@ def _build(
                         plgpu.barrier_wait(q_full.at[query_buffer(index)])
                         plgpu.barrier_wait(k_full.at[slot(steps)])
 
+                    begin_logits(slot(steps))
                     issue_logits(query_buffer(index), slot(steps))
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     pl.when(there())(lambda: k_free.arrive(slot(steps)))
@@ -760,6 +792,7 @@ def _build(
                         bits = None if comparing else bits_of(tile, batch, j, near=exact)
                     k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
                     plgpu.barrier_wait(k_full.at[k_slot])
+                    begin_logits(k_slot)
                     take_turn()
                     issue_logits(query_buffer(index), k_slot)
                     issue_output(weights, v_slot)
@@ -869,6 +902,7 @@ def _build(
                         plgpu.barrier_wait(q_full.at[buffer])
                         plgpu.barrier_wait(k_full.at[k_slot])
 
+                    begin_logits(k_slot)
                     take_turn()
                     issue_logits(buffer, k_slot)
                     issue_output(weights, v_slot)
@@ -1002,6 +1036,13 @@ def _build(
                         source = q_ref.at[batch, rows, head]
                         key_columns.load(source, q_smem.at[buffer, w], q_full.at[buffer])
 
+                def load_bias(tile, batch, head, first_key, k_slot):
+                    for w, n in itertools.product(range(consumers), range(bias_boxes)):
+                        place = tiles.first_row(tile, w), first_key + n * _BIAS_BOX
+                        target = as_rows(bias_smem.at[k_slot, w]).at[n]
+                        source = elements.bias_tile(batch, head, *place)
+                        plgpu.copy_gmem_to_smem(source, target, k_full.at[k_slot])
+
                 def whole_tile(index, steps):
                     tile, batch, head = locate(index)
                     kv_head = lax.div(head, jnp.int32(problem.group))
@@ -1022,6 +1063,10 @@ def _build(
                             source = elements.bias_of_keys(batch, head, first_key, block_kv)
                             full = k_full.at[buffer]
                             plgpu.copy_gmem_to_smem(source, bias_smem.at[buffer], full)
+                        if brings_bias:
+                            load_bias(
+                                tile, batch, head, (end_block - 1 - j) * block_kv, slot(steps + j)
+                            )
 
                     load_value = functools.partial(
                         load, v_ref, v_smem, value_columns, v_full, v_free

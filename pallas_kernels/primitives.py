@@ -1768,40 +1768,74 @@ def store_operand(ref, tile: jax.Array, box_width: int = 64, *, by_quads: bool =
         ref[...] = tile
         return
 
-    chunks = box_width // 8  # of 16 bytes, in a row of a box
-
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(operand_form(box_width)), _TILE))
     def store(_, ref, tile):
         i32 = ir.IntegerType.get_signless(32)
         words = {(g, half): llvm.bitcast(i32, x) for _, g, half, x in _fragments(tile.registers)}
-        groups = len(words) // 2
-        row_tile_bytes = 128 * groups  # 8 rows
-        # Of the four 8 by 8 matrices of an instruction, 8 lanes each give the rows' addresses:
-        # matrix 0 and 1 are the row halves of a column group, 2 and 3 those of the next.
-        thread = _thread()
-        matrix = arith.andi(arith.shrui(thread, _i32(3)), _i32(3))
-        row = arith.andi(thread, _i32(7))
-        warp, row_half = arith.shrui(thread, _i32(5)), arith.andi(matrix, _i32(1))
-        row_tile = arith.addi(arith.muli(warp, _i32(2)), row_half)
-        if by_quads:
-            row_tile = arith.addi(arith.muli(row_half, _i32(4)), arith.shrui(row, _i32(1)))
-            row = arith.addi(arith.muli(warp, _i32(2)), arith.andi(row, _i32(1)))
-        # A box is swizzled by the bits of the address 128 bytes and more apart.
-        swizzle = arith.shrui(row, _i32((8 // chunks).bit_length() - 1))
-        chunk = arith.xori(arith.shrui(matrix, _i32(1)), swizzle)
-        row_bytes = 16 * chunks
-        address = _shared_address(ref, (row_tile, row_tile_bytes), (row, row_bytes), (chunk, 16))
-        for first in range(0, groups, 2):
-            values = [words[g, half] for g in (first, first + 1) for half in range(2)]
-            column_tile, chunk_of_box = divmod(first, chunks)
+        for four, address, offset in _matrices(ref, len(words) // 2, box_width, by_quads):
             _asm(
-                "stmatrix.sync.aligned.m8n8.x4.shared.b16"
-                f" [$0+{column_tile * 128 * chunks}], {{$1, $2, $3, $4}};",
+                f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0+{offset}], {{$1, $2, $3, $4}};",
                 "r,r,r,r,r,~{memory}",
-                [arith.xori(address, _i32(16 * chunk_of_box)), *values],
+                [address, *(words[place] for place in four)],
             )
 
     store(ref, tile)
+
+
+def load_operand(ref, columns: int, dtype) -> jax.Array:
+    """The `(64, columns)` 16-bit tile that is in shared memory of `operand_form`, as a tile."""
+    if interpreting():
+        return ref[...]
+
+    zeros = plgpu.layout_cast(jnp.zeros((64, columns), dtype), _TILE)
+    shape = plgpu.ShapeDtypeStruct((64, columns), dtype, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(operand_form(64)), _TILE), return_type=shape)
+    def load(_, ref, like):
+        i32 = ir.IntegerType.get_signless(32)
+        words: dict[tuple[int, int], Any] = {}
+        for four, address, offset in _matrices(ref, columns // 8, 64):
+            loaded = _asm(
+                f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];",
+                "=r,=r,=r,=r,r,~{memory}",
+                [address],
+                llvm.StructType.get_literal([i32] * 4),
+            )
+            words |= {place: llvm.extractvalue(i32, loaded, [n]) for n, place in enumerate(four)}
+        out = like.registers.copy()
+        for index, group, half, pair in _fragments(like.registers):
+            out[index] = llvm.bitcast(pair.type, words[group, half])
+        return _like(like, out)
+
+    return load(ref, zeros)
+
+
+def _matrices(ref, groups: int, box_width: int, by_quads: bool = False):
+    """Yields what each ldmatrix or stmatrix of a tile of 8 * groups columns moves, and where.
+
+    Which (column group, row half) are its four 8 by 8 matrices; the address of this thread's row,
+    and an offset to it in bytes.
+    """
+    chunks = box_width // 8  # of 16 bytes, in a row of a box
+    # 8 lanes each give the addresses of a matrix's rows: matrix 0 and 1 are the row halves of a
+    # column group, 2 and 3 those of the next.
+    thread = _thread()
+    matrix = arith.andi(arith.shrui(thread, _i32(3)), _i32(3))
+    row = arith.andi(thread, _i32(7))
+    warp, row_half = arith.shrui(thread, _i32(5)), arith.andi(matrix, _i32(1))
+    row_tile = arith.addi(arith.muli(warp, _i32(2)), row_half)
+    if by_quads:
+        row_tile = arith.addi(arith.muli(row_half, _i32(4)), arith.shrui(row, _i32(1)))
+        row = arith.addi(arith.muli(warp, _i32(2)), arith.andi(row, _i32(1)))
+    # A box is swizzled by the bits of the address 128 bytes and more apart.
+    swizzle = arith.shrui(row, _i32((8 // chunks).bit_length() - 1))
+    chunk = arith.xori(arith.shrui(matrix, _i32(1)), swizzle)
+    row_tile_bytes = 128 * groups  # 8 rows
+    address = _shared_address(ref, (row_tile, row_tile_bytes), (row, 16 * chunks), (chunk, 16))
+    for first in range(0, groups, 2):
+        column_tile, chunk_of_box = divmod(first, chunks)
+        four = [(group, half) for group in (first, first + 1) for half in range(2)]
+        yield four, arith.xori(address, _i32(16 * chunk_of_box)), column_tile * 128 * chunks
 
 
 def mail_shape(columns: int, dtype) -> tuple[int, int]:

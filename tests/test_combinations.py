@@ -33,6 +33,8 @@ def draw(number: int, longest: int, most: int) -> tuple[tuple, dict[str, Any]]:
     more = np.random.default_rng([number, longest, 1])
     if more.random() < 0.2:
         S = T
+    if np.random.default_rng([number, longest, 4]).random() < 0.5:  # a bias in tiles needs it
+        S = -(-S // 8) * 8
     H = int(rng.choice([64, 128, 256, *(8 * rng.integers(1, 33, 2))]))
     h = H if some(0.7) else int(8 * rng.integers(1, 33))
     dtype = [jnp.bfloat16, jnp.float16][int(some(0.3))]

@@ -206,6 +206,23 @@ def test_bias(T, S, N, K, H, dtype, axes, bias_dtype, options):
         check(inputs(2, T, S, N, K, H, dtype), bias=bias, **options)
 
 
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("T", "S", "H", "axes", "bias_dtype", "options"),
+    [
+        (130, 264, 64, HEADS, jnp.float16, dict(is_causal=True, query_offset=90)),
+        (70, 8, 64, "ts", jnp.bfloat16, {}),
+        (150, 72, 128, HEADS, jnp.bfloat16, dict(local_window_size=(60, 20))),
+        (70, 136, 96, WHOLE, jnp.float16, dict(logits_soft_cap=5.0)),
+    ],
+)
+def test_bias_that_comes_in_tiles(T, S, H, axes, bias_dtype, options):
+    """Of 16 bits, one a pair, with keys in a multiple of 8."""
+    bias = random_bias(shape_of(axes, 2, 2, T, S), bias_dtype)
+    with interpret_mode():
+        check(inputs(2, T, S, 2, 1, H, jnp.bfloat16), bias=bias, **options)
+
+
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("thread_blocks", [3, 1])
 @pytest.mark.parametrize(

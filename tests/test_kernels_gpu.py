@@ -605,12 +605,34 @@ def test_mask_and_bias(H, kind):
     check(arrays, **options, deterministic=case % 4 == 0)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.fast_cases(6)
+@pytest.mark.parametrize(
+    ("T", "S", "axes", "options"),
+    [
+        (640, 768, "nts", dict(is_causal=True)),
+        (1157, 1096, "bnts", {}),
+        (70, 8, "ts", dict(sinks=jnp.array([2.0, -1.0, 0.0, 9.0]))),
+        (1, 200, "nts", dict(query_offset=150, is_causal=True)),
+        (1000, 1032, "bts", dict(local_window_size=(300, 100))),
+        (700, 840, "nts", dict(key_value_seq_lengths=[840, 77], query_offset=[0, -40])),
+        (501, 616, "nts", dict(logits_soft_cap=5.0, dropout_rate=0.25, is_causal=True)),
+    ],
+)
+@pytest.mark.parametrize("H", [64, 96, 128])
+def test_bias_that_comes_in_tiles(T, S, axes, options, H):
+    """Of 16 bits, one a pair, with keys in a multiple of 8."""
+    bias = random_bias(shape_of(axes, 2, 4, T, S), [jnp.bfloat16, jnp.float16][T % 2])
+    arrays = inputs(2, T, S, 4, 2, H, jnp.bfloat16)
+    check(arrays, bias=bias, **as_arrays(options))
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("S", [1157, 1160])  # a bias in tiles with the latter
 @pytest.mark.parametrize("H", [64, 128, 256])
-def test_mask_and_bias_repeats_are_bit_equal(H):
+def test_mask_and_bias_repeats_are_bit_equal(H, S):
     """All gradients, 100 times, with thread blocks of many tiles."""
-    query, key, value, dout, _ = inputs(2, 1157, 1157, 8, 4, H, jnp.bfloat16)
-    mask, bias = random_mask((2, 1, 1157, 1157)), random_bias((1, 8, 1157, 1157), jnp.bfloat16)
+    query, key, value, dout, _ = inputs(2, 1157, S, 8, 4, H, jnp.bfloat16)
+    mask, bias = random_mask((2, 1, 1157, S)), random_bias((1, 8, 1157, S), jnp.bfloat16)
 
     @jax.jit
     def results(query, key, value, bias, dout):

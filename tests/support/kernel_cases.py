@@ -107,6 +107,20 @@ CROWDED: list[tuple[int, int, str, str | None, str | None, bool, bool]] = [
     (208, 208, "lengths", "bts", "nts", False, True),
 ]
 
+# With a bias in tiles that TMA brings, of which keys are a multiple of 8, at each of these widths:
+# mask or "lengths", and whether there are a dense mask, segment ids, a soft cap and dropout.
+TILED_BIAS_WIDTHS = (64, 96, 128)
+TILED_BIAS = [
+    ("causal", False, False, False, False),
+    ("window", True, False, False, False),
+    ("lengths", False, False, False, False),
+    ("causal", False, True, False, False),
+    ("lengths", False, False, True, False),
+    ("window", True, True, True, False),
+    ("lengths", False, False, False, True),
+    ("window", True, True, True, True),
+]
+
 # In FP8, at each of `config.WIDTHS`: mask, shape, and whether there are segment ids.
 FP8 = [
     ("full", "even", False),
@@ -156,7 +170,7 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
     cases += _cases_of_other_widths() + _cases_of_elements()
     cases += _cases_of_soft_caps() + _cases_of_segments() + _cases_of_dropout()
-    cases += _cases_of_crowded()
+    cases += _cases_of_crowded() + _cases_of_tiled_bias()
     return cases + _cases_of_fp8()
 
 
@@ -278,6 +292,28 @@ def _cases_of_crowded() -> list[tuple[str, Callable, Any]]:
     return cases
 
 
+def _cases_of_tiled_bias() -> list[tuple[str, Callable, Any]]:
+    cases = []
+    T, _, N, K, dtype = SHAPES["ragged"]
+    S = 1016
+    ids = tuple(jax.ShapeDtypeStruct((BATCH, length), jnp.int32) for length in (T, S))
+    for width, case in itertools.product(TILED_BIAS_WIDTHS, TILED_BIAS):
+        mask, has_mask, has_ids, has_cap, has_dropout = case
+        options = MASKS.get(mask, {}) | ({"logits_soft_cap": 30.0} if has_cap else {})
+        fn = _forward(options | ({"dropout_rate": 0.1} if has_dropout else {}))
+        query, key = (
+            jax.ShapeDtypeStruct((BATCH, *shape, width), dtype) for shape in ((T, N), (S, K))
+        )
+        bias = jax.ShapeDtypeStruct((1, N, T, S), dtype)
+        dense_mask = jax.ShapeDtypeStruct((BATCH, 1, T, S), bool) if has_mask else None
+        lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if mask == "lengths" else None
+        extras = f"{'-dense-mask' * has_mask}{'-segments' * has_ids}{'-cap' * has_cap}"
+        name = f"H{width}-{mask}-tiled-bias{extras}{'-dropout' * has_dropout}"
+        args = query, key, key, bias, dense_mask, lengths, ids if has_ids else (None, None)
+        cases.append((name, fn, args))
+    return cases
+
+
 def _cases_of_fp8() -> list[tuple[str, Callable, Any]]:
     """The forward of Quantized arrays, without tails and grouped heads, and with them."""
     cases = []
@@ -355,6 +391,26 @@ def _forward_with_sinks(mask: dict[str, Any]) -> Callable:
             sinks=sinks,
             **mask,
             key_value_seq_lengths=lengths,
+            implementation="mosaic_gpu",
+        )
+
+    return run
+
+
+def _forward(options: dict[str, Any]) -> Callable:
+    def run(query, key, value, bias, dense_mask, lengths, ids):
+        query_ids, key_ids = ids
+        return jax_flash.attention(
+            query,
+            key,
+            value,
+            bias,
+            dense_mask,
+            **options,
+            key_value_seq_lengths=lengths,
+            query_segment_ids=query_ids,
+            key_value_segment_ids=key_ids,
+            dropout_key=jax.random.key(0),
             implementation="mosaic_gpu",
         )
 
