@@ -423,7 +423,8 @@ def _build(
     interpret: bool,
 ):
     tiles = Tiles(problem, config, batch_inside)
-    brings_bias = bias_dtype is not None  # in tiles, beside K
+    brings_bias = bias_dtype is not None  # in tiles
+    comes_by_tma = has_bias_of_keys or brings_bias  # beside K
     dynamic, by_batch, has_far_edge = problem.dynamic, problem.by_batch, problem.has_far_edge
     key_blocks = None if by_batch else tiles.key_blocks()
     any_mask = has_far_edge or (key_blocks is not None and bool(key_blocks[:, 1].any()))
@@ -432,7 +433,7 @@ def _build(
     exact_throughout = problem.has_elements
     # The bias of rows that see nothing may be NaN, which `online_softmax.close` does not stop. And
     # with a window, loops of their own for other steps take registers that a bias needs.
-    loads_bias = problem.has_bias and not (has_bias_of_keys or brings_bias)
+    loads_bias = problem.has_bias and not comes_by_tma
     loads_elements = problem.has_mask or loads_bias
     mask_throughout = problem.has_bias and has_far_edge
     ignores_unseen = problem.forward_ignores_unseen
@@ -524,7 +525,7 @@ def _build(
         ids_refs = optional_refs[len(intervals_refs) :][: 2 * int(problem.segmented)]
         rest = optional_refs[len(intervals_refs) + len(ids_refs) :]
         dropout, rest = DropoutRefs.split(problem, rest)
-        elements, _ = ElementRefs.split(problem, rest, comes_by_tma=has_bias_of_keys or brings_bias)
+        elements, _ = ElementRefs.split(problem, rest, comes_by_tma=comes_by_tma)
         # Elements that come late take the registers of weights that no product reads any more.
         elements_early = config.elements_early and not elements.wide
         late = loads_elements and not elements_early
@@ -698,7 +699,7 @@ def _build(
                     number_of = lambda index: listed(1 + index - begin, anew=registers_are_short)
 
                 def begin_logits(k_slot):
-                    """What the product is added to: the bias that came with K, or zeros."""
+                    """Puts the bias that came with K where the product is added to it."""
                     if bias_boxes:
                         boxes = [bias_smem.at[k_slot, warpgroup, n] for n in range(bias_boxes)]
                         parts = [load_operand(box, _BIAS_BOX, bias_dtype) for box in boxes]
@@ -707,12 +708,12 @@ def _build(
                     elif has_bias_of_keys:
                         bias = plgpu.load(bias_smem.at[k_slot], layout=_PER_KEY)
                         s_acc[...] = lax.broadcast_in_dim(bias, (ROWS, block_kv), [1])
-                    else:
-                        s_acc[...] = zero_tile(ROWS, block_kv)
-                        return
-                    fence_async_shared()  # TMA will overwrite the bias that was read
+                    if comes_by_tma:
+                        fence_async_shared()  # TMA will overwrite the bias that was read
 
                 def issue_logits(buffer, k_slot):
+                    if not comes_by_tma:
+                        s_acc[...] = zero_tile(ROWS, block_kv)
                     key_columns.contract(s_acc, q_smem.at[buffer, warpgroup], k_smem.at[k_slot])
 
                 def zero_unseen_values(v_slot, tile, batch, key_block):

@@ -50,6 +50,18 @@ for flag, setting in _XLA_FLAGS.items():
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={setting}"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compile_kernels_faster() -> Iterator[None]:
+    """For a GPU, where tests compile for most of their time."""
+    if not HAS_NVIDIA_GPU:
+        yield
+        return
+    from tests.support import canonicalize  # imports jax
+
+    with canonicalize.canonicalizing_first():
+        yield
+
+
 _tests_run = itertools.count(1)
 
 

@@ -8,11 +8,6 @@ The CUDA plugin builds a compile-only device from a description, so `jax.jit(fn)
 runs the real pipeline (MLIR, LLVM, PTX, ptxas) with no driver. It needs the `compile` extra of
 pyproject.toml: the plugin of the same version as jax, ptxas and, for counts of instructions,
 nvdisasm.
-
-That pipeline begins with a canonicalization from the top down. For every operation that it erases
-it visits the loop around it again, with all of its few hundred values: half of the time that all
-takes. From the bottom up it is done in a fiftieth, and has left nothing for the other to do, so
-here it is done so first. The PTX is the same, letter by letter.
 """
 
 import collections
@@ -30,13 +25,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import IO, Any
-from unittest import mock
 
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.experimental.mosaic.gpu import core
-from jaxlib.mlir import passmanager
+
+from tests.support.canonicalize import canonicalizing_first
 
 # What XLA reads from an H100 SXM. Mosaic uses the compute capability alone.
 H100 = """
@@ -191,14 +185,14 @@ def compile_kernels(
       args: its arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
       keep: directory to leave the PTX, the output of ptxas, cubin and SASS in.
       sass: count instructions too, which assembles every kernel once more.
-      canonicalized_first: the fast way, as above.
+      canonicalized_first: in half of the time, to the same PTX (`canonicalize.py`).
 
     Raises:
       ValueError: `fn` has no Mosaic kernel.
       RuntimeError: a kernel was compiled before by something else, so that nothing is known of it.
     """
     with _quiet_stderr():
-        with _canonicalizing() if canonicalized_first else contextlib.nullcontext():
+        with canonicalizing_first() if canonicalized_first else contextlib.nullcontext():
             lowered = _lowered(fn, args)
         kernels = set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', lowered.as_text()))
         # MOSAIC_GPU_DUMP_TO would write the IR after every pass too, up to 200 MB for a kernel.
@@ -369,20 +363,6 @@ def _lowered(fn: Callable, args: Any, **jit_options) -> jax.stages.Lowered:
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     return jax.jit(fn, **jit_options).lower(*args)
-
-
-@contextlib.contextmanager
-def _canonicalizing() -> Iterator[None]:
-    """Has kernels canonicalized from the bottom up before they are handed to the plugin."""
-    serialize = core._run_serde_pass
-
-    def canonicalize_and_serialize(module, **options):
-        passes = "builtin.module(canonicalize{top-down=false})"
-        passmanager.PassManager.parse(passes, module.context).run(module.operation)
-        return serialize(module, **options)
-
-    with mock.patch.object(core, "_run_serde_pass", canonicalize_and_serialize):
-        yield
 
 
 @contextlib.contextmanager
