@@ -698,21 +698,22 @@ def _build(
                     end = begin + tile_count()
                     number_of = lambda index: listed(1 + index - begin, anew=registers_are_short)
 
-                def begin_logits(k_slot):
-                    """Puts the bias that came with K where the product is added to it."""
-                    if bias_boxes:
-                        boxes = [bias_smem.at[k_slot, warpgroup, n] for n in range(bias_boxes)]
-                        parts = [load_operand(box, _BIAS_BOX, bias_dtype) for box in boxes]
-                        bias = jnp.concatenate(parts, axis=1).astype(jnp.float32)
-                        s_acc[...] = bias * (1.0 / problem.scale)
-                    elif has_bias_of_keys:
-                        bias = plgpu.load(bias_smem.at[k_slot], layout=_PER_KEY)
-                        s_acc[...] = lax.broadcast_in_dim(bias, (ROWS, block_kv), [1])
-                    if comes_by_tma:
-                        fence_async_shared()  # TMA will overwrite the bias that was read
+                def put_bias(k_slot):
+                    """Tiles of a bias where the product is added to them, outside of the turn."""
+                    if not bias_boxes:
+                        return
+                    boxes = [bias_smem.at[k_slot, warpgroup, n] for n in range(bias_boxes)]
+                    parts = [load_operand(box, _BIAS_BOX, bias_dtype) for box in boxes]
+                    bias = jnp.concatenate(parts, axis=1).astype(jnp.float32)
+                    s_acc[...] = bias * (1.0 / problem.scale)
+                    fence_async_shared()  # TMA will overwrite the bias that was read
 
                 def issue_logits(buffer, k_slot):
-                    if not comes_by_tma:
+                    if has_bias_of_keys:
+                        bias = plgpu.load(bias_smem.at[k_slot], layout=_PER_KEY)
+                        s_acc[...] = lax.broadcast_in_dim(bias, (ROWS, block_kv), [1])
+                        fence_async_shared()  # TMA will overwrite the bias that was read
+                    elif not bias_boxes:
                         s_acc[...] = zero_tile(ROWS, block_kv)
                     key_columns.contract(s_acc, q_smem.at[buffer, warpgroup], k_smem.at[k_slot])
 
@@ -757,7 +758,7 @@ def _build(
                         plgpu.barrier_wait(q_full.at[query_buffer(index)])
                         plgpu.barrier_wait(k_full.at[slot(steps)])
 
-                    begin_logits(slot(steps))
+                    put_bias(slot(steps))
                     issue_logits(query_buffer(index), slot(steps))
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     pl.when(there())(lambda: k_free.arrive(slot(steps)))
@@ -793,7 +794,7 @@ def _build(
                         bits = None if comparing else bits_of(tile, batch, j, near=exact)
                     k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
                     plgpu.barrier_wait(k_full.at[k_slot])
-                    begin_logits(k_slot)
+                    put_bias(k_slot)
                     take_turn()
                     issue_logits(query_buffer(index), k_slot)
                     issue_output(weights, v_slot)
@@ -903,7 +904,7 @@ def _build(
                         plgpu.barrier_wait(q_full.at[buffer])
                         plgpu.barrier_wait(k_full.at[k_slot])
 
-                    begin_logits(k_slot)
+                    put_bias(k_slot)
                     take_turn()
                     issue_logits(buffer, k_slot)
                     issue_output(weights, v_slot)
