@@ -8,8 +8,8 @@ accumulator, before they wait for the product that makes the logits. The mask co
 before the kernel along the axis that runs through the columns of its tiles: so a thread needs 16
 bytes of a row for 128 columns, and no test of what is beyond the end, as such bits are not set.
 
-A bias of one value a key is less work in the forward: by TMA, beside the keys, as what accumulators
-of the logits begin with.
+Two biases are less work in the forward, where they come by TMA beside the keys, as what
+accumulators of the logits begin with: of one value a key, and of 16 bits, one a pair, in tiles.
 """
 
 import dataclasses

@@ -21,6 +21,9 @@ segment ids, of which rows see an interval too where equal ids lie side by side;
 steps compare the ids of their rows and of their keys. What a tile costs is not known before
 either, so thread blocks have no lists, but draw tiles as they get free (`tickets.py`).
 
+A bias of one value a key, or of 16 bits in tiles, comes with K, and the logits begin with it.
+Threads load other biases, and the bits of masks, themselves (`elements.py`).
+
 With such intervals alone (`Problem.forward_ignores_unseen`) what does not count may be NaN. Masks
 replace logits, steps with one zero those rows of V in shared memory that no row of the tile sees,
 and at the end zeros replace the output of a row that sees nothing.

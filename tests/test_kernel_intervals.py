@@ -178,7 +178,7 @@ def test_key_blocks_of_query_rows(T, S, seen, rows):
         assert own.any() == (first < end)
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "options"),
     [
@@ -292,7 +292,7 @@ def test_what_sees_nothing_and_is_not_seen_does_not_count(H, deterministic, pois
     check_that_rows_alone_do_not_count(attention, arrays, no_query, no_key, poison)
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("poison", [jnp.nan, -jnp.inf])
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "h", "dtype", "options"),

@@ -394,7 +394,7 @@ def options_of(ids, **options):
     return dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids) | options
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("kind", "N", "K", "H", "dtype", "options"),
     [
@@ -445,7 +445,7 @@ def test_deterministic_gradients(kind, H, options):
         check(arrays, **options_of(ids, **options), deterministic=True)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("kind", "H", "deterministic", "options"),
     [
@@ -465,7 +465,7 @@ def test_soft_cap(kind, H, deterministic, options):
         check(arrays, **options, logits_soft_cap=1.0)
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("kind", "H", "mask", "bias", "options"),
     [

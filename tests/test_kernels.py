@@ -332,7 +332,7 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offs
         check(arrays, **options, config=settings)
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("sections", [(1, 1, 1), (2, 1), ()], ids=str)
 @pytest.mark.parametrize(
     "options", [dict(is_causal=True), dict(local_window_size=(20, 30))], ids=["causal", "window"]

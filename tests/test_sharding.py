@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jax_flash
 from jax_flash import xla
 from tests.support import compile as support
+from tests.support.canonicalize import canonicalizing_first
 from tests.support.interpret import interpret_mode
 from tests.support.sharded import collectives, mesh_of, plain_kernels, put
 
@@ -83,7 +84,9 @@ def placed(mesh, arrays, axes):
 def compiled(mesh, function, arrays):
     explicit = AxisType.Explicit in mesh.axis_types
     with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
-        return jax.jit(function).lower(*arrays).compile()
+        with canonicalizing_first():
+            lowered = jax.jit(function).lower(*arrays)
+        return lowered.compile()
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)

@@ -29,7 +29,7 @@ def one_draws_all(monkeypatch):
         kernels.cache_clear()
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("jumps", [True, False])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_a_thread_block_that_draws_more_than_others(one_draws_all, H, jumps):
