@@ -12,7 +12,12 @@ import pytest
 import jax_flash
 from pallas_kernels import config
 from tests import oracle
-from tests.test_kernel_elements import random_bias, random_mask, shape_of
+from tests.test_kernel_elements import (
+    check_bias_that_is_nan_where_hidden_and_infinite_elsewhere,
+    random_bias,
+    random_mask,
+    shape_of,
+)
 from tests.test_kernel_intervals import as_arrays
 from tests.test_kernel_segments import at_random, packed
 from tests.test_kernels import check, few_thread_blocks, inputs, with_a_jump
@@ -624,6 +629,13 @@ def test_bias_that_comes_in_tiles(T, S, axes, options, H):
     bias = random_bias(shape_of(axes, 2, 4, T, S), [jnp.bfloat16, jnp.float16][T % 2])
     arrays = inputs(2, T, S, 4, 2, H, jnp.bfloat16)
     check(arrays, bias=bias, **as_arrays(options))
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(("S", "dtype"), [(150, jnp.float32), (152, jnp.bfloat16)])
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H, S, dtype):
+    check_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H, S, dtype)
 
 
 @pytest.mark.fast_cases(2)
