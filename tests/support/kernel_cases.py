@@ -436,28 +436,12 @@ def _forward_fp8(mask: dict[str, Any]) -> Callable:
 
 
 def _forward_and_backward(mask: dict[str, Any], deterministic: bool) -> Callable:
-    def attention(query, key, value, bias, lengths, dense_mask, ids):
-        query_ids, key_ids = ids
-        return jax_flash.attention(
-            query,
-            key,
-            value,
-            bias,
-            dense_mask,
-            **mask,
-            key_value_seq_lengths=lengths,
-            query_segment_ids=query_ids,
-            key_value_segment_ids=key_ids,
-            dropout_key=jax.random.key(0),
-            return_residual=True,
-            implementation="mosaic_gpu",
-            deterministic=deterministic,
-        )
+    forward = _forward(mask | {"return_residual": True, "deterministic": deterministic})
 
     def run(
         query, key, value, dout, dlse, lengths=None, dense_mask=None, bias=None, ids=(None, None)
     ):
-        function = lambda *x: attention(*x, lengths, dense_mask, ids)
+        function = lambda *x: forward(*x, dense_mask, lengths, ids)
         results, backward = jax.vjp(function, query, key, value, bias)
         return results, backward((dout, dlse))
 
