@@ -184,7 +184,8 @@ def _words(call: Call) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         call.dropout_key,
         jnp.arange(batch)[:, None, None],
         jnp.arange(heads)[:, None],
-        jnp.arange(query_length),
+        query_length,
+        dropout.steps_of(call.dropout_rate),
     )
     # For each batch entry, as vmap makes the batch longer.
     key_words = dropout.columns_of_keys(call.dropout_key, jnp.arange(key_length))

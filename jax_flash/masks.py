@@ -155,6 +155,4 @@ def dropout_keep(key_words, rate: float, batch, head, rows, cols) -> jax.Array:
     Returns:
       bool, of the broadcast shape: True where the weight is kept.
     """
-    query_words = dropout.query_words(key_words, batch, head, rows)
-    key_words = dropout.columns_of_keys(key_words, cols)
-    return dropout.is_kept(query_words, key_words, cols, dropout.steps_of(rate))
+    return dropout.is_kept(key_words, batch, head, rows, cols, dropout.steps_of(rate))

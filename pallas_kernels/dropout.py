@@ -4,25 +4,30 @@ What is dropped is a function of the dropout key and of (batch entry, query head
 same whatever the tiles, forward and backward, and on any implementation. All arithmetic is uint32
 and wraps:
 
-    row     finaliser of key, b, n, i, an odd word a query of a head          once a query
-    column  finaliser of key and j, with 8 set to 0 in j, an odd word         once a key
-    value   upper ^ lower half of the 64-bit product row * column             for j and j + 8
-    dropped where 15 bits of the value, the lower if j has no 8, the upper if it has, plus
-            rate * 2^15 reach 2^15
+    row     finaliser of key, b, n and i, with 8 set to 0 in i, an odd word
+    column  finaliser of key and j, with 8 set to 0 in j, an odd word
+    value   upper ^ lower half of the 64-bit product row * column, a word for i, i + 8, j and j + 8
+    limits  of i, i + 8, for j and for j + 8: 2^7 times the rate, rounded at random (`_limits`)
+    dropped where the limit of i and j and 7 bits of the value reach 2^7 together: those of byte
+            1 for i and j, 0 for i + 8 and j, 3 for i and j + 8, 2 for i + 8 and j + 8
 
-Rates are multiples of 2^-15. One product and one xor serve two elements, which are in one thread in
-tiles of queries by keys and in transposed ones alike. That a product mixes enough is for the tests
-to show: any two rows, and any two columns, agree as often as independent ones. (With a constant for
-a factor, row ^ column for the other, pairs of rows were off by 25 standard deviations.)
+A rate is a multiple of 2^-15. In a row it is one of the two multiples of 2^-8 next to it, which
+one differs from row to row, so that it is right on average.
 
-Kernels negate dropped weights, which costs no register, and cast with negative ones as 0:
+One product and one xor serve four elements, which are in one thread in tiles of queries by keys and
+in transposed ones alike. That a product mixes enough is for the tests to show: any two rows, and
+any two columns, agree as often as independent ones. (With a constant for a factor, row ^ column for
+the other, pairs of rows were off by 25 standard deviations.)
 
-    forward    sums are of weights before; O is of the others, divided by 1 - rate at its end
-    backward   with W = P, or -P where dropped, and Z = 1 / (1 - rate), or 0 where dropped,
-               dS = P * (dP * Z - delta)
-                  = (W * dP + |W| * (dP - 2 * (1 - rate) * delta)) / (2 * (1 - rate))
-               of which what is in brackets is computed, with `Problem.delta_unit` in delta and
-               `Problem.d_logit_unit` in the gradients' last factor
+The forward's sums are of all weights, and its output is of those that are kept, divided by 1 - rate
+at the end. The backward negates what is dropped, which costs no register, and casts it to 0:
+
+    with W = P, or -P where dropped, and Z = 1 / (1 - rate), or 0 where dropped,
+    dS = P * (dP * Z - delta)
+       = (W * dP + |W| * (dP - 2 * (1 - rate) * delta)) / (2 * (1 - rate))
+
+of which what is in brackets is computed, with `Problem.delta_unit` in delta and
+`Problem.d_logit_unit` in the gradients' last factor.
 """
 
 import dataclasses
@@ -35,16 +40,19 @@ from jax import lax
 from pallas_kernels.config import DROPOUT_STEPS, Problem
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.primitives import (
+    dropped_bytes,
+    four_values,
+    kept_operand,
     load_rows,
     negate_dropped,
     negate_dropped_transposed,
-    paired_values,
     positive_operand,
+    reaches_limit,
 )
 
 _ODD = 0x9E3779B9  # 2**32 over the golden ratio
 _OTHER = 0x85EBCA6B  # where columns begin
-_PAIR = 8  # keys j and j + 8 share a value
+_PAIR = 8  # i and i + 8, and j and j + 8, share a value
 
 
 def steps_of(rate: float) -> int:
@@ -52,7 +60,7 @@ def steps_of(rate: float) -> int:
     return min(max(round(rate * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1) if rate > 0 else 0
 
 
-def query_words(key_words, batch, head, rows) -> jax.Array:
+def rows_of_queries(key_words, batch, head, rows) -> jax.Array:
     """uint32 of the queries' shape, which is that of batch, head and rows, broadcast.
 
     Args:
@@ -60,26 +68,53 @@ def query_words(key_words, batch, head, rows) -> jax.Array:
       batch, head, rows: integers b, n, i.
     """
     # The key words stand at both ends: two keys that collide in one row do not in the next.
-    return _hashed(_ODD, key_words[0], rows, head, batch, key_words[1])
+    return _hashed(_ODD, key_words[0], _without_pair(rows), head, batch, key_words[1])
 
 
 def columns_of_keys(key_words, cols) -> jax.Array:
     """uint32 of the shape of cols, integers j."""
-    return _hashed(_OTHER, key_words[1], _as_words(cols) & ~jnp.uint32(_PAIR), key_words[0])
+    return _hashed(_OTHER, key_words[1], _without_pair(cols), key_words[0])
 
 
-def is_kept(row_words, column_words, cols, steps: int) -> jax.Array:
-    """Which weights survive, of the shape of rows, columns and cols, broadcast.
+def is_kept(key_words, batch, head, rows, cols, steps: int) -> jax.Array:
+    """Which weights survive, of the shape of all integers, broadcast.
 
     Args:
-      row_words: of `query_words`.
-      column_words: of `columns_of_keys`, for cols.
+      key_words, batch, head, rows: as for `rows_of_queries`.
       cols: integers j.
       steps: rate * `DROPOUT_STEPS`.
     """
-    value = paired_values(row_words, column_words)
-    own = jnp.where(_as_words(cols) & _PAIR, value >> 16, value & 0xFFFF)
-    return own + steps < DROPOUT_STEPS
+    own_rows = rows_of_queries(key_words, batch, head, rows)
+    values = four_values(own_rows, columns_of_keys(key_words, cols))
+    limits = _limits(own_rows, steps)
+    later_query, later_key = ((_as_words(x) & _PAIR) > 0 for x in (rows, cols))
+    return jnp.logical_not(reaches_limit(values, limits, later_query, later_key))
+
+
+def query_words(key_words, batch, head, query_length: int, steps: int) -> jax.Array:
+    """What kernels take for queries, uint32 `[..., query_length]`, rounded up to a multiple of 16.
+
+    Of 16 queries 8 words of rows, and then their limits.
+
+    Args:
+      key_words, batch, head: as for `rows_of_queries`, the last two with a last axis of 1.
+      steps: rate * `DROPOUT_STEPS`.
+    """
+    rows = jnp.arange(-(-query_length // (2 * _PAIR)) * 2 * _PAIR)
+    words = rows_of_queries(key_words, batch, head, rows)
+    return jnp.where(rows & _PAIR, _limits(words, steps), words)
+
+
+def _limits(rows: jax.Array, steps: int) -> jax.Array:
+    """Of `rows_of_queries`, as `reaches_limit` takes them: 0 to 2^7 each."""
+    random = _finalised(rows + jnp.uint32(_ODD))
+    both = (steps + (random & 0x7F)) >> 7
+    first = (both + ((random >> 7) & 1)) >> 1
+    return (first << 8) | ((both - first) << 24)
+
+
+def _without_pair(x) -> jax.Array:
+    return _as_words(x) & ~jnp.uint32(_PAIR)
 
 
 def _hashed(word: int, *parts) -> jax.Array:
@@ -100,7 +135,7 @@ def _finalised(x):
     return x ^ (x >> 15)
 
 
-# Words of queries `[B, N, T]` and of keys `[B, S]`, int32.
+# Of `query_words`, `[B, N, T]` with T rounded up, and of `columns_of_keys`, `[B, S]`; int32.
 Words = tuple[jax.Array, jax.Array]
 
 
@@ -136,31 +171,46 @@ class DropoutRefs:
         ref = self.refs[0].at[batch, head]
         return load_rows(ref, first, ref.shape[0] - 1)
 
-    def negated(self, weights: jax.Array, rows, batch, first_key) -> jax.Array:
-        """The weights of a tile, negative where they are dropped.
+    def dropped(self, rows, batch, first_key, keys: int) -> jax.Array | None:
+        """Which elements of a tile are dropped (`dropped_bytes`); None without dropout.
 
         Args:
-          weights: `(64, n)` float32, not negative.
           rows: what `of_rows` gives.
           first_key: of the tile's columns, a multiple of 16.
+          keys: how many.
         """
         if not self.refs:
-            return weights
+            return None
+        return dropped_bytes(rows, self.refs[1].at[batch], first_key, keys)
+
+    def negated(self, weights: jax.Array, rows, batch, first_key) -> jax.Array:
+        """The weights of a tile, `(64, n)` float32 and not negative, negative where dropped."""
         ref = self.refs[1].at[batch]
-        return negate_dropped(weights, rows, ref, first_key, self.problem.dropout)
+        return negate_dropped(weights, rows, ref, first_key, few=_are_few(self.problem))
+
+
+def kept(weights: jax.Array, dropped: jax.Array | None, dtype) -> jax.Array:
+    """Weights as products read them, with 0 for what `DropoutRefs.dropped` says."""
+    return weights.astype(dtype) if dropped is None else kept_operand(weights, dropped, dtype)
 
 
 def negated_transposed(weights: jax.Array, key_words, query_words, problem: Problem) -> jax.Array:
     """The same of transposed tiles, whose rows are keys, of a problem with dropout.
 
     Args:
-      weights: `(64, n)` float32, not negative; the first key is a multiple of 16.
+      weights: `(64, n)` float32, not negative; first key and query are multiples of 16, and so is
+        n.
       key_words, query_words: of rows `(64,)` and of columns `(n,)`, or of the shape of weights.
     """
     if query_words.ndim == 1:
         key_words = spread(key_words, weights.shape)
         query_words = lax.broadcast_in_dim(query_words, weights.shape, [1])
-    return negate_dropped_transposed(weights, key_words, query_words, problem.dropout)
+    return negate_dropped_transposed(weights, key_words, query_words, few=_are_few(problem))
+
+
+def _are_few(problem: Problem) -> bool:
+    """Whether limits are at most half, or one step more; else they are at least that, or less."""
+    return problem.dropout <= DROPOUT_STEPS // 2
 
 
 def as_operand(weights: jax.Array, problem: Problem) -> jax.Array:

@@ -50,7 +50,7 @@ from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import online_softmax, scheduler, segments, tickets
 from pallas_kernels.columns import Columns, as_rows
 from pallas_kernels.config import ForwardConfig, Problem, sees_itself
-from pallas_kernels.dropout import DropoutRefs, Words, as_operand
+from pallas_kernels.dropout import DropoutRefs, Words, kept
 from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements
 from pallas_kernels.elements import masked as masked_by_element
@@ -450,12 +450,7 @@ def _build(
     has_cap = problem.soft_cap is not None
     # Then addresses and bounds too are made anew where they are used.
     has_dropout, in_boxes = problem.dropout > 0, key_columns.tiles > 1
-    beside_wide_output = (
-        problem.segmented
-        or loads_bias
-        or (has_dropout and (dynamic or problem.has_bias))
-        or (in_boxes and (dynamic or has_dropout))
-    )
+    beside_wide_output = problem.segmented or loads_bias or has_dropout or (in_boxes and dynamic)
     registers_are_scarce = (
         has_cap
         or (problem.widest > 192 and beside_wide_output)
@@ -691,8 +686,7 @@ def _build(
                 """The weights of `first_softmax` as the first product of a tile reads them."""
                 tile, batch, head = place
                 words, first_key = words_of(tile, batch, head), there_is(key_block) * block_kv
-                weights = dropout.negated(weights, words, batch, first_key)
-                return as_operand(weights, problem)
+                return kept(weights, dropout.dropped(words, batch, first_key, block_kv), dtype)
 
             def compute(o_acc, s_acc, begin, first_step):
                 if drawn:
@@ -828,11 +822,11 @@ def _build(
                     else:
                         weights, _, state = online_softmax.go_on(logits, factor, state)
                     first_key = (end_block - 1 - j) * block_kv
-                    weights = dropout.negated(weights, words, batch, first_key)
+                    dropped = dropout.dropped(words, batch, first_key, block_kv)
                     if not config.products_first:
                         # A cast of the weights before the wait makes ptxas serialise every wgmma.
-                        weights, correction, state = lax.optimization_barrier(
-                            (weights, correction, state)
+                        weights, dropped, correction, state = lax.optimization_barrier(
+                            (weights, dropped, correction, state)
                         )
                         # A wait here keeps ptxas from computing the weights after the product.
                         if config.early_values:
@@ -842,7 +836,7 @@ def _build(
                     if correction is not None:
                         output *= spread(correction, output.shape)
                     o_acc[...] = output
-                    operand = as_operand(weights, problem)
+                    operand = kept(weights, dropped, dtype)
                     if own_values and not config.early_values:
                         plgpu.barrier_wait(v_full.at[k_slot])
                     if ignores_unseen and needs_mask:

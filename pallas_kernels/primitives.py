@@ -710,36 +710,116 @@ def keep_bits(tile: jax.Array, bits: jax.Array, fill: float) -> jax.Array:
 
 # --- dropout -------------------------------------------------------------------------------------
 
-_HALF_SIGNS = 0x7FFF7FFF  # the others of a word than the highest bit of each half
-_INFINITY_FLOAT16 = 0x7C00  # its bits
+_BYTES = 0x7F7F7F7F  # of a word, 7 bits of each byte
 
 
-def paired_values(rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """Upper xor lower half of the 64-bit products of uint32, less the highest bit of each half."""
+def four_values(rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """Upper xor lower half of the 64-bit products of uint32, less the highest bit of each byte."""
     low = jnp.uint32(0xFFFF)
     (row_high, row_low), (column_high, column_low) = ((x >> 16, x & low) for x in (rows, columns))
     right, left = row_low * column_high, row_high * column_low
     middle = ((row_low * column_low) >> 16) + (right & low) + (left & low)
     upper = row_high * column_high + (right >> 16) + (left >> 16) + (middle >> 16)
-    return (upper ^ (rows * columns)) & jnp.uint32(_HALF_SIGNS)
+    return (upper ^ (rows * columns)) & jnp.uint32(_BYTES)
 
 
-def negate_dropped(tile: jax.Array, rows: jax.Array, ref, first, steps: int) -> jax.Array:
-    """`(64, n)` float32 tile that is not negative, negated where a value of 15 bits is high.
+def reaches_limit(values, limits, later_query, later_key) -> jax.Array:
+    """Whether 7 bits of `four_values` and a limit reach 2^7 together.
 
-    Where the `paired_values` of row and column reach 2^15 - steps: the lower half of one is for
-    an element in the first 8 of 16 columns, its upper half for that 8 columns farther.
+    Args:
+      values: uint32, for queries i and i + 8 and keys j and j + 8: bytes 1 and 0 for those of j,
+        bytes 3 and 2 for those of j + 8.
+      limits: uint32, for j in byte 1, for j + 8 in byte 3, each at most 2^7.
+      later_query, later_key: whether it is i + 8, and whether it is j + 8.
+    """
+    byte = jnp.where(later_key, 24, 8)
+    own = (values >> (byte - jnp.where(later_query, 8, 0)).astype(jnp.uint32)) & 0x7F
+    return own + ((limits >> byte.astype(jnp.uint32)) & 0xFF) >= 1 << 7
+
+
+def dropped_bytes(rows: jax.Array, ref, first, columns: int) -> jax.Array:
+    """Which elements of a tile are dropped, as their `four_values` reach their limits.
+
+    Args:
+      rows: `(64,)` int32; of each 16, 8 words of rows, and 8 words of limits.
+      ref: a one-dimensional int32 view of global memory, of the columns' words from `first` on,
+        equal in the first and last 8 of 16; that place is aligned to 8 bytes.
+      columns: how many, a multiple of 16.
+
+    Returns:
+      On a GPU `(64, columns / 4)` int32, of which each thread has its own elements', one to each
+      byte's highest bit. In interpret mode `(64, columns)` bool.
+    """
+    if interpreting():
+        return _dropped_in_numbers(rows, ref[pl.ds(first, columns)])
+
+    zeros = plgpu.layout_cast(jnp.zeros((64, columns // 4), jnp.int32), _TILE)
+    shape = plgpu.ShapeDtypeStruct(zeros.shape, jnp.int32, layout=_TILE)
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(_ROWS, plgpu.RefType(), splat, _TILE), return_type=shape)
+    def add_limits(_, rows, ref, first, like):
+        read_pair = _pair_reader(ref, first)
+        row, limits = (_scalar(r) for r in rows.registers.flat)
+        limits = arith.ori(limits, arith.shrui(limits, _i32(8)))
+        out = like.registers.copy()
+        for index, group, half, pair in _fragments(like.registers):
+            for e, column in enumerate(read_pair(2 * (2 * group + half))):
+                word = arith.addi(_four_values(row, column), limits)
+                pair = _insert(pair, word, e)
+            out[index] = pair
+        return _like(like, out)
+
+    return add_limits(rows, ref, jnp.int32(first), zeros)
+
+
+def kept_operand(tile: jax.Array, dropped: jax.Array, dtype) -> jax.Array:
+    """A `(64, n)` float32 tile as an operand, bfloat16 or float16, with 0 where it is dropped.
+
+    dropped is what `dropped_bytes` gives.
+    """
+    if interpreting():
+        return jnp.where(dropped, 0.0, tile).astype(dtype)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, dtype, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _TILE), return_type=shape)
+    def cast(_, tile, dropped):
+        i32 = ir.IntegerType.get_signless(32)
+        element = mgpu_utils.dtype_to_ir_type(dtype)
+        pair_type = ir.VectorType.get((2,), element)
+        words = {2 * group + half: pair for _, group, half, pair in _fragments(dropped.registers)}
+        out = np.empty_like(tile.registers)
+        for index, group, half, pair in _fragments(tile.registers):
+            # The sign of a byte of either word becomes 16 bits.
+            byte = (9, 8)[half] + 2 * (group % 2)
+            selector = 0x11 * byte + 0x1100 * (byte + 4)
+            word = llvm.inline_asm(
+                i32,
+                [_extract(x, e) for x in (pair, words[group // 2]) for e in range(2)],
+                "{ .reg .b32 kept, dropped;"
+                f" cvt.rn.{element}x2.f32 kept, $2, $1;"
+                f" prmt.b32 dropped, $3, $4, {selector};"
+                " not.b32 dropped, dropped; and.b32 $0, kept, dropped; }",
+                "=r,f,f,r,r",
+            )
+            out[index] = llvm.bitcast(pair_type, word)
+        return mgpu.FragmentedArray(_registers=out, _layout=tile.layout, _is_signed=None)
+
+    return cast(tile, dropped)
+
+
+def negate_dropped(tile: jax.Array, rows: jax.Array, ref, first, *, few: bool) -> jax.Array:
+    """`(64, n)` float32 tile that is not negative, negated where `dropped_bytes` has it dropped.
 
     Args:
       tile: n a multiple of 16.
-      rows: `(64,)` int32.
-      ref: a one-dimensional int32 view of global memory, of the columns' words from `first` on,
-        equal in the first and last 8 of 16; that place is aligned to 8 bytes.
-      steps: how many of 2^15 values are for negation.
+      rows, ref, first: as for `dropped_bytes`.
+      few: whether limits are at most half, else they are at least that.
     """
     if interpreting():
-        columns = ref[pl.ds(first, tile.shape[1])]
-        return _negate_in_numbers(tile, rows[:, None], columns[None, :], steps, axis=1)
+        dropped = _dropped_in_numbers(rows, ref[pl.ds(first, tile.shape[1])])
+        return jnp.where(dropped, -tile, tile)
 
     shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
     splat = plgpu.Layout.WG_SPLAT
@@ -747,32 +827,31 @@ def negate_dropped(tile: jax.Array, rows: jax.Array, ref, first, steps: int) -> 
     @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS, plgpu.RefType(), splat), return_type=shape)
     def negate(_, tile, rows, ref, first):
         read_pair = functools.cache(_pair_reader(ref, first))
-        own = [_scalar(r) for r in rows.registers.flat]
-
-        def value_of(group, half, e):
-            return _paired_value(own[half], read_pair(group)[e])
-
-        pairs = itertools.product(range(0, tile.shape[1] // 8, 2), range(2), range(2))
-        places = [((g, half, e), (g + 1, half, e)) for g, half, e in pairs]
+        row, limits = (_scalar(r) for r in rows.registers.flat)
+        words_of = lambda group, _, e: (row, limits, read_pair(group)[e])
+        fours = [
+            [((group, half, e), (group + 1, half, e)) for half in range(2)]
+            for group, e in itertools.product(range(0, tile.shape[1] // 8, 2), range(2))
+        ]
         # An addition, of which the units have most; the compiler makes a select of `neg`.
-        return _negated_pairs(tile, places, value_of, steps, "sub.f32 {0}, 0f00000000, {0};")
+        return _negated_fours(tile, fours, words_of, few, "sub.f32 {0}, 0f00000000, {0};")
 
     return negate(tile, rows, ref, jnp.int32(first))
 
 
 def negate_dropped_transposed(
-    tile: jax.Array, rows: jax.Array, columns: jax.Array, steps: int
+    tile: jax.Array, rows: jax.Array, columns: jax.Array, *, few: bool
 ) -> jax.Array:
-    """The same of a `(64, n)` tile whose pairs of elements are 8 rows apart.
+    """The same of a `(64, n)` tile of keys by queries.
 
     Args:
-      tile: n a multiple of 8.
-      rows, columns: int32 words in the shape of tile, one value a row and one a column; equal in
-        the first and last 8 of 16 rows.
-      steps: as for `negate_dropped`.
+      tile: n a multiple of 16.
+      rows: int32 words in the shape of tile, one value a row; equal in the first and last 8 of 16.
+      columns: the same, one value a column; of each 16, 8 words of columns, and 8 words of limits.
+      few: as for `negate_dropped`.
     """
     if interpreting():
-        return _negate_in_numbers(tile, rows, columns, steps, axis=0)
+        return jnp.where(_dropped_in_numbers(columns[0], rows[:, 0]).T, -tile, tile)
 
     shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
 
@@ -782,69 +861,82 @@ def negate_dropped_transposed(
             {(group, half): pair for _, group, half, pair in _fragments(x.registers)} for x in words
         )
 
-        def value_of(group, half, e):
-            return _paired_value(*(_extract(x[group, half], e) for x in (rows, columns)))
+        def words_of(group, _, e):
+            return [
+                _extract(pair, e)
+                for pair in (columns[group, 0], columns[group + 1, 0], rows[group, 0])
+            ]
 
-        pairs = itertools.product(range(tile.shape[1] // 8), range(2))
-        places = [((g, 0, e), (g, 1, e)) for g, e in pairs]
+        fours = [
+            [((g, 0, e), (g, 1, e)) for g in (group, group + 1)]
+            for group, e in itertools.product(range(0, tile.shape[1] // 8, 2), range(2))
+        ]
         # The compiler makes a select of this; with an `xor` it would spill registers.
-        return _negated_pairs(tile, places, value_of, steps, "neg.f32 {0}, {0};")
+        return _negated_fours(tile, fours, words_of, few, "neg.f32 {0}, {0};")
 
     return negate(tile, rows, columns)
 
 
-def _negate_in_numbers(tile, rows, columns, steps: int, axis: int):
-    values = paired_values(rows.astype(jnp.uint32), columns.astype(jnp.uint32))
-    is_upper = lax.broadcasted_iota(jnp.int32, tile.shape, axis) & 8
-    own = jnp.where(is_upper, values >> 16, values & 0xFFFF)
-    return jnp.where(own + steps >= 1 << 15, -tile, tile)
+def _dropped_in_numbers(query_words, key_words) -> jax.Array:
+    """Which of `(queries, keys)` are dropped, of words in the order that kernels have them in."""
+    query_words, key_words = (x.astype(jnp.uint32) for x in (query_words, key_words))
+    words, limits = jnp.moveaxis(query_words.reshape(-1, 2, 8), 1, 0)[..., None]
+    values = four_values(words, key_words)
+    later_key = (jnp.arange(key_words.size) & 8) > 0
+    halves = [reaches_limit(values, limits, later, later_key) for later in (False, True)]
+    return jnp.stack(halves, 1).reshape(query_words.size, key_words.size)
 
 
-def _paired_value(row, column):
-    """`paired_values` of two words."""
+def _four_values(row, column):
+    """`four_values` of two words."""
     i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
     # As LLVM has it, the upper words of factors, all 0, would be added up too.
     product = llvm.inline_asm(i64, [row, column], "mul.wide.u32 $0, $1, $2;", "=l,r,r")
     upper = arith.shrui(product, arith.constant(i64, ir.IntegerAttr.get(i64, 32)))
     value = arith.xori(arith.trunci(i32, upper), arith.trunci(i32, product))
-    return arith.andi(value, _i32(_HALF_SIGNS))
+    return arith.andi(value, _i32(_BYTES))
 
 
-def _negated_pairs(tile, places, value_of, steps: int, negation: str):
-    """A float32 tile, negated where halves of values reach 2^15 - steps.
+def _negated_fours(tile, fours, words_of, few: bool, negation: str):
+    """A float32 tile, negated where bytes of values reach their limits.
 
     Args:
-      places: pairs of (column group, row half, place in the register pair): what the lower half of
-        a value decides on, and what the upper does.
-      value_of: a `_paired_value`, of the first place of a pair.
-      steps: as for `negate_dropped`.
+      fours: four places of elements (column group, row half, place in the register pair) that share
+        a value: those of a query's two keys, and of the query's 8 farther.
+      words_of: the words of query, limits and key, of the first place of four.
+      few: as for `negate_dropped`.
       negation: PTX that negates {0}.
     """
     f32 = ir.F32Type.get()
-    # One instruction compares both halves, as float16, the order of which is that of their bits.
-    # Beyond infinity they are NaN, and the bound must not be: NaN is not `lt` it, but `geu`.
-    few = steps <= _INFINITY_FLOAT16
-    compare, bound = ("lt", steps) if few else ("geu", (1 << 15) - steps)
+    # One instruction compares both halves of a word, as float16, the order of which is that of
+    # their bits. Values beyond infinity are NaN, and limits are not: NaN is not `lt` them, but
+    # `geu`. The lower byte of a half, that of another element, makes no difference to it.
+    compare = "lt" if few else "geu"
     text = (
         f"{{ .reg .pred p, q; setp.{compare}.f16x2 p|q, $2, $5;"
         f" @p {negation.format('$0')} @q {negation.format('$1')} }}"
     )
     out = tile.registers.copy()
     index_of = {(group, half): index for index, group, half, _ in _fragments(tile.registers)}
-    for pair in places:
-        value = value_of(*pair[0])
-        if few:  # 2^15 - 1 less the halves
-            value = arith.xori(value, _i32(_HALF_SIGNS))
-        numbers = [_extract(out[index_of[group, half]], e) for group, half, e in pair]
-        results = llvm.inline_asm(
-            llvm.StructType.get_literal([f32] * 2),
-            [value, *numbers, _i32(bound * 0x10001)],
-            text,
-            "=f,=f,r,0,1,r",
-        )
-        for n, (group, half, e) in enumerate(pair):
-            index = index_of[group, half]
-            out[index] = _insert(out[index], llvm.extractvalue(f32, results, [n]), e)
+    for pairs in fours:
+        query, limits, key = words_of(*pairs[0][0])
+        value = _four_values(query, key)
+        if few:  # 2^7 - 1 less the bytes
+            value = arith.xori(value, _i32(_BYTES))
+        else:
+            limits = arith.subi(_i32(-0x7FFF8000), limits)  # 2^7 less each
+        for pair, shift in zip(pairs, (0, 8), strict=True):
+            halves = arith.shli(value, _i32(shift))
+            numbers = [_extract(out[index_of[group, half]], e) for group, half, e in pair]
+            results = llvm.inline_asm(
+                llvm.StructType.get_literal([f32] * 2),
+                [halves, *numbers, limits],
+                text,
+                "=f,=f,r,0,1,r",
+            )
+            for n, (group, half, e) in enumerate(pair):
+                index = index_of[group, half]
+                out[index] = _insert(out[index], llvm.extractvalue(f32, results, [n]), e)
     return _like(tile, out)
 
 

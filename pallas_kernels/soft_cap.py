@@ -101,7 +101,8 @@ def capped_weights(
             weights = negated_transposed(weights, key_words, query_words, problem)
         return as_operand(weights, problem), weights * cap_slope(logits)
 
-    return by_columns(compute, logits, minus_lse, *(words or ()))
+    columns = 16 if words else 8  # queries i and i + 8 share words
+    return by_columns(compute, logits, minus_lse, *(words or ()), columns=columns)
 
 
 def cap_slope(logits: jax.Array) -> jax.Array:
@@ -109,14 +110,14 @@ def cap_slope(logits: jax.Array) -> jax.Array:
     return 1.0 - logits * logits
 
 
-def by_columns(function: Callable, *tiles: jax.Array) -> Any:
-    """What an elementwise function gives for `(64, n)` tiles, worked out in 8 columns at a time.
+def by_columns(function: Callable, *tiles: jax.Array, columns: int = 8) -> Any:
+    """What an elementwise function gives for `(64, n)` tiles, worked out a few columns at a time.
 
     Otherwise every operation is done on all columns before the next one, and what lies between
     them fills the registers.
     """
     parts = [
-        function(*(tile[:, first : first + 8] for tile in tiles))
-        for first in range(0, tiles[0].shape[1], 8)
+        function(*(tile[:, first : first + columns] for tile in tiles))
+        for first in range(0, tiles[0].shape[1], columns)
     ]
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)

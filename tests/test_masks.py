@@ -1,5 +1,6 @@
 """Visibility against the oracle's element-by-element definition, and the dropout hash."""
 
+import functools
 import itertools
 
 import chex
@@ -10,7 +11,7 @@ import pytest
 
 from jax_flash.masks import Visibility, dropout_keep
 from pallas_kernels import dropout
-from pallas_kernels.primitives import paired_values
+from pallas_kernels.primitives import four_values
 from tests import oracle
 
 B, T, S = 2, 9, 13
@@ -157,16 +158,22 @@ def test_dropout_keep_equals_its_definition_in_plain_integers():
         return word | 1
 
     def kept(key, rate, b, n, i, j):
-        row = hashed(0x9E3779B9, key[0], i, n, b, key[1])
+        row = hashed(0x9E3779B9, key[0], i & ~8, n, b, key[1])
         column = hashed(0x85EBCA6B, key[1], j & ~8, key[0])
         upper, lower = divmod(row * column, 2**32)
-        return (((upper ^ lower) >> (16 if j & 8 else 0)) % 2**15) < 2**15 - round(rate * 2**15)
+        byte = (0 if i & 8 else 1) + (2 if j & 8 else 0)
+        value = ((upper ^ lower) >> 8 * byte) % 2**7
+        random = finalise((row + 0x9E3779B9) % 2**32)
+        both = (round(rate * 2**15) + random % 2**7) // 2**7
+        first = (both + random // 2**7 % 2) // 2
+        return value + (both - first if j & 8 else first) < 2**7
 
-    key, rate = (0xDEADBEEF, 7), 0.3
-    got = keep(key, rate, 2, 2, 8, 64)
-    want = [[[[kept(key, rate, b, n, i, j) for j in range(64)] for i in range(8)]
-             for n in range(2)] for b in range(2)]  # fmt: skip
-    np.testing.assert_array_equal(got, want)
+    key = (0xDEADBEEF, 7)
+    for rate in (0.01, 0.3, 0.9):
+        got = keep(key, rate, 2, 2, 24, 64)
+        want = [[[[kept(key, rate, b, n, i, j) for j in range(64)] for i in range(24)]
+                 for n in range(2)] for b in range(2)]  # fmt: skip
+        np.testing.assert_array_equal(got, want)
 
 
 @chex.variants(with_jit=True, without_jit=True)
@@ -255,20 +262,38 @@ def test_no_structure(rate):
     assert abs(products.mean()) < 5 * products.std() / products.size**0.5
 
 
-def test_values_are_uniform_and_halves_of_a_word_independent():
+def test_values_are_uniform_and_bytes_of_a_word_independent():
     key = jnp.asarray([11, 12], jnp.uint32)
-    rows = dropout.query_words(key, 0, 3, jnp.arange(2048))[:, None]
+    rows = dropout.rows_of_queries(key, 0, 3, 16 * jnp.arange(2048))[:, None]
     columns = dropout.columns_of_keys(key, 16 * jnp.arange(1024))
-    values = np.asarray(paired_values(rows, columns)).ravel()
-    halves = values & 0xFFFF, values >> 16
-    assert max(x.max() for x in halves) < 2**15
+    values = np.asarray(four_values(rows, columns)).ravel()
+    values = [values >> (8 * byte) & 0xFF for byte in range(4)]
     for counts in (
-        *map(np.bincount, halves),
-        np.bincount((halves[0] >> 8) * 128 + (halves[1] >> 8)),
+        *(np.bincount(x, minlength=2**7) for x in values),
+        *(np.bincount(x * 2**7 + y, minlength=2**14) for x, y in itertools.combinations(values, 2)),
+        # All four, of each the upper 4 bits.
+        np.bincount(functools.reduce(lambda x, y: x << 4 | y >> 3, values, 0), minlength=2**16),
     ):
-        expected = values.size / counts.size
+        assert counts.size in (2**7, 2**14, 2**16)
+        expected = values[0].size / counts.size
         chi_squared = ((counts - expected) ** 2 / expected).sum()
         assert abs(chi_squared - counts.size) < 5 * (2 * counts.size) ** 0.5
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.9])
+def test_rates_of_rows_are_next_to_the_rate(rate):
+    """And on average the rate itself, for the keys of either half of 16."""
+    steps = dropout.steps_of(rate)
+    words = dropout.query_words(jnp.asarray([5, 6], jnp.uint32), 0, 0, 2**16, steps)
+    limits = np.asarray(words).reshape(-1, 2, 8)[:, 1].ravel()
+    halves = np.stack([limits >> 8 & 0xFF, limits >> 24])
+    np.testing.assert_array_equal(limits & 0x00FF00FF, 0)
+    of_rows = halves.sum(0)
+    assert of_rows.min() >= steps // 2**7
+    assert of_rows.max() <= -(-steps // 2**7)
+    assert abs(halves[0].astype(int) - halves[1]).max() <= 1
+    deviation = 0.5 / halves.shape[1] ** 0.5
+    np.testing.assert_allclose(halves.mean(1), steps / 2**8, atol=5 * deviation)
 
 
 def test_every_bit_of_the_key_matters():
