@@ -102,7 +102,8 @@ def attention(
       logits_soft_cap: cap > 0: logits, bias included, become cap * tanh(logits / cap).
       sinks: floating `[N]`: a logit per query head that takes weight but has no value.
       dropout_rate: probability in [0, 1) of dropping a weight; the others grow by 1 / (1 - rate). A
-        multiple of 2^-15, or as good as the next such between 0 and 1.
+        multiple of 2^-15, or as good as the next such between 0 and 1. Of the weights of one query
+        the share is one of the two multiples of 2^-8 next to it, so chosen that the mean is right.
       dropout_key: a JAX random key, needed where dropout_rate > 0. What is dropped depends on
         (key, b, n, i, j) alone, so it is the same on every implementation. Under vmap b counts
         within one mapped call: map the key too. Keys of four words (rbg) are folded to two.

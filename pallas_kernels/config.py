@@ -525,8 +525,11 @@ FORWARD_ELEMENTS = FORWARD | {
     128: dataclasses.replace(_TWO_CONSUMERS, elements_early=True),
 }
 
-# And dropout beside these or a soft cap, or these beside segment ids and a cap: 128 keys a step
-# would spill 4 to 48 bytes at width 128.
+# And dropout. us*, b4 s4096 causal, H128 with a mask of keys: 607, with elements early 613, with 64
+# keys a step 713.
+FORWARD_ELEMENTS_DROPOUT = FORWARD_ELEMENTS | {128: _TWO_CONSUMERS}
+
+# A soft cap beside dropout, or beside these and segment ids: 128 keys a step would spill 8 bytes.
 FORWARD_CROWDED = FORWARD_ELEMENTS | {
     128: dataclasses.replace(_TWO_CONSUMERS, block_kv=64, stages=3),
 }
@@ -597,13 +600,12 @@ def default(
                 forward = FORWARD_BOXES
             elif max(widths) <= 96:
                 forward = FORWARD_96
-    beside_cap = dropout or (segmented and forward_loads_elements)
     if tiled_bias and widest in FORWARD_TILED_BIAS:
         forward = FORWARD_TILED_BIAS[widest]
-    elif (soft_cap and beside_cap) or (dropout and forward_loads_elements):
+    elif soft_cap and (dropout or (segmented and forward_loads_elements)):
         forward = FORWARD_CROWDED[widest]
     elif forward_loads_elements:
-        forward = FORWARD_ELEMENTS[widest]
+        forward = (FORWARD_ELEMENTS_DROPOUT if dropout else FORWARD_ELEMENTS)[widest]
     elif widest == 64 and segmented:
         forward = FORWARD_NARROW
     elif not has_elements:  # a bias of keys would not fit into shared memory beside these
