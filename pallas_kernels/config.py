@@ -525,11 +525,11 @@ FORWARD_ELEMENTS = FORWARD | {
     128: dataclasses.replace(_TWO_CONSUMERS, elements_early=True),
 }
 
-# And dropout. us*, b4 s4096 causal, H128 with a mask of keys: 607, with elements early 613, with 64
-# keys a step 713.
+# Dropout beside these or a soft cap. us*, b4 s4096 causal, H128 with a mask of keys: 607, with
+# elements early 613, with 64 keys a step 713; with a cap 698 and 797.
 FORWARD_ELEMENTS_DROPOUT = FORWARD_ELEMENTS | {128: _TWO_CONSUMERS}
 
-# A soft cap beside dropout, or beside these and segment ids: 128 keys a step would spill 8 bytes.
+# A soft cap beside these and segment ids: 128 keys a step would spill.
 FORWARD_CROWDED = FORWARD_ELEMENTS | {
     128: dataclasses.replace(_TWO_CONSUMERS, block_kv=64, stages=3),
 }
@@ -602,10 +602,12 @@ def default(
                 forward = FORWARD_96
     if tiled_bias and widest in FORWARD_TILED_BIAS:
         forward = FORWARD_TILED_BIAS[widest]
-    elif soft_cap and (dropout or (segmented and forward_loads_elements)):
+    elif soft_cap and segmented and forward_loads_elements:
         forward = FORWARD_CROWDED[widest]
+    elif dropout and (soft_cap or forward_loads_elements):
+        forward = FORWARD_ELEMENTS_DROPOUT[widest]
     elif forward_loads_elements:
-        forward = (FORWARD_ELEMENTS_DROPOUT if dropout else FORWARD_ELEMENTS)[widest]
+        forward = FORWARD_ELEMENTS[widest]
     elif widest == 64 and segmented:
         forward = FORWARD_NARROW
     elif not has_elements:  # a bias of keys would not fit into shared memory beside these

@@ -822,6 +822,8 @@ def _build(
                     else:
                         weights, _, state = online_softmax.go_on(logits, factor, state)
                     first_key = (end_block - 1 - j) * block_kv
+                    if cap_beside_lengths and has_dropout:  # only now: registers are short
+                        words = words_of(*tiles.locate(number_of(index + fresh_zero())))
                     dropped = dropout.dropped(words, batch, first_key, block_kv)
                     if not config.products_first:
                         # A cast of the weights before the wait makes ptxas serialise every wgmma.
