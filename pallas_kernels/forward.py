@@ -69,6 +69,7 @@ from pallas_kernels.primitives import (
     load_operand,
     operand_form,
     store_rows,
+    warpgroup_any,
     zero_tile,
 )
 from pallas_kernels.row_masks import PER_ROW, ROWS, RowMasks, in_each_row
@@ -431,14 +432,16 @@ def _build(
     dynamic, by_batch, has_far_edge = problem.dynamic, problem.by_batch, problem.has_far_edge
     key_blocks = None if by_batch else tiles.key_blocks()
     any_mask = has_far_edge or (key_blocks is not None and bool(key_blocks[:, 1].any()))
-    # By its bias or mask a row may have its maximum, or its first key, anywhere: all steps look for
-    # it, and no second round is needed.
-    exact_throughout = problem.has_elements
     # The bias of rows that see nothing may be NaN, which `online_softmax.close` does not stop. And
     # with a window, loops of their own for other steps take registers that a bias needs.
     loads_bias = problem.has_bias and not comes_by_tma
     loads_elements = problem.has_mask or loads_bias
     mask_throughout = problem.has_bias and has_far_edge
+    # With a bias or a mask a row's first keys may be hidden, or as good as that. Steps look for
+    # maxima until each row has seen another: all steps, and no second round is needed, where loops
+    # of both kinds take registers that there are not.
+    settles = problem.has_elements and not (problem.segmented or mask_throughout)
+    exact_throughout = problem.has_elements and not settles
     ignores_unseen = problem.forward_ignores_unseen
     # Each step waits for V of its own keys: those with a mask zero rows of it.
     own_values = config.early_values or ignores_unseen
@@ -450,12 +453,12 @@ def _build(
     has_cap = problem.soft_cap is not None
     # Then addresses and bounds too are made anew where they are used.
     has_dropout, in_boxes = problem.dropout > 0, key_columns.tiles > 1
-    beside_wide_output = problem.segmented or loads_bias or has_dropout or (in_boxes and dynamic)
+    beside_wide_output = problem.segmented or has_dropout or (in_boxes and dynamic)
     registers_are_scarce = (
         has_cap
+        or loads_bias
         or (problem.widest > 192 and beside_wide_output)
-        or (problem.segmented and (loads_bias or (has_dropout and problem.widest > 64)))
-        or (problem.has_mask and loads_bias)
+        or (problem.segmented and has_dropout and problem.widest > 64)
     )
     # Then entries of lists are.
     registers_are_short = registers_are_scarce or (
@@ -976,7 +979,25 @@ def _build(
                             first = compared
                         return lax.fori_loop(first, end, functools.partial(step, **options), carry)
 
-                    carry = masked_steps(jnp.int32(1), exact, (weights, state), exact=True)
+                    carry = weights, state
+                    if settles:
+
+                        def unsettled(state):
+                            rows = online_softmax.unsettled(state, allowed)
+                            return warpgroup_any(rows.astype(jnp.int32), warpgroup)
+
+                        def exact_step(carry):
+                            j, carry, _ = carry
+                            weights, state = step(j, carry, exact=True)
+                            return j + 1, (weights, state), unsettled(RowState(*state))
+
+                        exact, carry, _ = lax.while_loop(
+                            lambda carry: (carry[0] < exact) | ((carry[0] < blocks) & carry[2]),
+                            exact_step,
+                            (jnp.int32(1), carry, unsettled(state)),
+                        )
+                    else:
+                        carry = masked_steps(jnp.int32(1), exact, carry, exact=True)
                     near = blocks
                     if has_far_edge and not mask_throughout:
                         near = jnp.maximum(exact, needs(tile, batch, 2))

@@ -149,6 +149,15 @@ def _raised_where(is_low, reference, maximum, allowed):
     return jnp.where(is_low, new + allowed.headroom, reference)
 
 
+def unsettled(state: RowState, allowed: Range) -> jax.Array:
+    """Which rows should look for maxima still, `(64,)` bool: a reference may rise in go_on no more.
+
+    Those whose keys so far are hidden, or have a bias far below 0: other logits may be far above.
+    """
+    # A settled row's maximum may rise from -x at least to x, which are `limit` + `headroom` apart.
+    return state.reference < 0.5 * (allowed.headroom - allowed.limit)
+
+
 def go_on(
     logits: jax.Array, factor: float | jax.Array, state: RowState
 ) -> tuple[jax.Array, jax.Array, RowState]:

@@ -150,22 +150,33 @@ class BlockVote:
             plgpu.barrier_wait(barrier)
             return votes > 0
 
-        shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-        threads = self.warpgroups * WARPGROUP_THREADS
+        return _vote(seen, jnp.int32(0), self.warpgroups * WARPGROUP_THREADS)
 
-        @plgpu.inline_mgpu(arg_types=(_ROWS,), return_type=shape)
-        def vote(_, seen):
-            i32 = ir.IntegerType.get_signless(32)
-            low, high = (_scalar(r) for r in seen.registers.flat)
-            text = (
-                "{ .reg .pred p; setp.ne.s32 p, $1, 0;"
-                f" barrier.cta.red.or.pred p, 0, {threads}, p;"
-                " vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
-            )
-            value = _asm(text, "=r,r,~{memory}", [arith.ori(low, high)], i32)
-            return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
-        return vote(seen) > 0
+def warpgroup_any(seen: jax.Array, warpgroup) -> jax.Array:
+    """Whether an element of `(64,)` int32 is not 0; on the barrier that Mosaic GPU uses for it."""
+    if interpreting():
+        return seen.max() > 0
+    return _vote(seen, warpgroup + 1, WARPGROUP_THREADS)
+
+
+def _vote(seen: jax.Array, barrier: jax.Array, threads: int) -> jax.Array:
+    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(_ROWS, plgpu.Layout.WG_SPLAT), return_type=shape)
+    def vote(_, seen, barrier):
+        i32 = ir.IntegerType.get_signless(32)
+        low, high = (_scalar(r) for r in seen.registers.flat)
+        text = (
+            "{ .reg .pred p; setp.ne.s32 p, $1, 0;"
+            f" barrier.cta.red.or.pred p, $2, {threads}, p;"
+            " vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+        )
+        operands = [arith.ori(low, high), barrier.registers[()]]
+        value = _asm(text, "=r,r,r,~{memory}", operands, i32)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return vote(seen, barrier) > 0
 
 
 def draw_ticket(counter, in_turn) -> jax.Array:

@@ -92,6 +92,35 @@ def test_rows_that_see_their_first_key_in_the_last_step():
         check((query, key, *rest), mask=mask, config=few_thread_blocks(64, 1))
 
 
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("H", "axes", "dtype", "bias_dtype"),
+    [
+        (64, "s", jnp.bfloat16, jnp.float32),
+        (64, "nts", jnp.float16, jnp.bfloat16),  # in tiles
+        (128, "nts", jnp.bfloat16, jnp.float32),
+        (256, "bs", jnp.float16, jnp.float16),
+    ],
+)
+@pytest.mark.parametrize("slope", [0.5, -0.5, 0.05])
+def test_bias_that_rises_or_falls(H, axes, dtype, bias_dtype, slope):
+    """Over 400 keys, by more than weights may, or by what a row that has settled takes."""
+    bias = slope * jnp.arange(400.0).at[300:].add(100.0)
+    bias = jnp.broadcast_to(bias, shape_of(axes, 2, 2, 70, 400)).astype(bias_dtype)
+    with interpret_mode():
+        check(inputs(2, 70, 400, 2, 1, H, dtype), bias=bias, config=few_thread_blocks(H, 2))
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("H", "hidden"), [(64, -1e9), (128, -jnp.inf), (64, -1e4)])
+def test_bias_of_keys_that_hides_padding(H, hidden):
+    """All keys of the first steps, of one batch entry alone, and some keys of a later one."""
+    is_padding = jnp.arange(400) >= jnp.array([140, 395])[:, None]
+    bias = jnp.where(is_padding, hidden, 0.0)[:, None, None]
+    with interpret_mode():
+        check(inputs(2, 70, 400, 2, 1, H, jnp.bfloat16), bias=bias, is_causal=H == 128)
+
+
 def with_lengths(**options):
     return {k: jnp.array(v) if isinstance(v, list) else v for k, v in options.items()}
 

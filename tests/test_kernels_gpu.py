@@ -733,6 +733,41 @@ DROPOUT = [
 ]
 
 
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize(
+    ("H", "axes", "dtype", "bias_dtype", "slope"),
+    [
+        (64, "s", jnp.bfloat16, jnp.float32, -0.1),
+        (64, "nts", jnp.float16, jnp.bfloat16, 0.1),  # in tiles
+        (128, "nts", jnp.bfloat16, jnp.float32, 0.5),
+        (128, "s", jnp.float16, jnp.float32, 0.02),
+        (128, "nts", jnp.bfloat16, jnp.bfloat16, -0.5),
+        (256, "bs", jnp.float16, jnp.float16, 0.1),
+    ],
+)
+def test_bias_that_rises_or_falls(H, axes, dtype, bias_dtype, slope):
+    """Over 1000 keys, by more than weights may, or by what a row that has settled takes."""
+    bias = slope * jnp.arange(1000.0).at[700:].add(300.0)
+    bias = jnp.broadcast_to(bias, shape_of(axes, 2, 4, 901, 1000)).astype(bias_dtype)
+    check(inputs(2, 901, 1000, 4, 2, H, dtype), bias=bias)
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("H", "hidden", "options"),
+    [(64, None, {}), (64, -1e9, {}), (128, -jnp.inf, {"is_causal": True}), (256, None, {})],
+)
+def test_padding_that_a_mask_or_a_bias_hides(H, hidden, options):
+    """Of batch entries with all of their keys, with some and with one, on either side."""
+    padding = jnp.arange(1000) >= jnp.array([1000, 501, 1])[:, None]
+    padding = jnp.concatenate([padding, padding[:, ::-1]])[:, None, None]
+    if hidden is None:
+        options = options | {"mask": ~padding}
+    else:
+        options = options | {"bias": jnp.where(padding, hidden, 0.0)}
+    check(inputs(6, 700, 1000, 2, 1, H, jnp.bfloat16), **options)
+
+
 @pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(("H", "options"), DROPOUT)
 def test_dropout(H, options):

@@ -16,6 +16,7 @@ from pallas_kernels.online_softmax import (
     go_on,
     renew,
     start,
+    unsettled,
 )
 
 DTYPES = [jnp.bfloat16, jnp.float16]
@@ -64,6 +65,23 @@ def test_rows_are_the_same_to_the_bit_unless_they_need_a_new_reference(dtype):
     np.testing.assert_array_equal(trusting[2], np.arange(64) % 2 == 0)
     for lazy, exact in zip(trusting, searching, strict=True):
         np.testing.assert_array_equal(lazy[1::2], exact[1::2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_settle_that_saw_a_key_of_no_small_logit(dtype):
+    allowed = online_softmax.weight_range(dtype)
+    room = (allowed.limit + allowed.headroom) / LOG2E
+    maxima = jnp.array([-jnp.inf, -1e30, -1e9, -1e4, -room, -0.51 * room, -0.49 * room, 0, room])
+    logits = jnp.full((64, 32), -jnp.inf).at[: maxima.size, 3].set(maxima)
+    _, state = start(logits, LOG2E, allowed.headroom)
+    np.testing.assert_array_equal(
+        unsettled(state, allowed)[: maxima.size], np.arange(maxima.size) < 6
+    )
+    # The others may then see a logit as far above 0.
+    later = jnp.full((64, 32), -jnp.inf).at[:, 3].set(0.48 * room)
+    _, _, state = go_on(later, LOG2E, state)
+    too_low = finish(state, allowed.limit)[2]
+    np.testing.assert_array_equal(too_low[: maxima.size], np.arange(maxima.size) < 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
