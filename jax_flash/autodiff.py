@@ -176,7 +176,7 @@ def _segment_ids(call: Call) -> tuple[jax.Array, ...]:
 
 
 def _words(call: Call) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Words of dropout of queries and of keys, one `[B, N, T]` and one `[B, S]`, or none each."""
+    """Words of dropout of queries and of keys (`dropout.Words`), one array each, or none."""
     if call.dropout_key is None:
         return (), ()
     (batch, query_length, heads, _), key_length = call.query.shape, call.key.shape[1]
@@ -359,8 +359,8 @@ def _attention(
     """Output `[B, T, N, h]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
 
     Intervals are one `[B, 2, T]`, or none where they are static. Ids are `[B, T]` of queries and
-    `[B, S]` of keys, or none. Words of dropout are one `[B, N, T]` of queries and one `[B, S]` of
-    keys, or none.
+    `[B, S]` of keys, or none. Words of dropout are one `[B, N, T]` of queries, T rounded up, and
+    one `[B, S]` of keys, or none.
     """
     operands = query, key, value, sinks, intervals, ids, query_words, key_words, elements
     return _attention_forward(settings, *operands)[0]

@@ -209,7 +209,7 @@ def negated_transposed(weights: jax.Array, key_words, query_words, problem: Prob
 
 
 def _are_few(problem: Problem) -> bool:
-    """Whether limits are at most half, or one step more; else they are at least that, or less."""
+    """Whether limits are at most half of 2^7, else at least that; give or take 1, as they round."""
     return problem.dropout <= DROPOUT_STEPS // 2
 
 

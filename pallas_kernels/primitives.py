@@ -826,7 +826,7 @@ def negate_dropped(tile: jax.Array, rows: jax.Array, ref, first, *, few: bool) -
     Args:
       tile: n a multiple of 16.
       rows, ref, first: as for `dropped_bytes`.
-      few: whether limits are at most half, else they are at least that.
+      few: whether limits are 2^6 or about that at most. They, or else 2^7 less them, are compared.
     """
     if interpreting():
         dropped = _dropped_in_numbers(rows, ref[pl.ds(first, tile.shape[1])])
