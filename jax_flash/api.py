@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jax_flash import dispatch
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
-from jax_flash.quantization import FLOAT8, Quantized
+from jax_flash.quantization import FLOAT8, LARGEST, Quantized
 from pallas_kernels import dropout
 from pallas_kernels.config import DROPOUT_STEPS, Config
 
@@ -264,16 +264,18 @@ def _checked(
         f"a positive multiple of the key heads, {K}",
     )
 
-    scales, block_sizes = None, (1, 1, 1)
+    in_float8: dict[str, Any] = {}
     if quantized:
         arrays = query, key, value
         query_scales, key_scales, value_scales = (
             _scales(name, x, values.shape, has_batch)
             for (name, x), values in zip(quantized.items(), arrays, strict=True)
         )
-        scales = query_scales, key_scales, value_scales
-        query_block, key_block, value_block = (x.block_size for x in quantized.values())
-        block_sizes = query_block, key_block, value_block
+        in_float8 = {
+            "scales": (query_scales, key_scales, value_scales),
+            "block_sizes": tuple(x.block_size for x in quantized.values()),
+            "largest": (quantized["query"].largest, quantized["key"].largest),
+        }
 
     if bias is not None:
         bias = _array("bias", bias)
@@ -380,8 +382,7 @@ def _checked(
         return_residual=bool(return_residual),
         deterministic=bool(deterministic),
         config=config,
-        scales=scales,
-        block_sizes=block_sizes,
+        **in_float8,
     )
 
 
@@ -393,6 +394,12 @@ def _scales(name: str, x: Quantized, shape: tuple[int, ...], has_batch: bool) ->
         name,
         f"a block_size of {block_size!r}",
         "an integer of 1 or more",
+    )
+    _need(
+        _is_number(x.largest, numbers.Real) and 0 < x.largest <= LARGEST,
+        name,
+        f"largest of {x.largest!r}",
+        f"a number above 0, and {LARGEST} at most",
     )
     _need(scales.dtype == jnp.float32, name, f"scales in {scales.dtype}", "float32", TypeError)
     if not has_batch:

@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ class Call:
       scales: None, or those of a query, key and value that are float8_e4m3fn: float32, `[B, blocks,
         N]`, `[B, blocks, K]` and `[B, blocks, K]`; see `quantization.Quantized`.
       block_sizes: rows of query, key and value that share a scale, where there are scales.
+      largest: magnitudes that no entry of query and key exceeds, where there are scales.
     """
 
     query: jax.Array
@@ -56,6 +58,7 @@ class Call:
     config: Config | None = None
     scales: tuple[jax.Array, jax.Array, jax.Array] | None = None
     block_sizes: tuple[int, int, int] = (1, 1, 1)
+    largest: tuple[float, float] = (math.inf, math.inf)
 
     @property
     def out_dtype(self) -> np.dtype:

@@ -83,6 +83,7 @@ def attention_fp8(
         value=quantized[2].values,
         scales=(quantized[0].scales, quantized[1].scales, quantized[2].scales),
         block_sizes=(quantized[0].block_size,) * 3,
+        largest=(quantized[0].largest, quantized[1].largest),
         return_residual=True,
     )
     out, lse = dispatch.attention(in_fp8, implementation)

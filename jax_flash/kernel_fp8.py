@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 
 from jax_flash import autodiff
 from jax_flash.call import Call
+from jax_flash.quantization import halvings
 from jax_flash.sharding import over_devices, placed
 from pallas_kernels import config, forward_fp8
 from pallas_kernels.config import SUPPORTED_WIDTHS, ForwardFP8Config, Problem
@@ -58,8 +60,12 @@ def unsupported(call: Call) -> str | None:
 def _config(call: Call) -> ForwardFP8Config:
     if call.config is not None and call.config.forward_fp8 is not None:
         return call.config.forward_fp8
-    segmented = call.visibility.query_segment_ids is not None
-    return config.default_fp8(call.query.shape[-1], call.value.shape[-1], segmented=segmented)
+    return config.default_fp8(
+        call.query.shape[-1],
+        call.value.shape[-1],
+        block_rows=math.gcd(*(x for x in call.block_sizes[1:] if x < call.key.shape[1])),
+        segmented=call.visibility.query_segment_ids is not None,
+    )
 
 
 def attention(call: Call) -> tuple[jax.Array, jax.Array]:
@@ -79,6 +85,7 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
         out_dtype=call.out_dtype,
         config=_config(call),
     )
+    call = _with_products_in_half(call)
     query, key, value = call.query, call.key, call.value
     problem = settings.problem(query, key, value)
     query, key, value = autodiff._zero_all_unseen(query, key, value, problem, intervals, ids)
@@ -86,6 +93,22 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     operands = placed((query, key, value, scales, intervals, ids), _OPERANDS)
     out, lse = autodiff._folding_vmap(functools.partial(_run, settings))(*operands)
     return out, autodiff._of_rows(lse, out).transpose(0, 2, 1)
+
+
+def _with_products_in_half(call: Call) -> Call:
+    """The same, with values of query and key whose products are float16 numbers."""
+    of_query, of_key = halvings(*call.largest, call.query.shape[-1])
+    if of_query == 0:
+        return call
+    halved = lambda x, times: (x.astype(jnp.float32) * 2.0**-times).astype(x.dtype)
+    assert call.scales is not None
+    query_scales, key_scales, value_scales = call.scales
+    return dataclasses.replace(
+        call,
+        query=halved(call.query, of_query),
+        key=halved(call.key, of_key),
+        scales=(query_scales * 2.0**of_query, key_scales * 2.0**of_key, value_scales),
+    )
 
 
 def _scales(call: Call, settings: "_Settings") -> tuple[jax.Array, ...]:

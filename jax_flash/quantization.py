@@ -1,19 +1,23 @@
 """FP8 in blocks: arrays of e4m3 values that share a float32 scale, and how they are made.
 
-    scale  = max |x| / 448                over the finite entries of a block: rows of one head
+    scale  = max |x| / largest            over the finite entries of a block: rows of one head
                                           (of values, rounded up to a power of two)
     values = saturate(x / scale)          so that x is nearly values * scale
 
-e4m3 has 4 significant bits and 2^-9 to 448 for magnitudes. A row with an outlier loses little by
-itself, as the format is floating, but the logits that the outlier takes part in have an error as
-large as it is. Incoherent processing turns query and key by the same random orthogonal matrix,
-which leaves query.key as it is, and spreads an outlier over all columns, so that its error is one
-of many small ones that cancel (Shah et al. 2024, "FlashAttention-3", section 3.3; Chee et al.
-2023, "QuIP").
+e4m3 has 4 significant bits and 2^-9 to 448 for magnitudes. Of that values take all, and queries and
+keys what keeps every product of two rows within float16, as which the kernel has it: up to 22 with
+128 columns. So entries of 2^-10 of the largest have 4 bits still, and those of 2^-13 one.
+
+A row with an outlier loses little by itself, as the format is floating, but the logits that the
+outlier takes part in have an error as large as it is. Incoherent processing turns query and key by
+the same random orthogonal matrix, which leaves query.key as it is, and spreads an outlier over all
+columns, so that its error is one of many small ones that cancel (Shah et al. 2024,
+"FlashAttention-3", section 3.3; Chee et al. 2023, "QuIP").
 """
 
 import dataclasses
 import functools
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +34,8 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Rows that share a scale: a multiple of the 64 rows that a warpgroup works on.
 BLOCK_SIZE = 128
 
-_LARGEST = float(jnp.finfo(FLOAT8).max)
+LARGEST = float(jnp.finfo(FLOAT8).max)
+_LARGEST_PRODUCT = float(jnp.finfo(jnp.float16).max)
 _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 # Columns that one matrix product transforms. A product of this size takes less time on matrix
 # units than reading its operand from memory, so that more and smaller ones would be slower.
@@ -40,14 +45,14 @@ _LARGEST_FACTOR = 256
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["values", "scales"],
-    meta_fields=["block_size"],
+    meta_fields=["block_size", "largest"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quantized:
     """Query, key or value in FP8, which `jax_flash.attention` takes: `quantize_fp8` makes them.
 
     Entry [b, t, n, h] stands for values[b, t, n, h] * scales[b, t // block_size, n]. A pytree, of
-    which block_size is a part of the structure.
+    which block_size and largest are a part of the structure.
 
     Attributes:
       values: float8_e4m3fn `[B, T, N, H]`, or `[T, N, H]` without a batch.
@@ -55,11 +60,16 @@ class Quantized:
         scale that all batch entries or heads share. With a block_size of T or more there is one
         block, so that a scale for a whole tensor is `[1, 1, 1]`.
       block_size: rows that share a scale.
+      largest: a magnitude that no value exceeds, but for NaN. Of query and key the kernel wants
+        both, multiplied with each other and the head width, to be at most 65504, and else halves
+        values as often as it takes, which is a pass over them, and leaves those below 2^-6 then
+        fewer bits.
     """
 
     values: jax.Array
     scales: jax.Array
     block_size: int
+    largest: float = LARGEST
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,6 +91,19 @@ class Quantized:
         return (self.values.astype(jnp.float32) * scales[..., None]).astype(dtype)
 
 
+def largest_of_rows(width: int) -> float:
+    """The largest e4m3 number with which a product of two rows is still within float16."""
+    numbers = np.arange(127, dtype=np.uint8).view(FLOAT8).astype(np.float64)
+    return float(numbers[numbers**2 * max(1, width) <= _LARGEST_PRODUCT].max())
+
+
+def halvings(query_largest: float, key_largest: float, width: int) -> tuple[int, int]:
+    """How often values of query and key are to be halved for a product of two rows in float16."""
+    excess = query_largest * key_largest * width / _LARGEST_PRODUCT
+    count = max(0, math.ceil(math.log2(excess)))
+    return count - count // 2, count // 2
+
+
 def scales_of_rows(scales: jax.Array, block_size: int, num_rows: int) -> jax.Array:
     """The scale of each row: `[..., blocks, N]` to `[..., num_rows, N]`."""
     return jnp.repeat(scales, min(block_size, num_rows), axis=-2)[..., :num_rows, :]
@@ -96,11 +119,12 @@ def quantize_fp8(
 ) -> tuple[Quantized, Quantized, Quantized]:
     """Query, key and value in FP8, with a scale for each block of rows of each head.
 
-    A block's scale makes its largest finite magnitude 448, the largest of e4m3; of values it is the
-    next power of two, so that neighbouring blocks mostly share one, which spares the kernel work
-    and costs no significant bit. A block of zeros has scale 1. Infinities become 448 of that scale,
-    with their sign; NaN stays NaN. All rows of a block count, also those that a mask hides: fill
-    padding with zeros, not with huge numbers.
+    A block's scale makes its largest finite magnitude that of e4m3, 448, or of query and key what
+    keeps products of two rows below 65504: 30, 22 and 15 for widths of 64, 128 and 256. Of values
+    it is the next power of two, so that neighbouring blocks mostly share one, which spares the
+    kernel work and costs no significant bit. A block of zeros has scale 1. Infinities
+    become the largest magnitude, with their sign; NaN stays NaN. All rows of a block count, also
+    those that a mask hides: fill padding with zeros, not with huge numbers.
 
     It has no derivative: `jax_flash.attention_fp8` quantises too, and has one.
 
@@ -151,8 +175,8 @@ def without_derivative(function: Callable, reason: str) -> Callable:
 def _quantize(block_size: int, query, key, value, incoherent_key):
     if incoherent_key is not None:
         query, key = (rotate(x, incoherent_key) for x in (query, key))
-    query, key = (_quantized(x, block_size) for x in (query, key))
-    return query, key, _quantized(value, block_size, power_of_two=True)
+    query, key = (_quantized(x, block_size, largest_of_rows(x.shape[-1])) for x in (query, key))
+    return query, key, _quantized(value, block_size, LARGEST, power_of_two=True)
 
 
 def rotate(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -195,7 +219,9 @@ def _factors(width: int) -> list[np.ndarray]:
     return factors
 
 
-def _quantized(x: jax.Array, block_size: int, power_of_two: bool = False) -> Quantized:
+def _quantized(
+    x: jax.Array, block_size: int, largest: float, power_of_two: bool = False
+) -> Quantized:
     *lead, num_rows, heads, width = x.shape
     x = x.astype(jnp.float32)
     size = max(1, min(block_size, num_rows))
@@ -203,16 +229,16 @@ def _quantized(x: jax.Array, block_size: int, power_of_two: bool = False) -> Qua
     missing = num_blocks * size - num_rows
     magnitudes = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
     magnitudes = jnp.pad(magnitudes, [(0, 0)] * len(lead) + [(0, missing), (0, 0), (0, 0)])
-    largest = magnitudes.reshape(*lead, num_blocks, size, heads, width).max((-3, -1))
-    scales = jnp.maximum(largest / _LARGEST, _SMALLEST_SCALE)
+    found = magnitudes.reshape(*lead, num_blocks, size, heads, width).max((-3, -1))
+    scales = jnp.maximum(found / largest, _SMALLEST_SCALE)
     if power_of_two:
         fraction, exponent = jnp.frexp(scales)
         scales = jnp.ldexp(jnp.float32(1), exponent - (fraction == 0.5))
-    scales = jnp.where(largest > 0, scales, 1)
+    scales = jnp.where(found > 0, scales, 1)
     values = x / scales_of_rows(scales, size, num_rows)[..., None]
     # The cast itself would make NaN of what is too large.
-    values = jnp.clip(values, -_LARGEST, _LARGEST).astype(FLOAT8)
-    return Quantized(values, scales, block_size)
+    values = jnp.clip(values, -largest, largest).astype(FLOAT8)
+    return Quantized(values, scales, block_size, largest)
 
 
 def _positive(name: str, x: Any) -> int:

@@ -464,28 +464,31 @@ FORWARD_FP8 = {
         keeps_row_scales=True,
     ),
     128: ForwardFP8Config(
-        consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(224, 56)
+        consumers=3, block_kv=128, stages=2, query_buffers=2, registers=(160, 32)
     ),
-    # 128 keys a step and the output take all registers.
     256: ForwardFP8Config(
         consumers=2,
-        block_kv=64,
+        block_kv=128,
         stages=2,
         query_buffers=1,
-        registers=(224, 56),
+        registers=(232, 40),
+        staged_columns=128,
         keeps_row_scales=True,
     ),
 }
 
-# Three consumers would spill 4 to 32 bytes.
+# Otherwise 4 bytes spill at width 256, and 100 at 128.
 FORWARD_FP8_SEGMENTED = FORWARD_FP8 | {
-    64: dataclasses.replace(FORWARD_FP8[64], consumers=2, registers=(224, 56), products_first=False)
+    128: dataclasses.replace(FORWARD_FP8[128], consumers=2, registers=(224, 56)),
+    256: dataclasses.replace(FORWARD_FP8[256], block_kv=64),
 }
 
 # With sums in float32. At width 256 they do not fit beside the output.
 FORWARD_FP8_PROMOTING = {
-    64: dataclasses.replace(FORWARD_FP8_SEGMENTED[64], promotes=True),
-    128: dataclasses.replace(FORWARD_FP8[128], block_kv=64, promotes=True),
+    64: dataclasses.replace(
+        FORWARD_FP8[64], consumers=2, registers=(224, 56), products_first=False, promotes=True
+    ),
+    128: dataclasses.replace(FORWARD_FP8_SEGMENTED[128], block_kv=64, promotes=True),
 }
 
 # Keys of 129 to 192 columns, values of up to 128 (multi-head latent attention: 192 and 128): with
@@ -557,10 +560,15 @@ BIAS_GRADIENT = {
 WIDTHS = (64, 128, 256)  # of which every variant is compiled, and which are tuned
 
 
-def default_fp8(width: int, value_width: int = 0, *, segmented: bool = False) -> ForwardFP8Config:
-    """Settings of one call in FP8; value_width as width if it is 0."""
+def default_fp8(
+    width: int, value_width: int = 0, *, block_rows: int = 128, segmented: bool = False
+) -> ForwardFP8Config:
+    """Settings of one call in FP8; value_width as width if it is 0.
+
+    block_rows divides the rows of keys and of values that share a scale.
+    """
     widest = max(width, value_width)
-    table = FORWARD_FP8_SEGMENTED if segmented else FORWARD_FP8
+    table = FORWARD_FP8_SEGMENTED if segmented or block_rows % 128 > 0 else FORWARD_FP8
     return table[64 if widest <= 64 else 128 if widest <= 128 else 256]
 
 

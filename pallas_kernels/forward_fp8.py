@@ -39,11 +39,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import online_softmax, segments
+from pallas_kernels import half_softmax, online_softmax, segments
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardFP8Config, Problem
 from pallas_kernels.forward import Tiles
-from pallas_kernels.online_softmax import Range, RowState, spread
+from pallas_kernels.half_softmax import SUM_LIMIT
+from pallas_kernels.online_softmax import RowState, spread
 from pallas_kernels.primitives import (
     NamedBarriers,
     any_from,
@@ -60,11 +61,8 @@ from pallas_kernels.primitives import (
 )
 from pallas_kernels.row_masks import ROWS, RowMasks
 
-# The largest weight of a row when its reference is made, and the one that asks for a new one where
-# the maximum is looked for, as powers of 2. And the partial sum of a step that asks for one
-# elsewhere: none of its weights is beyond e4m3 then, and those of a thread, 16 of 2^4, make 2^8.
-_ALLOWED = Range(headroom=-4.0, limit=8.0, by_whole=False)
-_SUM_LIMIT = 448.0
+# Logits that are masked at a time, in float32.
+_MASKED_COLUMNS = 16
 
 
 class Scales(NamedTuple):
@@ -155,8 +153,10 @@ def _build(
 
     consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
     # Then addresses and entries of lists are made anew where they are used.
-    registers_are_short = query_buffers == 1 or by_batch
+    registers_are_short = max(problem.width, problem.value_width) > 64 or by_batch
     value_stages, block_kv, dtype = config.value_stages, config.block_kv, problem.dtype
+    # Of logits; interpret mode has no sums in float16.
+    accumulated = jnp.float32 if interpret else jnp.float16
     lag = stages - 1  # steps by which V is turned after it was asked for, where the next one goes
     key_columns = Columns.whole_float8(problem.width)
     value_columns = Columns.whole_float8(problem.value_width)
@@ -236,6 +236,16 @@ def _build(
             """The end of the first key block of a tile, in blocks."""
             return needs(tile, batch, 3 if has_far_edge else 0)
 
+        def over_tiles(body, carry):
+            """As `fori_loop`, but for the count, which is in no register during a tile."""
+
+            def turn(at):
+                index, _, carry = at
+                return index + 1, *body(index, carry)
+
+            _, _, carry = lax.while_loop(lambda at: at[1], turn, (zero, tile_count() > 0, carry))
+            return carry
+
         @pl.when(warpgroup < consumers)
         def _consumer():
             plgpu.set_max_registers(config.registers[0], action="increase")
@@ -248,8 +258,11 @@ def _build(
                 """With `promotes` p_acc is of one step, else it is the output."""
 
                 def issue_logits(buffer, k_slot):
-                    s_acc[...] = zero_tile(ROWS, block_kv)
+                    s_acc[...] = zero_tile(ROWS, block_kv, accumulated)
                     key_columns.contract(s_acc, q_smem.at[buffer, warpgroup], k_smem.at[k_slot])
+
+                def loaded_logits(wait_n):
+                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n).astype(jnp.float16)
 
                 def issue_output(weights, v_slot):
                     if config.promotes:
@@ -276,16 +289,29 @@ def _build(
                     row_scales = load_row_scales(tile, batch, head)
                     return lambda: row_scales
 
+                def masked(logits, first_row, first_key, bounds, ids, *, near=True):
+                    """Some columns at a time, as all in float32 would not fit."""
+                    parts = []
+                    for first in range(0, block_kv, _MASKED_COLUMNS):
+                        part = logits[:, first : first + _MASKED_COLUMNS].astype(jnp.float32)
+                        own_ids = ids and (*ids[:2], ids[2] + first)
+                        part = masks.masked(
+                            part, first_row, first_key + first, bounds, own_ids, near=near
+                        )
+                        parts.append(part.astype(jnp.float16))
+                    return jnp.concatenate(parts, axis=1)
+
                 def first_softmax(logits, tile, batch, head, row_scales):
                     """Of a tile's first key block."""
                     key_block = end_of(tile, batch) - 1
-                    factor = row_scales * key_scales_ref[batch, kv_head_of(head), key_block]
+                    key_scale = key_scales_ref[batch, kv_head_of(head), key_block]
+                    factor = row_scales * key_scale
                     first_row, first_key = first_row_of(tile), key_block * block_kv
                     bounds = masks.load_bounds(batch, first_row)
                     ids = masks.load_ids(batch, first_row, first_key)
                     if any_mask:
-                        logits = masks.masked(logits, first_row, first_key, bounds, ids)
-                    weights, state = online_softmax.start(logits, factor, _ALLOWED.headroom)
+                        logits = masked(logits, first_row, first_key, bounds, ids)
+                    weights, state = half_softmax.start(logits, factor)
                     if bounds is not None:
                         state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
                     return weights, state
@@ -300,7 +326,7 @@ def _build(
                         plgpu.barrier_wait(k_full.at[slot(steps)])
 
                     issue_logits(query_buffer(index), slot(steps))
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+                    logits = loaded_logits(wait_n=0)
                     pl.when(index < tile_count())(lambda: k_free.arrive(slot(steps)))
                     return begun(*first_softmax(logits, tile, batch, head, row_scales))
 
@@ -326,7 +352,7 @@ def _build(
                     issue_logits(query_buffer(index), k_slot)
                     issue_output(carry.weights, v_slot)
                     if config.products_first:
-                        logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+                        logits = loaded_logits(wait_n=0)
                         output = end_output(carry)
                         pass_turn()
                         k_free.arrive(k_slot)
@@ -334,31 +360,22 @@ def _build(
                         code_fence(key_block)
                     else:
                         pass_turn()
-                        logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                        logits = loaded_logits(wait_n=1)
                         k_free.arrive(k_slot)
                     if near or far:
-                        logits = masks.masked(logits, first_row, first_key, bounds, ids, near=near)
+                        logits = masked(logits, first_row, first_key, bounds, ids, near=near)
                     factor = own_scales * key_scale
-                    correction = None
-                    if near or far:
-                        weights, correction, state = online_softmax.advance(
-                            logits, factor, _ALLOWED, carry.state
-                        )
-                    else:
-                        weights, sums, state = online_softmax.go_on(logits, factor, carry.state)
+                    weights, sums, state = half_softmax.go_on(logits, factor, carry.state)
                     if not config.products_first:
                         # A cast of the weights before the wait makes ptxas serialise every wgmma.
-                        weights, correction, state = lax.optimization_barrier(
-                            (weights, correction, state)
-                        )
+                        weights, sums, state = lax.optimization_barrier((weights, sums, state))
                         output = end_output(carry)
                         v_free.arrive(v_slot)
                     weights = to_float8(weights)
 
                     def again(output, *_):
-                        is_low = sums.max(axis=1) >= _SUM_LIMIT
-                        weights, correction, state = online_softmax.renew(
-                            logits, factor, _ALLOWED, is_low, carry.state
+                        weights, correction, state = half_softmax.renew(
+                            logits, factor, sums, carry.state
                         )
                         return output * spread(correction, output.shape), to_float8(weights), state
 
@@ -369,19 +386,15 @@ def _build(
                         )
                         return output * ratio, weights, state
 
-                    if correction is not None:
-                        output *= spread(correction, output.shape)
-                        output = lax.cond(ratio == 1.0, lambda x: x, lambda x: x * ratio, output)
-                    else:
-                        any_too_large = any_from(_SUM_LIMIT, sums)
-                        output, weights, state = lax.cond(
-                            any_too_large | (ratio != 1.0),
-                            mend,
-                            lambda *x: x,
-                            output,
-                            weights,
-                            state,
-                        )
+                    any_too_large = any_from(SUM_LIMIT, sums)
+                    output, weights, state = lax.cond(
+                        any_too_large | (ratio != 1.0),
+                        mend,
+                        lambda *x: x,
+                        output,
+                        weights,
+                        state,
+                    )
                     if config.promotes:
                         return _Carry(weights, (output,), state)
                     p_acc[...] = output
@@ -389,7 +402,8 @@ def _build(
 
                 def end_rows(state, tile, batch, head):
                     """Stores the LSE; returns what the output is to be multiplied with."""
-                    inverse, lse, _ = online_softmax.finish(state, _ALLOWED.limit)
+                    total = state.sums.sum(axis=1)
+                    inverse, lse = online_softmax.normaliser(state.reference, total, None)
                     store_rows(lse_ref.at[batch, head, pl.ds(first_row_of(tile), ROWS)], lse)
                     last_block = end_of(tile, batch) - needs(tile, batch, 0)
                     return inverse * value_scales_ref[batch, kv_head_of(head), last_block]
@@ -405,24 +419,25 @@ def _build(
                         if columns.first > 0:
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         staged = slice(columns.first, columns.first + columns.size)
-                        columns.put(staging, output[:, staged].astype(out_dtype))
+                        values = output[:, staged].astype(out_dtype)
+                        columns.put(staging, values, anew=registers_are_short)
                         plgpu.commit_smem()
                         columns.store(staging, target)
 
-                def end_tile_under_next(index, steps, number, carry, following):
+                def end_tile_under_next(index, steps, carry):
                     """The next tile's first logits run with this tile's last output product."""
-                    tile, batch, head = tiles.locate(number)
-                    next_tile, next_batch, next_head = tiles.locate(following)
+                    tile, batch, head = tiles.locate(number_of(index))
+                    next_tile, next_batch, next_head = tiles.locate(number_of(index + 1))
                     buffer, k_slot, v_slot = (
                         query_buffer(index + 1),
                         slot(steps),
                         value_slot(steps - 1),
                     )
                     q_free.arrive(query_buffer(index))
-                    row_scales = load_row_scales(next_tile, next_batch, next_head)
+                    more = index + 1 < tile_count()
 
                     # After the last tile the logits are of no tile, and go nowhere.
-                    @pl.when(index + 1 < tile_count())
+                    @pl.when(more)
                     def _():
                         plgpu.barrier_wait(q_full.at[buffer])
                         plgpu.barrier_wait(k_full.at[k_slot])
@@ -431,20 +446,22 @@ def _build(
                     issue_logits(buffer, k_slot)
                     issue_output(carry.weights, v_slot)
                     pass_turn()
+                    row_scales = load_row_scales(next_tile, next_batch, next_head)
                     inverse = end_rows(carry.state, tile, batch, head)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    pl.when(index + 1 < tile_count())(lambda: k_free.arrive(k_slot))
+                    logits = loaded_logits(wait_n=1)
+                    pl.when(more)(lambda: k_free.arrive(k_slot))
                     first = first_softmax(logits, next_tile, next_batch, next_head, row_scales)
                     first = lax.optimization_barrier(first)
                     output = end_output(carry)
                     v_free.arrive(v_slot)
+                    begun_next = begun(*first)
                     store_output(output, inverse, tile, batch, head)
-                    return begun(*first)
+                    return more, begun_next
 
-                def end_tile_before_next(index, steps, number, carry, following):
+                def end_tile_before_next(index, steps, carry):
                     """The next queries arrive where this tile's were while it ends."""
-                    tile, batch, head = tiles.locate(number)
+                    tile, batch, head = tiles.locate(number_of(index))
                     q_free.arrive(0)
                     inverse = end_rows(carry.state, tile, batch, head)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -454,14 +471,14 @@ def _build(
                     output = end_output(carry)
                     v_free.arrive(value_slot(steps - 1))
                     store_output(output, inverse, tile, batch, head)
-                    return start_tile(index + 1, steps, *tiles.locate(following))
+                    more = index + 1 < tile_count()
+                    return more, start_tile(index + 1, steps, *tiles.locate(number_of(index + 1)))
 
                 end_tile = end_tile_under_next if query_buffers > 1 else end_tile_before_next
 
                 def whole_tile(index, carry):
                     steps, carry = carry
-                    number, following = number_of(index), number_of(index + 1)
-                    tile, batch, _ = place = tiles.locate(number)
+                    tile, batch, _ = place = tiles.locate(number_of(index))
                     blocks, needing_mask = needs(tile, batch, 0), needs(tile, batch, 1)
                     near_end = jnp.maximum(needing_mask, 1)
                     step = functools.partial(
@@ -485,19 +502,19 @@ def _build(
                     if has_far_edge:
                         far_step = functools.partial(step, near=False, far=True)
                         carry = lax.fori_loop(far, blocks, far_step, carry)
-                    carry = end_tile(index, steps + blocks, number, _Carry(*carry), following)
-                    return steps + blocks, carry
+                    more, carry = end_tile(index, steps + blocks, _Carry(*carry))
+                    return more, (steps + blocks, carry)
 
                 if not config.promotes:
                     p_acc[...] = zero_tile(ROWS, value_columns.size)
                 first = start_tile(zero, zero, *tiles.locate(number_of(0)))
-                lax.fori_loop(zero, tile_count(), whole_tile, (zero, first))
+                over_tiles(whole_tile, (zero, first))
                 plgpu.wait_smem_to_gmem(0)
 
             pl.run_scoped(
                 compute,
                 plgpu.ACC((ROWS, value_columns.size), jnp.float32),
-                plgpu.ACC((ROWS, block_kv), jnp.float32),
+                plgpu.ACC((ROWS, block_kv), accumulated),
             )
 
         @pl.when(warpgroup == consumers)
@@ -549,11 +566,11 @@ def _build(
                 wanted = index + (query_buffers - 1)
                 pl.when(wanted < tile_count())(lambda: load_queries(wanted))
                 pl.loop(jnp.int32(1), blocks)(load)
-                return steps + blocks
+                return index + 1 < tile_count(), steps + blocks
 
             if query_buffers > 1:
                 load_queries(zero)
-            steps = lax.fori_loop(zero, tile_count(), whole_tile, zero)
+            steps = over_tiles(whole_tile, zero)
             pl.loop(jnp.maximum(steps - lag, 0), steps)(turn_values)
 
     return tiles.with_lists(

@@ -123,19 +123,6 @@ def advance(
     return _with_reference(risen(state.reference, maximum, allowed), logits, factor, state)
 
 
-def renew(
-    logits: jax.Array,
-    factor: float | jax.Array,
-    allowed: Range,
-    is_low: jax.Array,
-    state: RowState,
-) -> tuple[jax.Array, jax.Array, RowState]:
-    """What `advance` gives, with a new reference for the rows where `(64,)` is_low is true."""
-    maximum = logits.max(axis=1) * factor
-    reference = _raised_where(is_low, state.reference, maximum, allowed)
-    return _with_reference(reference, logits, factor, state)
-
-
 def risen(reference: jax.Array, maximum: jax.Array, allowed: Range) -> jax.Array:
     """The reference of rows after a further tile, whose `maximum` is in log2 units."""
     return _raised_where(maximum >= reference + allowed.limit, reference, maximum, allowed)

@@ -55,9 +55,9 @@ def interpreting() -> bool:
     return _interpret_mode.value is not None
 
 
-def zero_tile(rows: int, columns: int) -> jax.Array:
-    """A float32 tile of zeros in the layout of a wgmma accumulator."""
-    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), _TILE)
+def zero_tile(rows: int, columns: int, dtype=jnp.float32) -> jax.Array:
+    """A tile of zeros in the layout of a wgmma accumulator."""
+    return plgpu.layout_cast(jnp.zeros((rows, columns), dtype), _TILE)
 
 
 def div_rem(x, divisor: int):
@@ -2021,8 +2021,127 @@ def _from_fragment_order(fragment, columns):
 # product that takes them has 4 side by side. Both of its operands have their 16 in this order.
 
 
+def half_weights(logits: jax.Array, factor: jax.Array, reference: jax.Array) -> jax.Array:
+    """2^(factor * logits - reference), float16 as logits, `(64, n)`.
+
+    factor and reference are `(64,)` float32, one value a row, cast to float16. All weights of a row
+    are NaN where 32 times the reference is beyond float16's range, or the factor.
+    """
+    if interpreting():
+        factor, start = (x.astype(jnp.float16) for x in (factor, -reference))
+        wrong = (start * 32 + factor) * 0
+        exponents = logits.astype(jnp.float32) * factor.astype(jnp.float32)[:, None]
+        exponents += (wrong + start).astype(jnp.float32)[:, None]
+        return jnp.exp2(exponents.astype(jnp.float16))
+
+    shape = plgpu.ShapeDtypeStruct(logits.shape, jnp.float16, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS, _ROWS), return_type=shape)
+    def compute(_, tile, factor, reference):
+        i32 = ir.IntegerType.get_signless(32)
+        factors, starts = [], []  # of the two row halves, each twice in a word
+        for own in zip(factor.registers.flat, reference.registers.flat, strict=True):
+            own_factor, own_reference = map(_scalar, own)
+            factors.append(
+                llvm.inline_asm(i32, [own_factor], "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f")
+            )
+            starts.append(
+                llvm.inline_asm(
+                    i32,
+                    [own_reference, factors[-1], _i32(0x50005000), _i32(0)],  # 32 and 0, twice
+                    "{ .reg .f32 start; .reg .b32 far; neg.f32 start, $1;"
+                    " cvt.rn.f16x2.f32 $0, start, start;"
+                    " fma.rn.f16x2 far, $0, $3, $2; fma.rn.f16x2 $0, far, $4, $0; }",
+                    "=&r,f,r,r,r",
+                )
+            )
+        # The compiler puts both halves of an ex2.f16x2 together anew for each use; not so a `prmt`.
+        text = (
+            "{ .reg .b16 low, high; .reg .b32 first, second; fma.rn.f16x2 $0, $1, $2, $3;"
+            " mov.b32 {low, high}, $0; ex2.approx.f16 low, low; ex2.approx.f16 high, high;"
+            " cvt.u32.u16 first, low; cvt.u32.u16 second, high;"
+            " prmt.b32 $0, first, second, 0x5410; }"
+        )
+        out = np.empty_like(tile.registers)
+        for index, _, half, pair in _fragments(tile.registers):
+            operands = [mgpu_utils.bitcast(pair, i32), factors[half], starts[half]]
+            word = llvm.inline_asm(i32, operands, text, "=r,r,r,r")
+            out[index] = mgpu_utils.bitcast(word, pair.type)
+        return _like(tile, out)
+
+    return compute(logits, factor, reference)
+
+
+def half_maxima(tile: jax.Array) -> jax.Array:
+    """`(64,)` float32: the maximum of each row of a float16 tile; NaN where one is."""
+    if interpreting():
+        return tile.astype(jnp.float32).max(axis=1)
+
+    zeros = plgpu.layout_cast(jnp.zeros((64,), jnp.float32), _ROWS)
+    shape = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=_ROWS)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS), return_type=shape)
+    def compute(_, tile, like):
+        maxima = []
+        for word in _folded_halves(tile, "max.NaN.f16x2 $0, $1, $2;"):
+            for distance in (1, 2):
+                text = (
+                    "{ .reg .b32 other;"
+                    f" shfl.sync.bfly.b32 other, $1, {distance}, 31, 0xffffffff;"
+                    " max.NaN.f16x2 $0, $1, other; }"
+                )
+                word = _asm(text, "=r,r", [word], word.type)
+            text = (
+                "{ .reg .b16 low, high; mov.b32 {low, high}, $1;"
+                " max.NaN.f16 low, low, high; cvt.f32.f16 $0, low; }"
+            )
+            maxima.append(llvm.inline_asm(ir.F32Type.get(), [word], text, "=f,r"))
+        return _rows_like(like, maxima)
+
+    return compute(tile, zeros)
+
+
+def half_sums(tile: jax.Array) -> jax.Array:
+    """`(64, 8)` float32: of a `(64, n)` float16 tile the sums of each 8th column, in float16."""
+    if interpreting():
+        return tile.reshape(tile.shape[0], -1, 8).sum(axis=1).astype(jnp.float32)
+
+    shape = plgpu.ShapeDtypeStruct((64, 8), jnp.float32, layout=_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, _TILE), return_type=shape)
+    def compute(_, tile, like):
+        sums = _folded_halves(tile, "add.rn.f16x2 $0, $1, $2;")
+        out = like.registers.copy()
+        for index, _, half, pair in _fragments(like.registers):
+            for e, name in enumerate(("low", "high")):
+                text = (
+                    f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.f32.f16 $0, {name}; }}"
+                )
+                value = llvm.inline_asm(ir.F32Type.get(), [sums[half]], text, "=f,r")
+                pair = _insert(pair, value, e)
+            out[index] = pair
+        return _like(like, out)
+
+    return compute(tile, zero_tile(64, 8))
+
+
+def _folded_halves(tile, text: str) -> list:
+    """Of each row half of a float16 tile all words of this thread, put together two by two."""
+    i32 = ir.IntegerType.get_signless(32)
+    words: tuple[list, list] = [], []
+    for _, _, half, pair in _fragments(tile.registers):
+        words[half].append(mgpu_utils.bitcast(pair, i32))
+    folded = []
+    for terms in words:
+        while len(terms) > 1:  # a sum one by one would lose what is far below it
+            two_by_two = zip(terms[0::2], terms[1::2], strict=True)
+            terms = [llvm.inline_asm(i32, list(two), text, "=r,r,r") for two in two_by_two]
+        folded += terms
+    return folded
+
+
 def to_float8(tile: jax.Array) -> jax.Array:
-    """A `(64, n)` float32 tile in e4m3, as the left operand of a product from registers.
+    """A `(64, n)` float16 tile in e4m3, as the left operand of a product from registers.
 
     Magnitudes above 448 become 448. On a GPU columns are in another order, that of the columns of
     what `transpose_float8` stores.
@@ -2040,15 +2159,14 @@ def to_float8(tile: jax.Array) -> jax.Array:
         pairs = {(group, half): pair for _, group, half, pair in _fragments(tile.registers)}
         out = like.registers.copy()
         for index, group, half, quad in _fragments(like.registers):  # groups of 16
-            values = [_extract(pairs[2 * group + n, half], e) for n in range(2) for e in range(2)]
             word = llvm.inline_asm(
                 i32,
-                values,
+                [mgpu_utils.bitcast(pairs[2 * group + n, half], i32) for n in range(2)],
                 "{ .reg .b16 low, high;"
-                " cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
-                " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+                " cvt.rn.satfinite.e4m3x2.f16x2 low, $1;"
+                " cvt.rn.satfinite.e4m3x2.f16x2 high, $2;"
                 " mov.b32 $0, {low, high}; }",
-                "=r,f,f,f,f",
+                "=r,r,r",
             )
             out[index] = mgpu_utils.bitcast(word, quad.type)
         return _like(like, out)
@@ -2169,7 +2287,7 @@ def transpose_float8(target, source) -> None:
     transpose(target, source)
 
 
-_LOADS = 4  # on their way at a time, of 4 registers each
+_LOADS = 2  # on their way at a time, of 4 registers each
 
 
 def float8_operand(columns: int) -> tuple:

@@ -11,7 +11,7 @@ import pytest
 
 import jax_flash
 from jax_flash import Quantized
-from pallas_kernels import config, forward_fp8
+from pallas_kernels import config, half_softmax
 from tests import oracle
 from tests.support.interpret import interpret_mode
 
@@ -20,8 +20,9 @@ attention = functools.partial(
 )
 attention_xla = functools.partial(jax_flash.attention, implementation="xla", return_residual=True)
 
-# Rounding weights to e4m3 costs some 0.025.
+# Rounding weights to e4m3 costs some 0.025. Logits have the 11 bits of float16.
 OUT_ERROR, LSE_ERROR = 0.05, 1e-3
+LOGIT_ERROR = 2.0**-11
 
 
 def draw(seed, *shape, dtype=jnp.bfloat16):
@@ -46,7 +47,7 @@ def compare(results, expected, out_error=OUT_ERROR, lse_error=LSE_ERROR):
     """Of each head too: an error in one may be small in all."""
     (out, lse), (exact_out, exact_lse) = results, expected
     assert out.shape == exact_out.shape and lse.dtype == jnp.float32
-    np.testing.assert_allclose(lse, exact_lse, atol=lse_error, rtol=1e-5)
+    np.testing.assert_allclose(lse, exact_lse, atol=lse_error, rtol=LOGIT_ERROR)
     assert np.isfinite(np.float32(out)).all()
     for b, n in np.ndindex(out.shape[0], out.shape[2]):
         assert relative(out[b, :, n], exact_out[b, :, n]) < out_error
@@ -178,8 +179,8 @@ def test_maxima_that_grow(nats, options):
 def test_sums_that_ask_for_a_new_reference(width):
     """None of weights that are all as large as a new reference makes them, any of larger ones."""
     weights_of_a_thread = config.FORWARD_FP8[width].block_kv // 8
-    assert weights_of_a_thread * 2.0**-forward_fp8._ALLOWED.headroom < forward_fp8._SUM_LIMIT
-    assert jnp.finfo(jnp.float8_e4m3fn).max >= forward_fp8._SUM_LIMIT
+    assert weights_of_a_thread * 2.0**half_softmax.LARGEST < half_softmax.SUM_LIMIT
+    assert jnp.finfo(jnp.float8_e4m3fn).max >= half_softmax.SUM_LIMIT
 
 
 def test_maxima_that_grow_in_some_rows():
@@ -240,6 +241,61 @@ def test_scales_of_zero(of):
     for i in of:
         zeros = arrays[i].scales.at[:, ::2].set(0)
         arrays[i] = Quantized(arrays[i].values, zeros, arrays[i].block_size)
+    interpreted(arrays)
+
+
+def far_apart(power, T, S, N, H):
+    """Logits of some 10^power, of both signs, of which one leads by a twentieth; and its place.
+
+    In half of the rows all logits are below 0. Values use all of e4m3.
+    """
+    numbers = np.random.default_rng(power)
+    winner = numbers.integers(0, S, (N, 2))
+    first = numbers.uniform(1.0, 2.0, (S, N))
+    for n, (highest, lowest) in enumerate(winner):
+        first[highest, n], first[lowest, n] = 2.2, 0.8
+    key = np.zeros((1, S, N, H), np.float32)
+    key[0, :, :, 0] = 200.0 * first
+    sign = np.where(np.arange(T) % 2, -1.0, 1.0)
+    query = np.zeros((1, T, N, H), np.float32)
+    query[0, :, :, 0] = 448.0 * sign[:, None]
+    value = np.asarray(draw(power, 1, S, N, H), np.float32)
+    scales = [np.full((1, 1, N), x, np.float32) for x in (10.0**power / 448 / 200, 1.0, 1.0)]
+    arrays = [
+        Quantized(jnp.asarray(x).astype(jnp.float8_e4m3fn), jnp.asarray(scale), max(T, S))
+        for x, scale in zip((query, key, value), scales, strict=True)
+    ]
+    return arrays, np.where(sign[:, None] > 0, winner[:, 0], winner[:, 1])
+
+
+def check_far_apart(power, T, S, N, H):
+    """Where float16 does not hold references or factors, or too roughly."""
+    arrays, winner = far_apart(power, T, S, N, H)
+    out, lse = attention(*arrays, scale=1.0)
+    _, expected = attention_xla(*arrays, scale=1.0)
+    np.testing.assert_allclose(lse, expected, rtol=LOGIT_ERROR)
+    values = np.float32(arrays[2].values)
+    for n in range(N):
+        # The weight that is 1 has four bits.
+        seen = values[0, winner[:, n], n]
+        np.testing.assert_allclose(np.float32(out[0, :, n]), seen, rtol=2.0**-4)
+
+
+@pytest.mark.parametrize("power", [3, 4, 5, 7])
+@pytest.mark.fast_cases(1)
+def test_logits_beyond_float16(power):
+    with interpret_mode():
+        check_far_apart(power, 70, 300, 1, 64)
+
+
+def test_all_of_e4m3():
+    """Query and key that no one made for the kernel, some of whose values lose bits in it."""
+    arrays = [
+        Quantized((100 * x.astype(jnp.float32)).astype(jnp.float8_e4m3fn), scale, 1000)
+        for x, scale in zip(
+            inputs(1, 70, 300, 1, 1, 128), 3 * [jnp.full((1, 1, 1), 0.01)], strict=True
+        )
+    ]
     interpreted(arrays)
 
 
@@ -431,6 +487,14 @@ def test_sums_in_float32_on_a_gpu(width):
     exact, _ = attention_xla(*arrays)
     out, _ = attention(*arrays, config=promoting(width))
     assert relative(out, exact) < 5e-3
+
+
+@pytest.mark.fast_cases(4)
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", config.WIDTHS)
+@pytest.mark.parametrize("power", [3, 4, 5, 7])
+def test_logits_beyond_float16_on_a_gpu(power, width):
+    check_far_apart(power, T, S, 2, width)
 
 
 @pytest.mark.gpu

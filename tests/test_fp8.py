@@ -388,6 +388,11 @@ REFUSED = {
     ),
     "query: got a block_size of 0; needs an integer": (lambda: changed(block_size=0), ValueError),
     "key: got a block_size of 8.0": (lambda: changed(1, block_size=8.0), ValueError),
+    "key: got largest of 449; needs a number above 0, and 448.0 at most": (
+        lambda: changed(1, largest=449),
+        ValueError,
+    ),
+    "query: got largest of nan": (lambda: changed(largest=float("nan")), ValueError),
     "query: got a string": (lambda: changed(values="a string"), TypeError),
 }
 

@@ -8,9 +8,10 @@ import pytest
 
 import jax_flash
 from jax_flash import quantization
-from jax_flash.quantization import rotate
+from jax_flash.quantization import halvings, largest_of_rows, rotate
 
 LARGEST = 448.0
+HALF_MAX = 65504.0  # of float16
 KEY = jax.random.key(3)
 
 
@@ -24,8 +25,9 @@ def quantize(x, **options):
 
 
 def in_numpy(x, block_size):
-    """Values and scales, one block at a time."""
+    """Values and scales of queries or keys, one block at a time."""
     x = np.asarray(x, np.float64)
+    most = largest_of_rows(x.shape[-1])
     B, T, N, _ = x.shape
     starts = range(0, T, block_size)
     scales = np.ones((B, len(starts), N))
@@ -35,8 +37,8 @@ def in_numpy(x, block_size):
         block = x[b, rows, n]
         largest = np.abs(block[np.isfinite(block)]).max(initial=0)
         if largest > 0:
-            scales[b, i, n] = largest / LARGEST
-        scaled = np.clip(block / scales[b, i, n], -LARGEST, LARGEST)
+            scales[b, i, n] = largest / most
+        scaled = np.clip(block / scales[b, i, n], -most, most)
         values[b, rows, n] = scaled.astype(ml_dtypes.float8_e4m3fn)
     return values, scales
 
@@ -55,6 +57,23 @@ def test_a_scale_for_each_block_of_each_head(block_size, dtype):
     got, values = np.float32(np.asarray(quantized.values)), np.float32(values)
     assert (got != values).mean() < 1e-2
     np.testing.assert_allclose(got, values, rtol=2**-3, atol=2**-9)
+
+
+@pytest.mark.parametrize("width", [1, 8, 64, 80, 128, 192, 256, 384])
+def test_products_of_rows_are_float16_numbers(width):
+    most = largest_of_rows(width)
+    rows = jnp.full((1, 9, 1, width), 3.0).at[0, 5].set(jnp.inf)
+    query, key, value = jax_flash.quantize_fp8(rows, rows, rows)
+    assert [x.largest for x in (query, key, value)] == [most, most, LARGEST]
+    assert (query.values.astype(jnp.float32) == most).all()
+    assert most**2 * width <= HALF_MAX
+    following = float(np.nextafter(ml_dtypes.float8_e4m3fn(most), ml_dtypes.float8_e4m3fn(448)))
+    assert most == LARGEST or following**2 * width > HALF_MAX
+    assert halvings(most, most, width) == (0, 0)
+    of_query, of_key = halvings(LARGEST, LARGEST, width)
+    product = LARGEST**2 * width / 2.0 ** (of_query + of_key)
+    assert HALF_MAX / 2 < product <= HALF_MAX
+    assert 0 <= of_query - of_key <= 1
 
 
 def test_default_block():
@@ -113,7 +132,8 @@ def test_infinities_saturate_and_nan_stays():
     x = draw(0, 1, 16, 2, 8)
     odd = x.at[0, 3, 0, 2].set(jnp.inf).at[0, 3, 0, 3].set(-jnp.inf).at[0, 4, 0, 5].set(jnp.nan)
     values = quantize(odd, block_size=8).values.astype(jnp.float32)
-    assert values[0, 3, 0, 2] == LARGEST and values[0, 3, 0, 3] == -LARGEST
+    most = largest_of_rows(8)
+    assert values[0, 3, 0, 2] == most and values[0, 3, 0, 3] == -most
     assert jnp.isnan(values).sum() == 1 and jnp.isnan(values[0, 4, 0, 5])
     # The scale is made from the others.
     replaced = jnp.where(jnp.isfinite(odd), odd, 0)
@@ -121,7 +141,7 @@ def test_infinities_saturate_and_nan_stays():
         quantize(odd, block_size=8).scales, quantize(replaced, block_size=8).scales
     )
     only = quantize(jnp.full((1, 8, 1, 8), jnp.inf))
-    assert only.scales[0, 0, 0] == 1 and (only.values.astype(jnp.float32) == LARGEST).all()
+    assert only.scales[0, 0, 0] == 1 and (only.values.astype(jnp.float32) == most).all()
 
 
 @pytest.mark.parametrize("magnitude", [1e-45, 1e-38, 1e-30, 3e38])
