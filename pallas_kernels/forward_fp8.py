@@ -1,7 +1,7 @@
 """Forward attention in FP8 (e4m3) for Hopper GPUs.
 
 Tiles, lists of thread blocks, circular buffers and turns are those of `forward.py`. What is
-different comes of four things (Shah et al. 2024, "FlashAttention-3", section 3.3).
+different comes of five things (Shah et al. 2024, "FlashAttention-3", section 3.3).
 
 Values. wgmma takes 8-bit operands along the axis of the sum only, so V must stand in shared memory
 with its keys side by side. The producer warpgroup turns each tile after it came by TMA:
@@ -15,10 +15,14 @@ Order of keys. Weights are the left operand of the second product, from register
 must have 4 keys side by side; the first product leaves it pairs. Sums do not ask for the order of
 their terms, so nothing moves between threads: V' has its keys in the order of the weights.
 
+Logits. wgmma gives them in float16 as fast as in float32, in half of the registers, which makes
+room for a third consumer at width 128 and for 128 keys a step at 256. `half_softmax.py` makes
+weights of two at a time. Products of query and key must be float16 numbers for that.
+
 Range. e4m3 has 2^-9 to 448. The largest weight of a row is 2^4 when its reference is made, in the
-first step, and may grow: once a weight has 256 or more its warp computes the step again with a new
-reference. A look at the bytes tells, 4 weights at a time; the search for maxima in every step that
-it spares is a sixth of the instructions.
+first step, and may grow: once some weights have a sum of 448 or more their warp computes the step
+again with a new reference. The search for maxima in every step that it spares was a sixth of the
+instructions.
 
 Scales. Those of a query's row and of a step's keys multiply the logits, in the exponent. The values
 of a step have one scale, in which the output is kept: where the next step has another it is
@@ -110,7 +114,8 @@ def attention(
 
     Args:
       query: float8_e4m3fn `[B, T, N, H]`; T a multiple of 8, H of 16.
-      key: `[B, S, K, H]`; S a multiple of 8, of which problem.key_length are attended.
+      key: `[B, S, K, H]`; S a multiple of 8, of which problem.key_length are attended. The largest
+        magnitudes of query and key, times H, are 65504 at most.
       value: `[B, S, K, h]`; h a multiple of 16; finite.
       scales: of the operands.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
