@@ -24,7 +24,8 @@ LARGEST = 4.0
 # and those of a thread, 16 of 2^4, make 2^8.
 SUM_LIMIT = 448.0
 
-# From there on a reference is not rounded, as the largest weight would not be near `LARGEST`.
+# From there on a reference is not rounded, as the largest weight would not be near `LARGEST`, and
+# `half_weights` does not take it.
 _FAR = 2.0**11
 
 _COLUMNS = 16  # of logits that are in float32 at a time, as a whole tile has no room

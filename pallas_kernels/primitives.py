@@ -2025,11 +2025,11 @@ def half_weights(logits: jax.Array, factor: jax.Array, reference: jax.Array) -> 
     """2^(factor * logits - reference), float16 as logits, `(64, n)`.
 
     factor and reference are `(64,)` float32, one value a row, cast to float16. All weights of a row
-    are NaN where 32 times the reference is beyond float16's range, or the factor.
+    are NaN where the reference is 2048 or more from 0, or the factor beyond float16's range.
     """
     if interpreting():
         factor, start = (x.astype(jnp.float16) for x in (factor, -reference))
-        wrong = (start * 32 + factor) * 0
+        wrong = (start * 32 + factor * 0) * 0  # NaN of what is infinite
         exponents = logits.astype(jnp.float32) * factor.astype(jnp.float32)[:, None]
         exponents += (wrong + start).astype(jnp.float32)[:, None]
         return jnp.exp2(exponents.astype(jnp.float16))
@@ -2049,9 +2049,10 @@ def half_weights(logits: jax.Array, factor: jax.Array, reference: jax.Array) -> 
                 llvm.inline_asm(
                     i32,
                     [own_reference, factors[-1], _i32(0x50005000), _i32(0)],  # 32 and 0, twice
-                    "{ .reg .f32 start; .reg .b32 far; neg.f32 start, $1;"
+                    "{ .reg .f32 start; .reg .b32 wrong; neg.f32 start, $1;"
                     " cvt.rn.f16x2.f32 $0, start, start;"
-                    " fma.rn.f16x2 far, $0, $3, $2; fma.rn.f16x2 $0, far, $4, $0; }",
+                    " mul.rn.f16x2 wrong, $2, $4; fma.rn.f16x2 wrong, $0, $3, wrong;"
+                    " fma.rn.f16x2 $0, wrong, $4, $0; }",
                     "=&r,f,r,r,r",
                 )
             )

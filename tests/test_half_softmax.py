@@ -86,6 +86,19 @@ def test_factors_and_references_beyond_float16(factor, sign):
         np.testing.assert_array_equal(weights.argmax(axis=1), winner)
 
 
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_references_near_the_last_that_float16_takes(sign):
+    """On either side of 2^11 all tiles must have the same one."""
+    logits = [(sign * 51 + x / 64).astype(jnp.float16) for x in tiles(1, 1, 1)]
+    factor = jnp.linspace(39.9, 40.3, 64)
+    _, state = start(logits[0], factor)
+    assert 10 < (jnp.abs(state.reference) < 2048).sum() < 54
+    weights, lse, _ = run(logits, factor)
+    exact_weights, exact_lse = exactly(logits, factor)
+    np.testing.assert_allclose(lse, exact_lse, rtol=2**-11)
+    np.testing.assert_allclose(weights, exact_weights, rtol=2**-5, atol=2**-9)
+
+
 def test_only_rows_that_ask_for_it_get_a_new_reference():
     """So that their largest weight is a power of 2; others are the same to float16's rounding."""
     first, second = tiles(1, 1)
