@@ -122,9 +122,9 @@ def quantize_fp8(
     A block's scale makes its largest finite magnitude that of e4m3, 448, or of query and key what
     keeps products of two rows below 65504: 30, 22 and 15 for widths of 64, 128 and 256. Of values
     it is the next power of two, so that neighbouring blocks mostly share one, which spares the
-    kernel work and costs no significant bit. A block of zeros has scale 1. Infinities
-    become the largest magnitude, with their sign; NaN stays NaN. All rows of a block count, also
-    those that a mask hides: fill padding with zeros, not with huge numbers.
+    kernel work and costs no significant bit. A block of zeros has scale 1. Infinities become the
+    largest magnitude, with their sign; NaN stays NaN. All rows of a block count, also those that a
+    mask hides: fill padding with zeros, not with huge numbers.
 
     It has no derivative: `jax_flash.attention_fp8` quantises too, and has one.
 

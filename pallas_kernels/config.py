@@ -477,7 +477,8 @@ FORWARD_FP8 = {
     ),
 }
 
-# Otherwise 4 bytes spill at width 256, and 100 at 128.
+# With segment ids, without which 4 bytes spill at width 256 and 100 at 128, or where fewer than 128
+# rows of keys or values share a scale.
 FORWARD_FP8_SEGMENTED = FORWARD_FP8 | {
     128: dataclasses.replace(FORWARD_FP8[128], consumers=2, registers=(224, 56)),
     256: dataclasses.replace(FORWARD_FP8[256], block_kv=64),

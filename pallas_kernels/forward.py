@@ -823,7 +823,7 @@ def _build(
                             logits, factor, allowed, state
                         )
                     else:
-                        weights, _, state = online_softmax.go_on(logits, factor, state)
+                        weights, state = online_softmax.go_on(logits, factor, state)
                     first_key = (end_block - 1 - j) * block_kv
                     if cap_beside_lengths and has_dropout:  # only now: registers are short
                         words = words_of(*tiles.locate(number_of(index + fresh_zero())))

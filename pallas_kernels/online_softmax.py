@@ -147,15 +147,10 @@ def unsettled(state: RowState, allowed: Range) -> jax.Array:
 
 def go_on(
     logits: jax.Array, factor: float | jax.Array, state: RowState
-) -> tuple[jax.Array, jax.Array, RowState]:
-    """A further tile of rows that have seen a key, with the reference they have.
-
-    Returns:
-      Its weights, their own `(64, 8)` partial sums, and the state.
-    """
+) -> tuple[jax.Array, RowState]:
+    """A further tile of rows that have seen a key, with the reference they have."""
     weights = _weights(logits, factor, state.reference)
-    sums = _partial_sums(weights)
-    return weights, sums, RowState(state.reference, state.sums + sums)
+    return weights, RowState(state.reference, state.sums + _partial_sums(weights))
 
 
 def finish(

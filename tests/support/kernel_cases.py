@@ -1,6 +1,7 @@
 """The kernel variants that tests compile: every one that the library may launch."""
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -331,6 +332,10 @@ def _cases_of_fp8() -> list[tuple[str, Callable, Any]]:
             own = config.FORWARD_FP8_PROMOTING[width]
             settings = dataclasses.replace(config.default(width), forward_fp8=own)
             cases.append((f"{name}-promoting", _forward_fp8({"config": settings}), args))
+        if (width, mask, shape, segmented) == (256, "causal", "ragged", False):
+            quantize = functools.partial(jax_flash.quantize_fp8, block_size=64)
+            args = *jax.eval_shape(quantize, rows, keys, keys), *args[3:]
+            cases.append((f"{name}-blocks-of-64", _forward_fp8(MASKS[mask]), args))
     return cases
 
 
