@@ -21,6 +21,7 @@ import numpy as np
 
 import jax_flash
 from benchmarks import timing
+from benchmarks.attention import RESULTS, provenance, write
 
 VOCABULARY = 256  # bytes
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "cudnn", "xla", "jax.nn", "fp8")
@@ -266,6 +267,7 @@ def main(argv: list[str] | None = None) -> int:
         const="mosaic_gpu" if gpu else "jax.nn",
         help="implementations, separated by commas, to train beside xla",
     )
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args(argv)
     model = Model(options.layers, options.heads, options.key_heads, options.head_width)
     names = [options.implementation]
@@ -296,7 +298,16 @@ def main(argv: list[str] | None = None) -> int:
         apart = np.max(np.abs(curves[name] - curves["xla"]))
         print(f"largest difference of {name} and xla: {apart:.4f} nats")
     wrong = disagreement(curves)
-    print(wrong or "The curves agree to within bf16 rounding.")
+    print(wrong or "The curves agree to within rounding.")
+    record = provenance() | {
+        "model": dataclasses.asdict(model),
+        "batch": options.batch,
+        "length": options.length,
+        "seconds": seconds,
+        "losses": {name: losses.tolist() for name, losses in curves.items()},
+    }
+    title = " ".join(["train lm", *names[2:]])
+    print(f"written: {write(options.results, title, record)}")
     return 1 if wrong else 0
 
 

@@ -103,18 +103,6 @@ def gradients(
     return _attention_backward(settings, residuals, (d_out, d_lse))[:3]
 
 
-def results_of(call: Call, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Given results of a call, with the gradients that those of `attention` have.
-
-    Args:
-      call: as for `attention`.
-      out, lse: `[B, T, N, h]` and `[B, T, N]`, which the backward pass takes for those of the call.
-    """
-    settings, operands = _prepared(call)
-    out, lse = _results_of(settings, out, lse.transpose(0, 2, 1), *operands)
-    return out, lse.transpose(0, 2, 1)
-
-
 def _prepared(call: Call):
     """The arguments of `_attention`: settings and operands."""
     assert isinstance(call.scale, (int, float))  # else unsupported
@@ -450,25 +438,6 @@ def _sink_gradient(sink, out, lse, d_out, d_lse):
 
 
 _attention.defvjp(_attention_with_residuals, _attention_backward, symbolic_zeros=True)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _results_of(settings, out, lse, *operands):
-    """out and lse; operands are those of `_attention`."""
-    return out, lse
-
-
-def _results_with_residuals(settings, *args):
-    out, lse, *operands = jax.tree.map(lambda x: x.value, args)
-    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (_Static(_is_bias_wanted(args[-1])), *operands, out, lse)
-
-
-def _results_backward(settings, residuals, cotangents):
-    return None, None, *_attention_backward(settings, residuals, cotangents)
-
-
-_results_of.defvjp(_results_with_residuals, _results_backward, symbolic_zeros=True)
 
 
 # Letters of `sharding.over_devices`: of several arrays, and of the operands of `_attention`.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_flash import api, autodiff, dispatch
+from jax_flash import api, dispatch
 from jax_flash.call import Call
 from jax_flash.quantization import quantize_fp8
 
@@ -26,11 +26,12 @@ def attention_fp8(
     """`jax_flash.attention` in FP8, of inputs that are not, with gradients.
 
     Query, key and value are quantised (`jax_flash.quantize_fp8`), and the forward pass is that of
-    FP8. The gradients are those of `jax_flash.attention` in the inputs' own dtype, at the inputs as
-    they were before they were quantised: quantisation counts as the identity (straight-through).
-    On "mosaic_gpu" the backward pass takes output and LSE from the forward pass in FP8, so that
-    nothing is computed twice, and what it gives has a part of FP8's error; the other
-    implementations compute both again in the inputs' dtype.
+    FP8. The gradients are those of `jax_flash.attention` at the inputs as they were before, in
+    their own dtype: quantisation counts as the identity (straight-through). The backward pass needs
+    output and LSE of the logits that it computes itself, or the weights of rows with large logits
+    would not add up to 1, and a model would not train. So it begins with a forward pass in the
+    inputs' dtype, keeps only the inputs for that, and takes as long as the one of
+    `jax_flash.attention` under `jax.checkpoint`.
 
     Values are quantised without their mean over the keys, which is added to the output: weights add
     up to 1, and rounding, as well as Hopper's sums of FP8 products, cost what is left of them. Not
@@ -92,7 +93,7 @@ def attention_fp8(
         seeing = jnp.logical_not(jnp.isneginf(lse))[..., None]
         of_heads = jnp.repeat(offset, call.query.shape[2] // call.key.shape[2], axis=2)
         out = out + jnp.where(seeing, of_heads, 0)
-    out, lse = _with_gradients(call, implementation, out.astype(call.query.dtype), lse)
+    out, lse = _given(call, implementation, call.arrays, out.astype(call.query.dtype), lse)
     if jnp.ndim(query) == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if call.return_residual else out
@@ -122,17 +123,12 @@ def _zero_beyond(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     return jnp.where(exists[:, :, None, None], x, 0)
 
 
-def _with_gradients(
-    call: Call, implementation: str | None, out: jax.Array, lse: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """out `[B, T, N, h]` and LSE `[B, T, N]`, with the gradients that those of `call` have."""
-    if dispatch.choose(call, implementation).implementation == "mosaic_gpu":
-        return autodiff.results_of(call, out, lse)
-    return _given(call, implementation, call.arrays, out, lse)
-
-
 def _given(call: Call, implementation: str | None, *args) -> tuple[jax.Array, jax.Array]:
-    """The given results, whose gradients are those of computing them again from the arrays."""
+    """The given results, whose gradients are those of computing them again from the arrays.
+
+    Args:
+      args: the arrays of the call, out `[B, T, N, h]` and LSE `[B, T, N]`.
+    """
 
     @jax.custom_vjp
     def given(arrays, out, lse):

@@ -72,13 +72,17 @@ def test_plain_adam_is_that_of_optax():
 
 
 @pytest.mark.parametrize(("off_by", "status"), [(0.0, 0), (0.5, 1), (np.nan, 1)])
-def test_comparison_on_the_command_line(curves, off_by, status, monkeypatch, capsys):
+def test_comparison_on_the_command_line(curves, off_by, status, monkeypatch, capsys, tmp_path):
     def train(name, *sizes):
         return curves[name] + (off_by if name == "jax.nn" else 0.0), 1.0
 
     monkeypatch.setattr(train_lm, "train", train)
-    assert train_lm.main(["--compare", "jax.nn", "--steps", "25"]) == status
+    arguments = ["--compare", "jax.nn", "--steps", "25", "--results", str(tmp_path)]
+    assert train_lm.main(arguments) == status
     assert "largest difference of jax.nn and xla" in capsys.readouterr().out
+    (written,) = tmp_path.iterdir()
+    losses = json.loads(written.read_text())["losses"]
+    np.testing.assert_array_equal(losses["jax.nn"], curves["jax.nn"] + off_by)
 
 
 def small_row(causal: bool) -> attention.Row:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_flash
 from benchmarks import accuracy_fp8
-from jax_flash import Quantized, autodiff, dispatch, kernel_fp8, xla
+from jax_flash import Quantized, dispatch, kernel_fp8, xla
 from jax_flash.masks import dropout_keep
 from pallas_kernels import config
 from tests import oracle
@@ -576,7 +576,7 @@ def test_fp8_refuses_what_attention_does():
         jax_flash.attention_fp8(query, key, value, implementation="mosaic_gpu")
 
 
-# --- the backward kernels, with what FP8 gave -----------------------------------------------------
+# --- with the backward kernels -------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -591,34 +591,35 @@ def wide(*heads):
     return tuple(draw(i, 2, 64, n, 64) for i, n in enumerate(heads))
 
 
-def kernel_gradients(attention, arrays, sinks, **options):
+def results_and_gradients(attention, arrays, sinks):
+    """Output and LSE, and what they give of fixed cotangents."""
     run = lambda arrays, sinks: attention(
-        *arrays, sinks=sinks, is_causal=True, return_residual=True, **options
+        *arrays, sinks=sinks, is_causal=True, return_residual=True, implementation="mosaic_gpu"
     )
     results, vjp = jax.vjp(run, arrays, sinks)
-    return *results, vjp((jnp.cos(results[0]), jnp.sin(results[1])))
+    # Zeros have the sharding of the results.
+    random = (draw(9 + n, *x.shape, dtype=x.dtype) for n, x in enumerate(results))
+    return results, vjp(tuple(map(jnp.add, map(jnp.zeros_like, results), random)))
 
 
 @pytest.mark.usefixtures("forward_in_xla")
-def test_backward_kernels_in_interpret_mode():
-    arrays, sinks = wide(2, 1, 1), draw(8, 2, dtype=jnp.float32)
+def test_gradients_of_the_kernels_where_logits_are_large():
+    """Logits up to 150 nats: those in FP8 are off by many, but gradients are not made with them."""
+    query, key, value = wide(2, 1, 1)
+    arrays, sinks = (query * 6, key * 6, value), draw(8, 2, dtype=jnp.float32)
     with interpret_mode():
-        out, lse, ours = kernel_gradients(
-            jax_flash.attention_fp8, arrays, sinks, implementation="mosaic_gpu"
-        )
-    exact_out, exact_lse, exact = kernel_gradients(attention_xla, arrays, sinks)
-    assert 5e-3 < relative(out, exact_out) < 0.1
-    assert relative(lse, exact_lse) < 1e-2
-    for x, y in zip(*map(jax.tree.leaves, (ours, exact)), strict=True):
-        assert relative(x, y) < 0.1
+        (_, lse), ours = results_and_gradients(jax_flash.attention_fp8, arrays, sinks)
+        (_, exact_lse), exact = results_and_gradients(jax_flash.attention, arrays, sinks)
+    assert abs(lse - exact_lse).max() > 1
+    chex.assert_trees_all_equal(ours, exact)
 
 
 @pytest.mark.usefixtures("forward_in_xla")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_backward_of_sharded_operands(axis_type):
+def test_sharded_operands_with_gradients(axis_type):
     arrays, sinks = wide(4, 2, 2), draw(8, 4, dtype=jnp.float32)
     mesh = mesh_of((2, 2), axis_type)
-    run = functools.partial(kernel_gradients, jax_flash.attention_fp8, implementation="mosaic_gpu")
+    run = functools.partial(results_and_gradients, jax_flash.attention_fp8)
     explicit = axis_type == AxisType.Explicit
     with plain_kernels():
         plain = jax.jit(lambda *x: run(*x))(arrays, sinks)
@@ -629,36 +630,31 @@ def test_backward_of_sharded_operands(axis_type):
 
 
 @pytest.mark.usefixtures("forward_in_xla")
-def test_output_and_lse_are_saved_by_name(monkeypatch):
-    """Under a policy that keeps them the forward in FP8 runs once."""
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_forward_in_fp8_runs_once(monkeypatch, remat):
+    """Also under `jax.checkpoint`, as the backward pass takes nothing of it."""
 
     def attention(call):
         out, lse = xla.attention(call)
         return jax.pure_callback(lambda x: x, jax.typeof(out), out), lse
 
-    def forward_runs(policy):
-        attend = functools.partial(jax_flash.attention_fp8, implementation="mosaic_gpu")
-        attend = jax.checkpoint(attend, policy=policy)
-        loss = lambda *x: attend(*x).astype(jnp.float32).sum()
-        return str(jax.make_jaxpr(jax.grad(loss))(*wide(2, 1, 1))).count("= pure_callback[")
-
     monkeypatch.setattr(kernel_fp8, "attention", attention)
-    policy = jax.checkpoint_policies.save_only_these_names(*autodiff.CHECKPOINT_NAMES)
-    assert forward_runs(None) == 2
-    assert forward_runs(policy) == 1
+    attend = functools.partial(jax_flash.attention_fp8, implementation="mosaic_gpu")
+    attend = jax.checkpoint(attend) if remat else attend
+    loss = lambda *x: attend(*x).astype(jnp.float32).sum()
+    assert str(jax.make_jaxpr(jax.grad(loss))(*wide(2, 1, 1))).count("= pure_callback[") == 1
 
 
-def test_choice_of_the_backward_pass(monkeypatch):
-    """Kernels go back where they can, also from a forward pass on xla."""
-    ran = []
-    monkeypatch.setattr(autodiff, "results_of", lambda call, *x: ran.append("kernels") or x)
-    for name in ("mosaic_gpu", "xla"):
-        monkeypatch.setattr(
-            dispatch,
-            "choose",
-            lambda call, _, name=name: dispatch.Explanation(
-                "xla" if call.scales is not None else name, {}
-            ),
-        )
-        jax_flash.attention_fp8(*qkv())
-        assert ran == ["kernels"]
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_choice_of_the_backward_pass(monkeypatch, implementation):
+    """It is made anew for the inputs' dtype: kernels go back from a forward pass on xla too."""
+    made = []
+
+    def attention(call, implementation):
+        made.append((call.query.dtype, implementation))
+        return xla.attention(call)
+
+    monkeypatch.setattr(dispatch, "attention", attention)
+    attend = functools.partial(jax_flash.attention_fp8, implementation=implementation)
+    jax.vjp(attend, *qkv())[1](draw(9, B, T, N, h))
+    assert made == [(jnp.float8_e4m3fn, implementation), (jnp.bfloat16, implementation)]
