@@ -370,7 +370,7 @@ def _build(
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=own_key.tiles)
                     k_free.arrive(0, when=j + 1 == end)
                     if has_cap:
-                        logits, _ = soft_cap.capped(logits, loaded, problem)
+                        logits, _ = soft_cap.capped(logits, loaded, problem, branches=False)
                         logits = masked(logits, mask, j, loaded, soft_cap.UNSEEN)
                         send_tile(weights_mail, logits)
                         operand, _ = capped_weights(logits, slot, key_words)

@@ -617,7 +617,7 @@ def default(
         forward = FORWARD_ELEMENTS_DROPOUT[widest]
     elif forward_loads_elements:
         forward = FORWARD_ELEMENTS[widest]
-    elif widest == 64 and segmented:
+    elif widest == 64 and (segmented or soft_cap):
         forward = FORWARD_NARROW
     elif not has_elements:  # a bias of keys would not fit into shared memory beside these
         if whole_tiles(width) == 192 and 0 < value_width <= 128:

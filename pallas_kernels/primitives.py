@@ -520,6 +520,34 @@ def rsqrt(tile: jax.Array) -> jax.Array:
     return compute(tile)
 
 
+def any_not_negative(tile: jax.Array) -> jax.Array:
+    """Whether an element of a `(64, n)` float32 tile has no minus, or is NaN, in the warp.
+
+    As of `any_from`, warps differ in the result.
+    """
+    if interpreting():
+        return jnp.logical_not(tile < 0).any()
+
+    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=shape)
+    def vote(_, tile):
+        i32 = ir.IntegerType.get_signless(32)
+        signs = [
+            mgpu_utils.bitcast(_extract(pair, e), i32)
+            for pair in tile.registers.flat
+            for e in range(2)
+        ]
+        text = (
+            "{ .reg .pred p; setp.ge.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
+            " selp.s32 $0, 1, 0, p; }"
+        )
+        value = _asm(text, "=r,r", [functools.reduce(arith.andi, signs)], i32)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return vote(tile) > 0
+
+
 # --- masks ---------------------------------------------------------------------------------------
 
 

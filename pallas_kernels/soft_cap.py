@@ -9,19 +9,23 @@ and exp2 with a division would take two more instructions of the unit that is sh
 tanh = sinh / sqrt(1 + sinh^2) takes one, a reciprocal square root. An odd polynomial does for sinh,
 however wrong where it is large, since 1 - tanh is 1 / (2 sinh^2) there: of degree 9, fitted to the
 least largest error of the quotient, 8e-7 of the tanh, it has eight multiplications and additions.
+
+Most logits are far below the cap, where an odd polynomial of degree 7 is the tanh itself, with less
+than half of the instructions. A warp looks at some columns at a time whether all logits are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.config import Problem
 from pallas_kernels.dropout import as_operand, negated_transposed
 from pallas_kernels.elements import Loaded, biased
 from pallas_kernels.online_softmax import LOG2E
-from pallas_kernels.primitives import rsqrt
+from pallas_kernels.primitives import any_not_negative, rsqrt
 
 # Of x, x^3, ... x^9 in sinh(x): by least squares, weighted until all maxima of the error of tanh
 # are the same.
@@ -32,36 +36,82 @@ _SINH = (
     0.00019178718082572813,
     3.569496009475779e-06,
 )
+# Of x, x y, x y^2 and x y^3 in tanh(x), y = x^2 - _NEAR^2, below _NEAR: so fitted, to 2.2e-6.
+_NEAR = 0.6
+_NEAR_TANH = (
+    0.8950806904199016,
+    -0.2550371428060724,
+    0.08637503667520906,
+    -0.04092902018919724,
+)
+# Columns that a warp looks at together: with 64 of them 220 bytes spill at width 256.
+_NEAR_COLUMNS = 32
+# What is in the coefficients of _NEAR_TANH to the 7th power must stay within float32.
+_FACTORS = 1e-4, 1e4
 # Of x^2, in what x is multiplied with: from there on tanh is 1 in float32. Without it the square of
 # sinh would be infinite from x = 550 on, and tanh 0.
 _FAR = 64.0
-# From there on tanh is 1 for a logit whose bias may be infinite, which `tanh` does not take.
+# From there on tanh is 1, for logits whose bias may be infinite: `tanh_by_sinh` takes none.
 _INFINITE = 16.0
 # A capped logit that is none: its weight is 0, its square finite.
 UNSEEN = -1e9
 
 
-def tanh(x: jax.Array) -> jax.Array:
+def tanh(x: jax.Array, factor: float) -> jax.Array:
+    """tanh of factor * x for a float32 tile, to 2.2e-6 of its value and float32's rounding.
+
+    Each element has the same whatever stands beside it; abs(factor * x) < 1e17.
+    """
+    if not _FACTORS[0] < factor < _FACTORS[1]:
+        x, factor = x * factor, 1.0
+
+    def excess(x):
+        return x * x - (_NEAR / factor) ** 2
+
+    def near(x):
+        coefficients = [c * factor ** (2 * n + 1) for n, c in enumerate(_NEAR_TANH)]
+        return x * _polynomial(excess(x), coefficients)
+
+    def whole(x):
+        choose = lambda x: jnp.where(excess(x) < 0.0, near(x), tanh_by_sinh(x * factor))
+        return by_columns(choose, x)
+
+    decide = lambda x: lax.cond(any_not_negative(excess(x)), whole, near, x)
+    return by_columns(decide, x, columns=_NEAR_COLUMNS)
+
+
+def tanh_by_sinh(x: jax.Array) -> jax.Array:
     """tanh of a float32 tile, to 8e-7 of its value and float32's rounding, for abs(x) < 1e17."""
-    square = jnp.minimum(x * x, _FAR)
-    quotient: jax.Array | float = _SINH[-1]
-    for coefficient in reversed(_SINH[:-1]):
-        quotient = quotient * square + coefficient
-    sinh = x * quotient
+    sinh = x * _polynomial(jnp.minimum(x * x, _FAR), _SINH)
     return sinh * rsqrt(sinh * sinh + 1.0)
 
 
-def capped(products: jax.Array, loaded: Loaded, problem: Problem) -> tuple[jax.Array, float]:
+def _polynomial(x: jax.Array, coefficients: Sequence[float]) -> jax.Array:
+    """The sum of coefficients[n] * x^n."""
+    highest, second, *others = reversed(coefficients)
+    value = x * highest + second
+    for coefficient in others:
+        value = value * x + coefficient
+    return value
+
+
+def capped(
+    products: jax.Array, loaded: Loaded, problem: Problem, *, branches: bool = True
+) -> tuple[jax.Array, float]:
     """Logits with bias and cap, if any, and what to multiply them with to have them in log2 units.
 
     Args:
       products: of query and key, in float32.
       loaded: what gives the bias, where products do not begin with it.
       problem: with a soft cap, logits are in units of `problem.logit_unit`.
+      branches: there are registers for `tanh`; not so beside a bias.
     """
     if problem.soft_cap is None:
         return biased(products, problem.scale * LOG2E, loaded)
     factor, bias_factor = problem.scale / problem.soft_cap, 1.0 / problem.soft_cap
+    unit = problem.soft_cap * LOG2E
+    if branches and not problem.has_bias:
+        return tanh(products, factor), unit
 
     def compute(products, *bias):
         logits = products * factor
@@ -69,10 +119,10 @@ def capped(products: jax.Array, loaded: Loaded, problem: Problem) -> tuple[jax.A
             logits = logits + x.astype(jnp.float32) * bias_factor
         if problem.has_bias:
             logits = jnp.clip(logits, -_INFINITE, _INFINITE)
-        return tanh(logits)
+        return tanh_by_sinh(logits)
 
     bias = () if loaded.bias is None else (loaded.bias(),)
-    return by_columns(compute, products, *bias), problem.soft_cap * LOG2E
+    return by_columns(compute, products, *bias), unit
 
 
 def capped_weights(
