@@ -109,6 +109,7 @@ class Visibility:
             self.query_seq_lengths is None and self.key_value_seq_lengths is None
         )
         xp = np if static and isinstance(rows, np.ndarray) else jnp
+        rows = xp.asarray(rows)
         lo = xp.zeros_like(rows)[None]
         hi = xp.full_like(rows, _FAR)[None]
         if self.window is not None:

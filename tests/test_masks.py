@@ -55,6 +55,14 @@ def test_row_intervals_are_the_visible_keys():
             assert (np.diff(bound, axis=1) >= 0).all(), case
 
 
+def test_row_intervals_of_traced_lengths_and_offsets():
+    for case in CASES[::7]:
+        of_arrays = {name: x for name, x in arrays(**case).items() if isinstance(x, jax.Array)}
+        static = {name: x for name, x in case.items() if name not in of_arrays}
+        intervals = lambda x, static=static: Visibility(**static, **x).row_intervals(T, S)
+        chex.assert_trees_all_equal(jax.jit(intervals)(of_arrays), intervals(of_arrays))
+
+
 def test_row_intervals_are_numpy_where_static():
     def static(**options):
         traced = []
