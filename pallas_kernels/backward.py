@@ -367,6 +367,8 @@ def _build_main(
     with_ids = problem.segmented and (problem.dynamic or not with_query_gradient)
     crowded = has_dropout or with_ids or (problem.by_batch and width <= 64)
     weights_first = problem.has_elements or (has_cap and crowded)
+    # Beside ids at width 128 the branches of the cap would spill 8 to 16 bytes.
+    cap_branches = width <= 64 or not problem.segmented
     ignores_unseen = problem.backward_ignores_unseen and with_query_gradient
     # Where query heads share keys times vary by more than it gains.
     prefetches = with_query_gradient and width > 64 and group == 1
@@ -536,7 +538,7 @@ def _build_main(
                 def load_capped_weights(loaded, mask, j, equal_ids, slot, key_words, *, wait_n):
                     """Weights, the operand of dV, and times the derivative of the cap, for dS'."""
                     products = plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
-                    logits, _ = soft_cap.capped(products, loaded, problem)
+                    logits, _ = soft_cap.capped(products, loaded, problem, branches=cap_branches)
                     logits = masked(logits, mask, j, equal_ids, loaded, soft_cap.UNSEEN)
                     words = None
                     if has_dropout:

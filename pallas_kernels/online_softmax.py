@@ -75,16 +75,6 @@ def spread(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(rows, shape, [0])
 
 
-def nothing_seen(rows: int) -> RowState:
-    """The state of `rows` rows before their first tile, which is then one for `advance`."""
-    reference = jnp.full((rows,), NOTHING_SEEN, jnp.float32)
-    sums = jnp.zeros((rows, 8), jnp.float32)
-    return RowState(
-        plgpu.layout_cast(reference, plgpu.Layout.WGMMA.reduce(1)),
-        plgpu.layout_cast(sums, plgpu.Layout.WGMMA),
-    )
-
-
 def start(
     logits: jax.Array, factor: float | jax.Array, headroom: float
 ) -> tuple[jax.Array, RowState]:

@@ -45,6 +45,7 @@ SEGMENTS: list[tuple[int, str, str | None, str | None, bool, bool]] = [
     (160, "window", None, None, False, False),
     (256, "lengths", None, None, False, False),
     (64, "causal", None, None, False, True),
+    (128, "full", None, None, False, True),
     (128, "full", None, None, True, True),
     (128, "lengths", None, None, True, True),
     (160, "window", None, None, False, True),
@@ -256,7 +257,8 @@ def _cases_of_segments() -> list[tuple[str, Callable, Any]]:
         fn = _forward_and_backward(options, deterministic)
         args = *_ragged_args(width, width, mask, mask_axes, bias_axes, jnp.float32), ids
         elements = "-dense-mask" * bool(mask_axes) + "-bias" * bool(bias_axes)
-        cases.append((f"H{width}-{mask}{elements}-segments{'-cap' * has_cap}", fn, args))
+        extras = f"{elements}-segments{'-cap' * has_cap}{'-deterministic' * deterministic}"
+        cases.append((f"H{width}-{mask}{extras}", fn, args))
     return cases
 
 
