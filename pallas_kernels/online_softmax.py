@@ -19,7 +19,6 @@ import operator
 from typing import NamedTuple
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
