@@ -326,8 +326,10 @@ def test_gradient_of_attention_fp8():
     with interpret_mode():
         ours = results(jax_flash.attention_fp8, implementation="mosaic_gpu")
     exact = results(jax_flash.attention, implementation="xla")
-    for x, y in zip(ours, exact, strict=True):
-        assert x.dtype == y.dtype and 1e-3 < relative(x, y) < 0.1
+    assert [x.dtype for x in ours] == [x.dtype for x in exact]
+    of_out, *of_gradients = map(relative, ours, exact)
+    assert 1e-2 < of_out < 0.1
+    assert max(of_gradients) < 5e-3
 
 
 def test_float16_and_scales_that_heads_share():
