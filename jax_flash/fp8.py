@@ -93,7 +93,7 @@ def attention_fp8(
         seeing = jnp.logical_not(jnp.isneginf(lse))[..., None]
         of_heads = jnp.repeat(offset, call.query.shape[2] // call.key.shape[2], axis=2)
         out = out + jnp.where(seeing, of_heads, 0)
-    out, lse = _given(call, implementation, call.arrays, out.astype(call.query.dtype), lse)
+    out, lse = _given(call, implementation, out.astype(call.query.dtype), lse)
     if jnp.ndim(query) == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if call.return_residual else out
@@ -123,12 +123,10 @@ def _zero_beyond(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     return jnp.where(exists[:, :, None, None], x, 0)
 
 
-def _given(call: Call, implementation: str | None, *args) -> tuple[jax.Array, jax.Array]:
-    """The given results, whose gradients are those of computing them again from the arrays.
-
-    Args:
-      args: the arrays of the call, out `[B, T, N, h]` and LSE `[B, T, N]`.
-    """
+def _given(
+    call: Call, implementation: str | None, out: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """out `[B, T, N, h]` and LSE `[B, T, N]`, with the gradients of computing the call again."""
 
     @jax.custom_vjp
     def given(arrays, out, lse):
@@ -147,4 +145,4 @@ def _given(call: Call, implementation: str | None, *args) -> tuple[jax.Array, ja
         return {name: gradients.get(name) for name in arrays}, None, None
 
     given.defvjp(forward, backward)
-    return given(*args)
+    return given(call.arrays, out, lse)

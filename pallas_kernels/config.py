@@ -448,7 +448,8 @@ FORWARD_BOXES = dataclasses.replace(FORWARD_96, stages=2)
 
 # Width 64, windows so narrow that most of what 192 rows by 128 keys visit is not seen. TFLOP/s*
 # with these, and with the above: 148 and 123 at 128 keys, 257 and 186 at 256, 351 and 330 at 512,
-# 424 and 436 at 1024. And segment ids, whose comparison would spill 16 bytes of the third consumer.
+# 424 and 436 at 1024. And segment ids, whose comparison would spill 16 bytes of the third consumer,
+# and a soft cap, which would 8 and more.
 NARROW_WINDOW = 768
 FORWARD_NARROW = _TWO_CONSUMERS
 

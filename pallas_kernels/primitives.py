@@ -301,15 +301,19 @@ def vote_any(flags: jax.Array) -> jax.Array:
     def vote(_, flags):
         # The threads of a warp have all columns.
         own = [_extract(pair, e) for pair in flags.registers.flat for e in range(2)]
-        text = (
-            "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
-            " selp.s32 $0, 1, 0, p; }"
-        )
-        i32 = ir.IntegerType.get_signless(32)
-        value = _asm(text, "=r,r", [functools.reduce(arith.ori, own)], i32)
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+        return _vote_of_warp("ne", functools.reduce(arith.ori, own))
 
     return vote(flags) > 0
+
+
+def _vote_of_warp(comparison: str, word):
+    """1 where an int32 of a thread of the warp compares so with 0, else 0; all threads have it."""
+    text = (
+        f"{{ .reg .pred p; setp.{comparison}.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
+        " selp.s32 $0, 1, 0, p; }"
+    )
+    value = _asm(text, "=r,r", [word], ir.IntegerType.get_signless(32))
+    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
 
 def fence_async_shared() -> None:
@@ -523,7 +527,7 @@ def rsqrt(tile: jax.Array) -> jax.Array:
 def any_not_negative(tile: jax.Array) -> jax.Array:
     """Whether an element of a `(64, n)` float32 tile has no minus, or is NaN, in the warp.
 
-    As of `any_from`, warps differ in the result.
+    As of `any_from`, warps differ in the result. That takes an instruction an element, this a half.
     """
     if interpreting():
         return jnp.logical_not(tile < 0).any()
@@ -538,12 +542,7 @@ def any_not_negative(tile: jax.Array) -> jax.Array:
             for pair in tile.registers.flat
             for e in range(2)
         ]
-        text = (
-            "{ .reg .pred p; setp.ge.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
-            " selp.s32 $0, 1, 0, p; }"
-        )
-        value = _asm(text, "=r,r", [functools.reduce(arith.andi, signs)], i32)
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+        return _vote_of_warp("ge", functools.reduce(arith.andi, signs))
 
     return vote(tile) > 0
 
