@@ -68,6 +68,7 @@ from pallas_kernels.primitives import (
     fence_async_shared,
     fresh_zero,
     interpreting,
+    load_operand,
     mail_shape,
     receive_tile,
     send_tile,
@@ -215,7 +216,7 @@ def _build(
     dk_factor, dv_factor = problem.scale * problem.d_logit_unit, 1.0 / problem.kept_share
     has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
     # Registers are short then.
-    crowded = problem.has_elements or (has_cap and has_dropout)
+    crowded = problem.has_elements or (has_cap and (has_dropout or problem.segmented))
     both = (2,) if has_dropout else ()  # the words of queries come with their start
     tiles = key_tiles(problem, config)
 
@@ -399,7 +400,10 @@ def _build(
                     k_right = key_parts.resident(k_smem, _RIGHT)
                     if not problem.has_elements:
                         k_right = [
-                            plgpu.load(k_right.at[n], layout=_TILE) for n in range(right_key.tiles)
+                            load_operand(
+                                k_right.at[n], right_key.tile_width, dtype, right_key.box_width
+                            )
+                            for n in range(right_key.tiles)
                         ]
                     settings = dict(
                         k_right=k_right,

@@ -12,7 +12,8 @@ walks over tiles. A tile is `block_q` query rows of one head, 64 for each consum
 Key blocks run from the last that any row sees to the first, so that the blocks that causality cuts
 come first, and the steps that need a mask are over before the loop that needs none. These first
 steps look for the maximum of each row; the others trust it (`online_softmax.py`). Where that went
-wrong, the thread block walks over its tiles a second time and looks in every step. With a sliding
+wrong, the thread block walks over its tiles a second time and looks in every step. None does with a
+soft cap that is a bound for all of them (`soft_cap.known_reference`). With a sliding
 window, the blocks that its far edge cuts come last, in a loop of their own.
 
 Where intervals are known only at run time, the table of key blocks is made from them before the
@@ -73,7 +74,7 @@ from pallas_kernels.primitives import (
     zero_tile,
 )
 from pallas_kernels.row_masks import PER_ROW, ROWS, RowMasks, in_each_row
-from pallas_kernels.soft_cap import capped
+from pallas_kernels.soft_cap import capped, known_reference, weights_of
 
 _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 _BIAS_BOX = 64  # keys: of 16 bits, as wide as TMA swizzles
@@ -440,8 +441,13 @@ def _build(
     # With a bias or a mask a row's first keys may be hidden, or as good as that. Steps look for
     # maxima until each row has seen another: all steps, and no second round is needed, where loops
     # of both kinds take registers that there are not.
-    settles = problem.has_elements and not (problem.segmented or mask_throughout)
-    exact_throughout = problem.has_elements and not settles
+    # With a cap no maximum is looked for where the reference is known.
+    reference = known_reference(problem)
+    searches = problem.has_elements and reference is None
+    settles = searches and not (problem.segmented or mask_throughout)
+    exact_throughout = searches and not settles
+    one_round_does = exact_throughout or reference is not None
+    unseen = -jnp.inf if reference is None else 0.0
     ignores_unseen = problem.forward_ignores_unseen
     # Each step waits for V of its own keys: those with a mask zero rows of it.
     own_values = config.early_values or ignores_unseen
@@ -587,7 +593,7 @@ def _build(
 
         def rounds(one_round):
             """Runs `one_round(begin, steps)` once, and again if a reference was too low."""
-            if exact_throughout:
+            if one_round_does:
                 one_round(zero, zero)
                 return
 
@@ -644,11 +650,13 @@ def _build(
                 return masks.visible(bits, first_row, first_key, bounds, near=near)
 
             def masked(logits, tile, key_block, bounds, bits, *, ids=None, near=True):
-                """Logits with -inf where a row may not see the key, or there is none."""
+                """Logits, or weights if their reference is known, without those of unseen keys."""
                 if bits is not None:
-                    return keep_bits(logits, bits, -jnp.inf)
+                    return keep_bits(logits, bits, unseen)
                 first_row, first_key = first_row_of(tile), key_block * block_kv
-                return masks.masked(logits, first_row, first_key, bounds, ids, near=near)
+                return masks.masked(
+                    logits, first_row, first_key, bounds, ids, near=near, fill=unseen
+                )
 
             def there_is(key_block):
                 """The number of a block that there is: a first step may be of one more."""
@@ -675,12 +683,19 @@ def _build(
                 return dropout.of_rows(batch, head, tiles.first_row(tile, warpgroup))
 
             def first_softmax(products, tile, key_block, bounds, bits, loaded):
-                logits, factor = capped(products, loaded, problem)
+                if reference is None:
+                    tile_values, factor = capped(products, loaded, problem)
+                else:
+                    state = online_softmax.begin(ROWS, reference)
+                    tile_values = weights_of(products, state.reference, loaded, problem)
                 bounds = bounds()
                 if any_mask:
-                    logits = masked(logits, tile, key_block, bounds, bits)
-                logits = masked_by_element(logits, loaded, -jnp.inf)
-                weights, state = online_softmax.start(logits, factor, allowed.headroom)
+                    tile_values = masked(tile_values, tile, key_block, bounds, bits)
+                tile_values = masked_by_element(tile_values, loaded, unseen)
+                if reference is None:
+                    weights, state = online_softmax.start(tile_values, factor, allowed.headroom)
+                else:
+                    weights, state = tile_values, online_softmax.add(tile_values, state)
                 if bounds is not None:
                     state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
                 return weights, state
@@ -811,14 +826,19 @@ def _build(
                     else:
                         k_free.arrive(k_slot)
                     correction = None
-                    logits, factor = capped(products, loaded, problem)
+                    if reference is None:
+                        logits, factor = capped(products, loaded, problem)
+                    else:
+                        logits = weights_of(products, state.reference, loaded, problem)
                     if needs_mask and any_mask:
                         key_block = end_block - 1 - j
                         logits = masked(
                             logits, tile, key_block, bounds(), bits, ids=ids, near=exact
                         )
-                    logits = masked_by_element(logits, loaded, -jnp.inf)
-                    if exact or exact_throughout:
+                    logits = masked_by_element(logits, loaded, unseen)
+                    if reference is not None:
+                        weights, state = logits, online_softmax.add(logits, state)
+                    elif exact or exact_throughout:
                         weights, correction, state = online_softmax.advance(
                             logits, factor, allowed, state
                         )
@@ -865,7 +885,7 @@ def _build(
                         inverse *= 1.0 / problem.kept_share
                     if ignores_unseen:
                         inverse = jnp.where(closed, -1.0, inverse)
-                    if exact_throughout:  # no reference is
+                    if one_round_does:  # no reference is
                         return inverse, any_too_low
                     return inverse, any_too_low | too_low.astype(jnp.int32)
 

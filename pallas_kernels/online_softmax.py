@@ -19,6 +19,7 @@ import operator
 from typing import NamedTuple
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -72,6 +73,14 @@ class RowState(NamedTuple):
 def spread(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Broadcasts one value a row over `shape`."""
     return lax.broadcast_in_dim(rows, shape, [0])
+
+
+def begin(rows: int, reference: float = NOTHING_SEEN) -> RowState:
+    """The state of `rows` rows before their first tile, which is one for `advance` or `add`."""
+    return RowState(
+        plgpu.layout_cast(jnp.full((rows,), reference, jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
+        plgpu.layout_cast(jnp.zeros((rows, 8), jnp.float32), plgpu.Layout.WGMMA),
+    )
 
 
 def start(
@@ -139,7 +148,12 @@ def go_on(
 ) -> tuple[jax.Array, RowState]:
     """A further tile of rows that have seen a key, with the reference they have."""
     weights = _weights(logits, factor, state.reference)
-    return weights, RowState(state.reference, state.sums + _partial_sums(weights))
+    return weights, add(weights, state)
+
+
+def add(weights: jax.Array, state: RowState) -> RowState:
+    """The state after a further tile whose weights are known."""
+    return RowState(state.reference, state.sums + _partial_sums(weights))
 
 
 def finish(

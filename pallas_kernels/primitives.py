@@ -1912,7 +1912,7 @@ def store_operand(ref, tile: jax.Array, box_width: int = 64, *, by_quads: bool =
     store(ref, tile)
 
 
-def load_operand(ref, columns: int, dtype) -> jax.Array:
+def load_operand(ref, columns: int, dtype, box_width: int = 64) -> jax.Array:
     """The `(64, columns)` 16-bit tile that is in shared memory of `operand_form`, as a tile."""
     if interpreting():
         return ref[...]
@@ -1920,11 +1920,11 @@ def load_operand(ref, columns: int, dtype) -> jax.Array:
     zeros = plgpu.layout_cast(jnp.zeros((64, columns), dtype), _TILE)
     shape = plgpu.ShapeDtypeStruct((64, columns), dtype, layout=_TILE)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(operand_form(64)), _TILE), return_type=shape)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(operand_form(box_width)), _TILE), return_type=shape)
     def load(_, ref, like):
         i32 = ir.IntegerType.get_signless(32)
         words: dict[tuple[int, int], Any] = {}
-        for four, address, offset in _matrices(ref, columns // 8, 64):
+        for four, address, offset in _matrices(ref, columns // 8, box_width):
             loaded = _asm(
                 f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];",
                 "=r,=r,=r,=r,r,~{memory}",

@@ -62,20 +62,22 @@ class RowMasks:
         ids = load_rows(query_ids_ref.at[batch], first_row, self.problem.query_length - 1)
         return ids, key_ids_ref.at[batch], first_key
 
-    def masked(self, logits, first_row, first_key, bounds, ids, *, near: bool = True) -> jax.Array:
-        """Logits with -inf where a row may not see the key, or there is none.
+    def masked(
+        self, tile, first_row, first_key, bounds, ids, *, near: bool = True, fill: float = -jnp.inf
+    ) -> jax.Array:
+        """A tile of logits with `fill` where a row may not see the key, or there is none.
 
         Where not `near`, every key is before the end of each row's interval.
         """
         last = self._last_columns(first_row, first_key, bounds) if near else None
         if last is not None and (ids is None or self.problem.dropout):  # registers are short
-            logits, last = keep_columns_to(logits, last, -jnp.inf), None
+            tile, last = keep_columns_to(tile, last, fill), None
         if (first := self._first_columns(first_row, first_key, bounds)) is not None:
-            logits = keep_columns_from(logits, first, -jnp.inf)
+            tile = keep_columns_from(tile, first, fill)
         if ids is not None:
             row_ids, key_ids, first_id = ids
-            logits = keep_equal_columns(logits, row_ids, key_ids, first_id, -jnp.inf, last)
-        return logits
+            tile = keep_equal_columns(tile, row_ids, key_ids, first_id, fill, last)
+        return tile
 
     def visible(self, bits, first_row, first_key, bounds, *, near: bool = True) -> jax.Array:
         """The same of bits of `all_columns`, for `keep_bits`, in the place of comparing ids.

@@ -14,6 +14,7 @@ Most logits are far below the cap, where an odd polynomial of degree 7 is the ta
 than half of the instructions. A warp looks at some columns at a time whether all logits are.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from jax import lax
 from pallas_kernels.config import Problem
 from pallas_kernels.dropout import as_operand, negated_transposed
 from pallas_kernels.elements import Loaded, biased
-from pallas_kernels.online_softmax import LOG2E
+from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import any_not_negative, rsqrt
 
 # Of x, x^3, ... x^9 in sinh(x): by least squares, weighted until all maxima of the error of tanh
@@ -53,6 +54,8 @@ _FACTORS = 1e-4, 1e4
 _FAR = 64.0
 # From there on tanh is 1, for logits whose bias may be infinite: `tanh_by_sinh` takes none.
 _INFINITE = 16.0
+# In log2 units, of rows whose maxima are not looked for.
+_HIGHEST_REFERENCE = 25.0
 # A capped logit that is none: its weight is 0, its square finite.
 UNSEEN = -1e9
 
@@ -62,22 +65,41 @@ def tanh(x: jax.Array, factor: float) -> jax.Array:
 
     Each element has the same whatever stands beside it; abs(factor * x) < 1e17.
     """
+    return _in_branches(lambda x: x, x, factor)
+
+
+def _in_branches(
+    function: Callable,
+    x: jax.Array,
+    factor: float,
+    unit: float = 1.0,
+    reference: jax.Array | None = None,
+) -> jax.Array:
+    """A function of unit * tanh(factor * x) - reference, of `(64,)` rows; `tanh` says how right."""
     if not _FACTORS[0] < factor < _FACTORS[1]:
         x, factor = x * factor, 1.0
 
     def excess(x):
         return x * x - (_NEAR / factor) ** 2
 
+    def less_reference(x):
+        return x if reference is None else x - spread(reference, x.shape)
+
     def near(x):
-        coefficients = [c * factor ** (2 * n + 1) for n, c in enumerate(_NEAR_TANH)]
-        return x * _polynomial(excess(x), coefficients)
+        coefficients = [unit * c * factor ** (2 * n + 1) for n, c in enumerate(_NEAR_TANH)]
+        return less_reference(x * _polynomial(excess(x), coefficients))
 
-    def whole(x):
-        choose = lambda x: jnp.where(excess(x) < 0.0, near(x), tanh_by_sinh(x * factor))
-        return by_columns(choose, x)
+    def far(x):
+        return less_reference(tanh_by_sinh(x * factor) * unit)
 
-    decide = lambda x: lax.cond(any_not_negative(excess(x)), whole, near, x)
-    return by_columns(decide, x, columns=_NEAR_COLUMNS)
+    def choose(x):
+        return function(jnp.where(excess(x) < 0.0, near(x), far(x)))
+
+    def some_columns(x):
+        whole = functools.partial(by_columns, choose)
+        return lax.cond(any_not_negative(excess(x)), whole, lambda x: function(near(x)), x)
+
+    return by_columns(some_columns, x, columns=_NEAR_COLUMNS)
 
 
 def tanh_by_sinh(x: jax.Array) -> jax.Array:
@@ -123,6 +145,34 @@ def capped(
 
     bias = () if loaded.bias is None else (loaded.bias(),)
     return by_columns(compute, products, *bias), unit
+
+
+def known_reference(problem: Problem) -> float | None:
+    """What may stand for the maximum of every row, in log2 units, as none exceeds the cap.
+
+    None where weights of rows with logits far below would leave the range of their dtype.
+    """
+    if problem.soft_cap is None or problem.dtype != jnp.bfloat16:
+        return None
+    highest = problem.soft_cap * LOG2E
+    # Weights are at most 2^48 and at least 2^-98: values have the rest of the range of float32.
+    return min(highest, _HIGHEST_REFERENCE) if highest <= _HIGHEST_REFERENCE + 48.0 else None
+
+
+def weights_of(
+    products: jax.Array, reference: jax.Array, loaded: Loaded, problem: Problem
+) -> jax.Array:
+    """2^(capped logits in log2 units - the reference of their row, `(64,)`).
+
+    In the branches, as ptxas keeps exponentials behind them otherwise, when their unit is what all
+    wait for.
+    """
+    if problem.has_bias:
+        logits, unit = capped(products, loaded, problem)
+        return jnp.exp2(logits * unit - spread(reference, logits.shape))
+    assert problem.soft_cap is not None
+    factor, unit = problem.scale / problem.soft_cap, problem.soft_cap * LOG2E
+    return _in_branches(jnp.exp2, products, factor, unit, reference)
 
 
 def capped_weights(

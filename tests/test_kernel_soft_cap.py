@@ -10,6 +10,7 @@ import pytest
 
 import jax_flash
 from pallas_kernels import soft_cap
+from pallas_kernels.config import Problem
 from tests.support.interpret import interpret_mode
 from tests.test_kernel_elements import random_bias, random_mask, shape_of, with_lengths
 from tests.test_kernels import check, few_thread_blocks, inputs
@@ -83,6 +84,19 @@ def test_logits_far_beyond_the_cap_or_below_it(H, factor, cap):
     query, *rest = inputs(1, 80, 150, 1, 1, H, jnp.bfloat16)
     with interpret_mode():
         check((query * factor, *rest), logits_soft_cap=cap, is_causal=True, query_offset=70)
+
+
+@pytest.mark.parametrize(("cap", "is_known"), [(50.0, True), (60.0, False)])
+def test_rows_at_both_ends_of_the_cap(cap, is_known):
+    """All logits of a row at -cap, at cap, or half of them at each."""
+    problem = Problem(1, 80, 150, 1, 1, 64, jnp.dtype(jnp.bfloat16), scale=1.0, soft_cap=cap)
+    assert (soft_cap.known_reference(problem) is not None) == is_known
+    query, key, *rest = inputs(1, 80, 150, 1, 1, 64, jnp.bfloat16)
+    signs = jnp.where(jnp.arange(80) % 3 == 0, -1.0, 1.0)[:, None, None]
+    key = key.at[..., 0].set(64.0).at[:, 40:90, :, 0].set(-64.0)
+    query = query.at[..., 0].set(64.0) * signs.astype(query.dtype)
+    with interpret_mode():
+        check((query, key, *rest), logits_soft_cap=cap, is_causal=True)
 
 
 def test_sinks_where_maxima_jump():
