@@ -364,9 +364,7 @@ def _build_main(
     )
     early_weights = early_weights and not problem.has_elements
     # Where there are no registers for dP' at a time.
-    with_ids = problem.segmented and (problem.dynamic or not with_query_gradient)
-    crowded = has_dropout or with_ids or (problem.by_batch and width <= 64)
-    weights_first = problem.has_elements or (has_cap and crowded)
+    weights_first = problem.has_elements or has_cap
     # Beside ids at width 128 the branches of the cap would spill 8 to 16 bytes.
     cap_branches = width <= 64 or not problem.segmented
     ignores_unseen = problem.backward_ignores_unseen and with_query_gradient
@@ -512,9 +510,8 @@ def _build_main(
                     k = k_smem.at[k_slot(index) + fresh_zero(), :, own]
                     key_columns.contract(s_acc, k, q_smem.at[slot])
 
-                def issue_d_weights(slot, zeroed=False):
-                    if not zeroed:
-                        dp_acc[...] = zero_tile(_KEYS, block_q)
+                def issue_d_weights(slot):
+                    dp_acc[...] = zero_tile(_KEYS, block_q)
                     v = v_smem.at[fresh_zero(), :, own]
                     value_columns.contract(dp_acc, v, o_smem.at[slot])
 
@@ -682,16 +679,12 @@ def _build_main(
                     slot, o_slot, parity = slots(j)
                     equal_ids = mask.equal_ids(j) if mask is not None else None
                     await_query(slot, mask, j)
-                    # All that starts at zero before the first product, or ptxas injects a wait.
-                    zeroed = has_cap and not weights_first
-                    if zeroed:
-                        dp_acc[...] = zero_tile(_KEYS, block_q)
                     issue_logits(slot, index)
                     loaded = load_elements(j)
                     wait_n = 0 if weights_first else value_columns.tiles
                     if not weights_first:
                         await_d_out(o_slot, mask, j)
-                        issue_d_weights(o_slot, zeroed)
+                        issue_d_weights(o_slot)
                     if has_cap:
                         operand, weights = load_capped_weights(
                             loaded, mask, j, equal_ids, o_slot, key_words, wait_n=wait_n

@@ -247,11 +247,11 @@ def _build(
     tiles = -(-problem.query_length // block_q)
     first_rows = np.arange(tiles) * block_q
     dynamic, by_batch, has_far_edge = problem.dynamic, problem.by_batch, problem.has_far_edge
-    # With 256 columns of dQ there are no registers for elements, or a cap, and dP at a time.
+    # There are no registers for dP beside a cap, nor with 256 columns of dQ beside elements.
     is_wide = dq_columns.size > 192
     # With dropout nor for bounds or ids, or for addresses of the order over the loop.
     crowded = is_wide and problem.dropout > 0 and (problem.has_elements or by_batch)
-    weights_first = crowded or (is_wide and (problem.has_elements or has_cap))
+    weights_first = crowded or has_cap or (is_wide and problem.has_elements)
     # What is known at run time only is left out.
     of_tiles = _key_blocks(problem, block_kv, first_rows, block_q, np)
     key_blocks = of_tiles.end - of_tiles.first

@@ -524,25 +524,32 @@ def rsqrt(tile: jax.Array) -> jax.Array:
     return compute(tile)
 
 
-def any_not_negative(tile: jax.Array) -> jax.Array:
-    """Whether an element of a `(64, n)` float32 tile has no minus, or is NaN, in the warp.
+def any_beyond(tile: jax.Array, limit: float) -> jax.Array:
+    """Whether an element of a `(64, n)` float32 tile may be `limit` or more, or NaN, in the warp.
 
-    As of `any_from`, warps differ in the result. That takes an instruction an element, this a half.
+    Of either sign. It is so where two neighbours are together, which takes three quarters of an
+    instruction an element; a test of each would take one. As of `any_from`, warps differ in the
+    result.
     """
     if interpreting():
-        return jnp.logical_not(tile < 0).any()
+        together = jnp.abs(tile).reshape(*tile.shape[:-1], -1, 2).sum(axis=-1)
+        return jnp.logical_not(together < limit).any()
 
     shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=shape)
     def vote(_, tile):
         i32 = ir.IntegerType.get_signless(32)
-        signs = [
-            mgpu_utils.bitcast(_extract(pair, e), i32)
+        text = "{ .reg .f32 a, b; abs.f32 a, $1; abs.f32 b, $2; add.f32 a, a, b; mov.b32 $0, a; }"
+        sums = [
+            _asm(text, "=r,f,f", [_extract(pair, 0), _extract(pair, 1)], i32)
             for pair in tile.registers.flat
-            for e in range(2)
         ]
-        return _vote_of_warp("ge", functools.reduce(arith.andi, signs))
+        # Floats that are not negative are in the order of their bits, as are integers, of which the
+        # hardware has a maximum of three.
+        largest = functools.reduce(arith.maxsi, sums)
+        bits = np.float32(limit).view(np.int32)
+        return _vote_of_warp("ge", arith.subi(largest, _i32(int(bits))))
 
     return vote(tile) > 0
 

@@ -11,10 +11,9 @@ however wrong where it is large, since 1 - tanh is 1 / (2 sinh^2) there: of degr
 least largest error of the quotient, 8e-7 of the tanh, it has eight multiplications and additions.
 
 Most logits are far below the cap, where an odd polynomial of degree 7 is the tanh itself, with less
-than half of the instructions. A warp looks at some columns at a time whether all logits are.
+than half of the instructions. A warp looks at many columns at a time whether all logits are.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from pallas_kernels.config import Problem
 from pallas_kernels.dropout import as_operand, negated_transposed
 from pallas_kernels.elements import Loaded, biased
 from pallas_kernels.online_softmax import LOG2E, spread
-from pallas_kernels.primitives import any_not_negative, rsqrt
+from pallas_kernels.primitives import any_beyond, rsqrt
 
 # Of x, x^3, ... x^9 in sinh(x): by least squares, weighted until all maxima of the error of tanh
 # are the same.
@@ -45,8 +44,9 @@ _NEAR_TANH = (
     0.08637503667520906,
     -0.04092902018919724,
 )
-# Columns that a warp looks at together: with 64 of them 220 bytes spill at width 256.
-_NEAR_COLUMNS = 32
+# Up to a width of query and key: columns that a warp looks at together, and of these the columns
+# that are worked out at a time where all are below _NEAR. Others spill or take longer (README.md).
+_COLUMNS = {64: (128, 32), 128: (64, 32), 256: (64, 8)}
 # What is in the coefficients of _NEAR_TANH to the 7th power must stay within float32.
 _FACTORS = 1e-4, 1e4
 # Of x^2, in what x is multiplied with: from there on tanh is 1 in float32. Without it the square of
@@ -60,22 +60,25 @@ _HIGHEST_REFERENCE = 25.0
 UNSEEN = -1e9
 
 
-def tanh(x: jax.Array, factor: float) -> jax.Array:
+def tanh(x: jax.Array, factor: float, width: int) -> jax.Array:
     """tanh of factor * x for a float32 tile, to 2.2e-6 of its value and float32's rounding.
 
-    Each element has the same whatever stands beside it; abs(factor * x) < 1e17.
+    Each element has the same whatever stands beside it; abs(factor * x) < 1e17. Width is that of
+    the kernel's problem.
     """
-    return _in_branches(lambda x: x, x, factor)
+    return _in_branches(lambda x: x, x, factor, width)
 
 
 def _in_branches(
     function: Callable,
     x: jax.Array,
     factor: float,
+    width: int,
     unit: float = 1.0,
     reference: jax.Array | None = None,
 ) -> jax.Array:
     """A function of unit * tanh(factor * x) - reference, of `(64,)` rows; `tanh` says how right."""
+    columns, near_columns = next(value for key, value in _COLUMNS.items() if width <= key)
     if not _FACTORS[0] < factor < _FACTORS[1]:
         x, factor = x * factor, 1.0
 
@@ -92,14 +95,17 @@ def _in_branches(
     def far(x):
         return less_reference(tanh_by_sinh(x * factor) * unit)
 
-    def choose(x):
-        return function(jnp.where(excess(x) < 0.0, near(x), far(x)))
+    def all_near(x):
+        return by_columns(lambda x: function(near(x)), x, columns=near_columns)
+
+    def some_far(x):
+        return by_columns(lambda x: function(jnp.where(excess(x) < 0.0, near(x), far(x))), x)
 
     def some_columns(x):
-        whole = functools.partial(by_columns, choose)
-        return lax.cond(any_not_negative(excess(x)), whole, lambda x: function(near(x)), x)
+        limit = 0.999999 * _NEAR / factor  # where `excess` is negative however it is rounded
+        return lax.cond(any_beyond(x, limit), some_far, all_near, x)
 
-    return by_columns(some_columns, x, columns=_NEAR_COLUMNS)
+    return by_columns(some_columns, x, columns=columns)
 
 
 def tanh_by_sinh(x: jax.Array) -> jax.Array:
@@ -133,7 +139,7 @@ def capped(
     factor, bias_factor = problem.scale / problem.soft_cap, 1.0 / problem.soft_cap
     unit = problem.soft_cap * LOG2E
     if branches and not problem.has_bias:
-        return tanh(products, factor), unit
+        return tanh(products, factor, problem.widest), unit
 
     def compute(products, *bias):
         logits = products * factor
@@ -172,7 +178,7 @@ def weights_of(
         return jnp.exp2(logits * unit - spread(reference, logits.shape))
     assert problem.soft_cap is not None
     factor, unit = problem.scale / problem.soft_cap, problem.soft_cap * LOG2E
-    return _in_branches(jnp.exp2, products, factor, unit, reference)
+    return _in_branches(jnp.exp2, products, factor, problem.widest, unit, reference)
 
 
 def capped_weights(

@@ -16,10 +16,10 @@ from tests.test_kernel_elements import random_bias, random_mask, shape_of, with_
 from tests.test_kernels import check, few_thread_blocks, inputs
 
 TANH = [  # of x, its relative error
-    pytest.param(lambda x: soft_cap.tanh(x, 1.0), 2.6e-6, id="near, or by sinh"),
-    pytest.param(lambda x: soft_cap.tanh(x / 0.03125, 0.03125), 2.6e-6, id="with a factor"),
-    pytest.param(lambda x: soft_cap.tanh(x * 2.0**40, 2.0**-40), 2.6e-6, id="a small factor"),
-    pytest.param(lambda x: soft_cap.tanh(x / 2.0**20, 2.0**20), 2.6e-6, id="a large factor"),
+    pytest.param(lambda x: soft_cap.tanh(x, 1.0, 64), 2.6e-6, id="near, or by sinh"),
+    pytest.param(lambda x: soft_cap.tanh(x / 0.03125, 0.03125, 64), 2.6e-6, id="with a factor"),
+    pytest.param(lambda x: soft_cap.tanh(x * 2.0**40, 2.0**-40, 64), 2.6e-6, id="a small factor"),
+    pytest.param(lambda x: soft_cap.tanh(x / 2.0**20, 2.0**20, 64), 2.6e-6, id="a large factor"),
     pytest.param(soft_cap.tanh_by_sinh, 1.2e-6, id="by sinh"),
 ]
 
@@ -27,13 +27,13 @@ TANH = [  # of x, its relative error
 @pytest.mark.parametrize(("tanh", "error"), TANH)
 def test_tanh(tanh, error):
     x = np.concatenate([np.geomspace(1e-30, 1e16, 20_001), np.linspace(0, 12, 20_001)])
-    x = np.concatenate([x, -x]).astype(np.float32)[:, None]
+    x = np.concatenate([x, -x]).astype(np.float32)[:, None].repeat(2, axis=1)
     exact = np.tanh(x.astype(np.float64))
     with interpret_mode():
         actual = np.asarray(tanh(jnp.asarray(x)), np.float64)
         below = x[abs(x[:, 0]) < 0.6]
         alone = np.asarray(tanh(jnp.asarray(below)), np.float64)
-        assert np.isnan(tanh(jnp.full((1, 1), np.nan, jnp.float32)))
+        assert np.isnan(tanh(jnp.full((1, 2), np.nan, jnp.float32))).all()
     assert (abs(actual - exact) <= error * abs(exact)).all()
     assert (np.sign(actual) == np.sign(x)).all()
     assert (abs(actual) <= 1 + 2.0**-22).all()

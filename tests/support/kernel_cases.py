@@ -214,7 +214,7 @@ def _cases_of_elements() -> list[tuple[str, Callable, Any]]:
     for kind, width in ((k, width) for k, widths in ELEMENT_WIDTHS.items() for width in widths):
         mask, mask_axes, bias_axes, bias_dtype, deterministic = ELEMENTS[kind]
         fn = _forward_and_backward(MASKS.get(mask, {}), deterministic)
-        args = _ragged_args(width, width, mask, mask_axes, bias_axes, bias_dtype)
+        args = _args_of(width, width, mask, mask_axes, bias_axes, bias_dtype)
         cases.append((f"H{width}-{mask}-{kind}", fn, args))
     return cases
 
@@ -224,16 +224,22 @@ def _cases_of_soft_caps() -> list[tuple[str, Callable, Any]]:
     for width, value_width, mask, mask_axes, bias_axes, deterministic in SOFT_CAPS:
         options = MASKS.get(mask, {}) | {"logits_soft_cap": 30.0}
         fn = _forward_and_backward(options, deterministic)
-        args = _ragged_args(width, value_width, mask, mask_axes, bias_axes, jnp.float32)
+        args = _args_of(width, value_width, mask, mask_axes, bias_axes, jnp.float32)
         elements = "-dense-mask" * bool(mask_axes) + "-bias" * bool(bias_axes)
         name = f"H{width}-h{value_width}-{mask}{elements}-cap{'-deterministic' * deterministic}"
         cases.append((name, fn, args))
+    for width in config.WIDTHS:  # in bfloat16, with which the reference is known
+        fn = _forward_and_backward(MASKS["causal"] | {"logits_soft_cap": 30.0}, False)
+        args = _args_of(width, width, "causal", None, None, None, shape="even")
+        cases.append((f"H{width}-causal-even-cap", fn, args))
     return cases
 
 
-def _ragged_args(width, value_width, mask, mask_axes, bias_axes, bias_dtype) -> tuple:
-    """Of `_forward_and_backward`, with tails; mask may be "lengths"."""
-    T, S, N, K, dtype = SHAPES["ragged"]
+def _args_of(
+    width, value_width, mask, mask_axes, bias_axes, bias_dtype, *, shape="ragged"
+) -> tuple:
+    """Of `_forward_and_backward`; mask may be "lengths"."""
+    T, S, N, K, dtype = SHAPES[shape]
     sizes = dict(b=BATCH, n=N, t=T, s=S)
 
     def array(axes: str | None, dtype):
@@ -255,7 +261,7 @@ def _cases_of_segments() -> list[tuple[str, Callable, Any]]:
     for width, mask, mask_axes, bias_axes, deterministic, has_cap in SEGMENTS:
         options = MASKS.get(mask, {}) | ({"logits_soft_cap": 30.0} if has_cap else {})
         fn = _forward_and_backward(options, deterministic)
-        args = *_ragged_args(width, width, mask, mask_axes, bias_axes, jnp.float32), ids
+        args = *_args_of(width, width, mask, mask_axes, bias_axes, jnp.float32), ids
         elements = "-dense-mask" * bool(mask_axes) + "-bias" * bool(bias_axes)
         extras = f"{elements}-segments{'-cap' * has_cap}{'-deterministic' * deterministic}"
         cases.append((f"H{width}-{mask}{extras}", fn, args))
@@ -286,7 +292,7 @@ def _cases_of_crowded() -> list[tuple[str, Callable, Any]]:
     for width, value_width, mask, mask_axes, bias_axes, has_ids, has_cap in CROWDED:
         options = MASKS.get(mask, {}) | ({"logits_soft_cap": 30.0} if has_cap else {})
         fn = _forward_and_backward(options | {"dropout_rate": 0.1}, deterministic=False)
-        args = _ragged_args(width, value_width, mask, mask_axes, bias_axes, jnp.float32)
+        args = _args_of(width, value_width, mask, mask_axes, bias_axes, jnp.float32)
         if has_ids:
             args = *args, both_ids
         elements = "-dense-mask" * bool(mask_axes) + "-bias" * bool(bias_axes)
