@@ -649,13 +649,13 @@ def _build(
                 bits = all_columns(ROWS, block_kv, there)
                 return masks.visible(bits, first_row, first_key, bounds, near=near)
 
-            def masked(logits, tile, key_block, bounds, bits, *, ids=None, near=True):
+            def masked(tile_values, tile, key_block, bounds, bits, *, ids=None, near=True):
                 """Logits, or weights if their reference is known, without those of unseen keys."""
                 if bits is not None:
-                    return keep_bits(logits, bits, unseen)
+                    return keep_bits(tile_values, bits, unseen)
                 first_row, first_key = first_row_of(tile), key_block * block_kv
                 return masks.masked(
-                    logits, first_row, first_key, bounds, ids, near=near, fill=unseen
+                    tile_values, first_row, first_key, bounds, ids, near=near, fill=unseen
                 )
 
             def there_is(key_block):
@@ -827,23 +827,23 @@ def _build(
                         k_free.arrive(k_slot)
                     correction = None
                     if reference is None:
-                        logits, factor = capped(products, loaded, problem)
+                        tile_values, factor = capped(products, loaded, problem)
                     else:
-                        logits = weights_of(products, state.reference, loaded, problem)
+                        tile_values = weights_of(products, state.reference, loaded, problem)
                     if needs_mask and any_mask:
                         key_block = end_block - 1 - j
-                        logits = masked(
-                            logits, tile, key_block, bounds(), bits, ids=ids, near=exact
+                        tile_values = masked(
+                            tile_values, tile, key_block, bounds(), bits, ids=ids, near=exact
                         )
-                    logits = masked_by_element(logits, loaded, unseen)
+                    tile_values = masked_by_element(tile_values, loaded, unseen)
                     if reference is not None:
-                        weights, state = logits, online_softmax.add(logits, state)
+                        weights, state = tile_values, online_softmax.add(tile_values, state)
                     elif exact or exact_throughout:
                         weights, correction, state = online_softmax.advance(
-                            logits, factor, allowed, state
+                            tile_values, factor, allowed, state
                         )
                     else:
-                        weights, state = online_softmax.go_on(logits, factor, state)
+                        weights, state = online_softmax.go_on(tile_values, factor, state)
                     first_key = (end_block - 1 - j) * block_kv
                     if cap_beside_lengths and has_dropout:  # only now: registers are short
                         words = words_of(*tiles.locate(number_of(index + fresh_zero())))

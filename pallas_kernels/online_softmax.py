@@ -75,8 +75,8 @@ def spread(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(rows, shape, [0])
 
 
-def begin(rows: int, reference: float = NOTHING_SEEN) -> RowState:
-    """The state of `rows` rows before their first tile, which is one for `advance` or `add`."""
+def begin(rows: int, reference: float) -> RowState:
+    """The state of rows whose reference is known, before their first tile: one for `add`."""
     return RowState(
         plgpu.layout_cast(jnp.full((rows,), reference, jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
         plgpu.layout_cast(jnp.zeros((rows, 8), jnp.float32), plgpu.Layout.WGMMA),
