@@ -12,9 +12,9 @@ walks over tiles. A tile is `block_q` query rows of one head, 64 for each consum
 Key blocks run from the last that any row sees to the first, so that the blocks that causality cuts
 come first, and the steps that need a mask are over before the loop that needs none. These first
 steps look for the maximum of each row; the others trust it (`online_softmax.py`). Where that went
-wrong, the thread block walks over its tiles a second time and looks in every step. None does with a
-soft cap that is a bound for all of them (`soft_cap.known_reference`). With a sliding
-window, the blocks that its far edge cuts come last, in a loop of their own.
+wrong, the thread block walks over its tiles a second time and looks in every step. No step looks
+where a soft cap bounds all maxima (`soft_cap.known_reference`). With a sliding window, the blocks
+that its far edge cuts come last, in a loop of their own.
 
 Where intervals are known only at run time, the table of key blocks is made from them before the
 kernel, for each batch entry, and steps with a mask read the bounds of their rows. So it is with
@@ -440,8 +440,7 @@ def _build(
     mask_throughout = problem.has_bias and has_far_edge
     # With a bias or a mask a row's first keys may be hidden, or as good as that. Steps look for
     # maxima until each row has seen another: all steps, and no second round is needed, where loops
-    # of both kinds take registers that there are not.
-    # With a cap no maximum is looked for where the reference is known.
+    # of both kinds take registers that there are not. None looks where the reference is known.
     reference = known_reference(problem)
     searches = problem.has_elements and reference is None
     settles = searches and not (problem.segmented or mask_throughout)
@@ -682,17 +681,20 @@ def _build(
                 """Words of dropout of the rows; None if there is no dropout."""
                 return dropout.of_rows(batch, head, tiles.first_row(tile, warpgroup))
 
-            def first_softmax(products, tile, key_block, bounds, bits, loaded):
+            def values_of(products, loaded, state):
+                """Logits and their factor, or weights and None if their reference is known."""
                 if reference is None:
-                    tile_values, factor = capped(products, loaded, problem)
-                else:
-                    state = online_softmax.begin(ROWS, reference)
-                    tile_values = weights_of(products, state.reference, loaded, problem)
+                    return capped(products, loaded, problem)
+                return weights_of(products, state.reference, loaded, problem), None
+
+            def first_softmax(products, tile, key_block, bounds, bits, loaded):
+                state = None if reference is None else online_softmax.begin(ROWS, reference)
+                tile_values, factor = values_of(products, loaded, state)
                 bounds = bounds()
                 if any_mask:
                     tile_values = masked(tile_values, tile, key_block, bounds, bits)
                 tile_values = masked_by_element(tile_values, loaded, unseen)
-                if reference is None:
+                if state is None:
                     weights, state = online_softmax.start(tile_values, factor, allowed.headroom)
                 else:
                     weights, state = tile_values, online_softmax.add(tile_values, state)
@@ -826,10 +828,7 @@ def _build(
                     else:
                         k_free.arrive(k_slot)
                     correction = None
-                    if reference is None:
-                        tile_values, factor = capped(products, loaded, problem)
-                    else:
-                        tile_values = weights_of(products, state.reference, loaded, problem)
+                    tile_values, factor = values_of(products, loaded, state)
                     if needs_mask and any_mask:
                         key_block = end_block - 1 - j
                         tile_values = masked(

@@ -65,7 +65,7 @@ class RowMasks:
     def masked(
         self, tile, first_row, first_key, bounds, ids, *, near: bool = True, fill: float = -jnp.inf
     ) -> jax.Array:
-        """A tile of logits with `fill` where a row may not see the key, or there is none.
+        """Logits, or weights, with `fill` where a row may not see the key, or there is none.
 
         Where not `near`, every key is before the end of each row's interval.
         """

@@ -228,10 +228,12 @@ def _cases_of_soft_caps() -> list[tuple[str, Callable, Any]]:
         elements = "-dense-mask" * bool(mask_axes) + "-bias" * bool(bias_axes)
         name = f"H{width}-h{value_width}-{mask}{elements}-cap{'-deterministic' * deterministic}"
         cases.append((name, fn, args))
-    for width in config.WIDTHS:  # in bfloat16, with which the reference is known
-        fn = _forward_and_backward(MASKS["causal"] | {"logits_soft_cap": 30.0}, False)
+    # In bfloat16, with which the reference is known.
+    for width, deterministic in itertools.product(config.WIDTHS, (False, True)):
+        fn = _forward_and_backward(MASKS["causal"] | {"logits_soft_cap": 30.0}, deterministic)
         args = _args_of(width, width, "causal", None, None, None, shape="even")
-        cases.append((f"H{width}-causal-even-cap", fn, args))
+        name = f"H{width}-causal-even-cap{'-deterministic' * deterministic}"
+        cases.append((name, fn, args))
     return cases
 
 
