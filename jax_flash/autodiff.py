@@ -99,7 +99,7 @@ def gradients(
     seeing = _zero_unseeing(jnp.ones(lse.shape, jnp.int8), problem, intervals, ids) > 0
     lse, d_lse = jnp.where(seeing, lse, -jnp.inf), jnp.where(seeing, d_lse, 0.0)
     lse, d_lse = (x.transpose(0, 2, 1) for x in (lse, d_lse))
-    residuals = _Static(False), *operands, out, lse
+    residuals = _Static(False), *operands, out, lse, None
     return _attention_backward(settings, residuals, (d_out, d_lse))[:3]
 
 
@@ -379,10 +379,10 @@ class _Static:
 
 def _attention_forward(settings, *operands):
     run = _folding_vmap(functools.partial(_run_forward, settings))
-    out, lse = run(*operands)
+    out, lse, references = run(*operands)
     out = checkpoint_name(out, OUT_NAME)
-    lse = checkpoint_name(lse, LSE_NAME)
-    return (out, _of_rows(lse, out)), (*operands, out, lse)
+    lse, references = (checkpoint_name(x, LSE_NAME) for x in (lse, references))
+    return (out, _of_rows(lse, out)), (*operands, out, lse, references)
 
 
 def _of_rows(lse, out):
@@ -407,7 +407,7 @@ def _attention_backward(settings, residuals, cotangents):
 
 def _operand_gradients(settings, residuals, cotangents):
     """Of the operands of `_attention`, which are zero where they do not count."""
-    bias_wanted, *operands, out, lse = residuals
+    bias_wanted, *operands, out, lse, references = residuals
     query, key, value, sinks, *masks, elements = operands
     d_out, d_lse = cotangents
     if isinstance(d_out, SymbolicZero):
@@ -420,8 +420,9 @@ def _operand_gradients(settings, residuals, cotangents):
         differentiated, elements = (elements.bias,), elements._replace(bias=None)
     run = _folding_vmap(functools.partial(_run_backward, settings))
     # A sink is in the LSE: to the gradients of the others it is no more than that.
+    of_rows = () if references is None else (references,)
     d_query, d_key, d_value, *d_bias = run(
-        query, key, value, *masks, elements, differentiated, *results_and_cotangents
+        query, key, value, *masks, elements, differentiated, of_rows, *results_and_cotangents
     )
     d_sinks = tuple(_sink_gradient(sink, *results_and_cotangents) for sink in sinks)
     d_elements = Elements(None, *d_bias) if d_bias else None
@@ -434,7 +435,7 @@ def _sink_gradient(sink, out, lse, d_out, d_lse):
     products = d_out.astype(jnp.float32) * out.astype(jnp.float32)
     d_logits = sum(d_lse, -products.sum(-1).transpose(0, 2, 1))
     weights = jnp.exp(sink[:, :, None] - lse)
-    return jnp.where(jnp.isneginf(lse), 0.0, weights * d_logits).sum(-1)
+    return jnp.where(jnp.isinf(lse), 0.0, weights * d_logits).sum(-1)
 
 
 _attention.defvjp(_attention_with_residuals, _attention_backward, symbolic_zeros=True)
@@ -442,6 +443,7 @@ _attention.defvjp(_attention_with_residuals, _attention_backward, symbolic_zeros
 
 # Letters of `sharding.over_devices`: of several arrays, and of the operands of `_attention`.
 _QUERY, _KEY, _ROWS, _INTERVALS, _IDS, _ELEMENTS = "b.n.", "b.k.", "bn.", "b..", "b.", "bn.."
+_REFERENCES = "bn.."
 _MASKS = _INTERVALS, _IDS, _ROWS, _IDS  # words of dropout too
 _OPERANDS = _QUERY, _KEY, _KEY, "bn", *_MASKS, _ELEMENTS
 
@@ -449,14 +451,14 @@ _OPERANDS = _QUERY, _KEY, _KEY, "bn", *_MASKS, _ELEMENTS
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
 def _run_forward(settings, leading, *args):
     run = functools.partial(_local_forward, settings)
-    return over_devices(run, _OPERANDS, (_QUERY, _ROWS), leading)(*args)
+    return over_devices(run, _OPERANDS, (_QUERY, _ROWS, _REFERENCES), leading)(*args)
 
 
 def _local_forward(settings, query, key, value, *operands):
     problem = settings.problem(query, key, value)
 
     def kernel(query, key, value, sinks, intervals, ids, query_words, key_words, elements):
-        out, lse = forward.attention(
+        out, lse, references = forward.attention(
             _pad_rows(query),
             _pad_rows(key),
             _pad_rows(value),
@@ -468,7 +470,7 @@ def _local_forward(settings, query, key, value, *operands):
             problem=problem,
             config=settings.config.forward,
         )
-        return _keep_apart((out[:, : problem.query_length], lse))
+        return _keep_apart((out[:, : problem.query_length], lse, references))
 
     out_types = _result_types(problem, query.dtype, settings.config.forward)
     return _on_hopper(kernel, out_types, query, key, value, *operands)
@@ -477,17 +479,23 @@ def _local_forward(settings, query, key, value, *operands):
 def _result_types(
     problem: Problem, dtype, config: ForwardConfig
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of output `[B, T, N, h]` in dtype, and LSE `[B, N, T]` with rows that fill the last tile."""
+    """Of output `[B, T, N, h]`, LSE `[B, N, T]` with rows that fill the last tile, references."""
+    heads, rows = (problem.batch, problem.heads), forward.Tiles(problem, config).rows
     out_shape = (problem.batch, problem.query_length, problem.heads, problem.value_width)
-    lse_shape = (problem.batch, problem.heads, forward.Tiles(problem, config).rows)
-    return jax.ShapeDtypeStruct(out_shape, dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)
+    of_rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    return (
+        jax.ShapeDtypeStruct(out_shape, dtype),
+        of_rows((*heads, rows)),
+        of_rows((*heads, 2, rows)),
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_backward(settings, leading, *args):
     results_and_cotangents = _QUERY, _ROWS, _QUERY, _ROWS
-    operands = _QUERY, _KEY, _KEY, *_MASKS, _ELEMENTS, _ELEMENTS, *results_and_cotangents
-    differentiated = args[-5]
+    of_operands = _QUERY, _KEY, _KEY, *_MASKS, _ELEMENTS, _ELEMENTS, _REFERENCES
+    operands = *of_operands, *results_and_cotangents
+    differentiated = args[-6]
     results = _QUERY, _KEY, _KEY, *(_ELEMENTS for _ in differentiated)
     run = functools.partial(_local_backward, settings)
     return over_devices(run, operands, results, leading)(*args)
@@ -495,12 +503,12 @@ def _run_backward(settings, leading, *args):
 
 def _local_backward(settings, *args):
     """Gradients of query, key, value, and of the bias where `differentiated` has one."""
-    query, key, value, *_, differentiated, _, _, _, _ = args
+    query, key, value, *_, differentiated, _, _, _, _, _ = args
     problem = settings.problem(query, key, value)
 
     def kernel(
         query, key, value, intervals, ids, query_words, key_words, elements,
-        differentiated, out, lse, d_out, d_lse,
+        differentiated, references, out, lse, d_out, d_lse,
     ):  # fmt: skip
         query, d_out = _zero_empty(query, d_out, lse, problem)
         if not (settings.all_count or settings.backward_ignores_unseen(problem)):
@@ -515,6 +523,7 @@ def _local_backward(settings, *args):
             lse,
             _pad_rows(d_out),
             next(iter(d_lse), None),
+            next(iter(references), None),
             problem=problem,
             config=settings.config.backward,
             deterministic=settings.deterministic,

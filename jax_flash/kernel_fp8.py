@@ -185,5 +185,5 @@ def _local(settings, query, key, value, scales, intervals, ids):
         )
         return autodiff._keep_apart((out[:, : problem.query_length], lse))
 
-    out_types = autodiff._result_types(problem, settings.out_dtype, settings.config)
+    out_types = autodiff._result_types(problem, settings.out_dtype, settings.config)[:2]
     return autodiff._on_hopper(kernel, out_types, query, key, value, scales, intervals, ids)

@@ -87,10 +87,11 @@ from pallas_kernels.config import (
     whole_tiles,
 )
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
-from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
+from pallas_kernels.elements import NO_ELEMENTS, Elements
 from pallas_kernels.elements import masked as masked_by_element
+from pallas_kernels.far_rows import weights_by_key
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Section, Walk, per_query, with_words
-from pallas_kernels.online_softmax import LOG2E, spread
+from pallas_kernels.online_softmax import spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     NamedBarriers,
@@ -128,6 +129,7 @@ def attention_gradients(
     lse: jax.Array,
     d_out: jax.Array,
     d_lse: jax.Array | None,
+    references: jax.Array | None = None,
     *,
     problem: Problem,
     config: BackwardConfig | BackwardKeyConfig,
@@ -149,6 +151,8 @@ def attention_gradients(
       out, d_out: `[B, T, N, h]`, as query; out need not be finite in rows that see no key.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
       d_lse: `[B, N, query_length]` float32; None for zeros.
+      references: `[B, N, 2, >= query_length]` float32, what `forward.attention` gave beside lse;
+        None where lse is not of these keys alone.
       problem: static description; its lengths may be up to 7 below T and S.
       config: tile sizes; a `BackwardKeyConfig` where query or value is wider than 128.
       deterministic: gradients are the same bit by bit from run to run: dQ is made by a kernel of
@@ -184,24 +188,25 @@ def attention_gradients(
     padded_rows = rows_of_statistics = in_whole(block_q)
     if with_bias_gradient:  # with more, dQ has tiles at its end that nothing uses
         rows_of_statistics = max(padded_rows, in_whole(bias_gradient.BLOCK_Q))
-    start, minus_delta, *zeros = row_statistics.row_statistics(
+    start, minus_delta, far, *zeros = row_statistics.row_statistics(
         out,
         lse,
         d_out,
         d_lse,
+        references,
         problem=problem,
         padded_rows=rows_of_statistics,
         dq_columns=_columns_of_dq_tiles(problem) if adds else (),
         zeroed_later=zeroed_later,
     )
     masks = intervals, ids, elements, dropout_words
-    operands = query, key, value, d_out, start, minus_delta
+    operands = query, key, value, d_out, start, minus_delta, far
     d_bias: tuple[jax.Array, ...] = ()
     if with_bias_gradient:
         d_bias = (bias_gradient.bias_gradient(*operands, *masks, problem=problem),)
     statistics = (start,) if is_wide else (start, minus_delta)
     start = with_words(dropout_words, *statistics)
-    operands_of_keys = query, key, value, d_out, start, minus_delta
+    operands_of_keys = query, key, value, d_out, start, minus_delta, far
     of_query_alone = functools.partial(
         backward_query.query_gradient, *operands, *masks, problem=problem, config=query_config
     )
@@ -337,7 +342,6 @@ def _build_main(
     # dV leaves from where dS' was, if it is made of tiles of that shape.
     dv_apart = value_columns.size % _DQ_TILE > 0
     staged_values = [value_columns] if dv_apart else value_columns.in_parts(_DQ_TILE)
-    factor = problem.logit_unit * LOG2E
     has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
     draws = _draws(problem, with_query_gradient)
     # At width 64 causal tiles of few steps would take 5% longer, with dropout the producer spills.
@@ -432,7 +436,7 @@ def _build_main(
         entries = delta_smem.at[stages] if draws else None
         walk, refs = Walk.of_refs(tiles, block, all_refs, thread_blocks, entries, first_full)
         drawn = walk.drawn
-        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, *dq_refs, dk_ref, dv_ref = refs
+        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, far_ref, *dq_refs, dk_ref, dv_ref = refs
         ds_stored, free, v_free, dq_staged, gradients_staged, sent, unseen_rows = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -515,10 +519,11 @@ def _build_main(
                     v = v_smem.at[fresh_zero(), :, own]
                     value_columns.contract(dp_acc, v, o_smem.at[slot])
 
-                def load_weights(loaded, *, wait_n):
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
-                    logits, to_log2 = biased(logits, factor, loaded)
-                    return jnp.exp2(logits * to_log2)
+                def load_weights(loaded, j, *, wait_n):
+                    slot = lax.rem(j + fresh_zero(), jnp.int32(stages))
+                    start = start_smem.at[slot, 0] if has_dropout else start_smem.at[slot]
+                    products = plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
+                    return weights_by_key(products, loaded, problem, start, far_ref)
 
                 def masked(weights, mask, j, equal_ids, loaded, fill=0.0):
                     if mask is not None:
@@ -625,12 +630,12 @@ def _build_main(
                     ds_stored.wait(2 * parity + (1 - consumer))
                     dk = dk.astype(dtype)
                     k = k_smem.at[k_slot(index) + fresh_zero(), :, own]
-                    key_columns.put(k, dk, anew=has_cap)  # with a cap registers are short
+                    key_columns.put(k, dk, anew=True)  # or addresses are kept over all steps
                     for n, columns in enumerate(staged_values):
                         staged = slice(columns.first, columns.first + columns.size)
                         d_value = dv[:, staged].astype(dtype)
                         staging = value_staging(n + fresh_zero(), consumer)
-                        columns.put(staging, d_value, anew=has_cap)
+                        columns.put(staging, d_value, anew=True)
                     fence_async_shared()
                     gradients_staged.arrive(0)
 
@@ -651,7 +656,7 @@ def _build_main(
                     if mask is not None and not has_dropout:  # while S' is made
                         equal_ids = mask.equal_ids(j)
                     loaded = load_elements(j)
-                    weights = load_weights(loaded, wait_n=1)
+                    weights = load_weights(loaded, j, wait_n=1)
                     if width <= 64:  # there are registers for it beside dQ
                         weights = dropped(weights, key_words, slot)
                     if early_weights:
@@ -690,7 +695,7 @@ def _build_main(
                             loaded, mask, j, equal_ids, o_slot, key_words, wait_n=wait_n
                         )
                     else:
-                        weights = load_weights(loaded, wait_n=wait_n)
+                        weights = load_weights(loaded, j, wait_n=wait_n)
                     if weights_first:
                         await_d_out(o_slot, mask, j)
                         issue_d_weights(o_slot)

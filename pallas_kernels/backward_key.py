@@ -57,10 +57,11 @@ from pallas_kernels.config import (
     whole_tiles,
 )
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
-from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
+from pallas_kernels.elements import NO_ELEMENTS, Elements
 from pallas_kernels.elements import masked as masked_by_element
+from pallas_kernels.far_rows import weights_by_key
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Section, Walk, per_query
-from pallas_kernels.online_softmax import LOG2E, spread
+from pallas_kernels.online_softmax import spread
 from pallas_kernels.primitives import (
     NamedBarriers,
     commit_smem,
@@ -95,6 +96,7 @@ def key_value_gradients(
     d_out: jax.Array,
     start: jax.Array,
     minus_delta: jax.Array,
+    far: jax.Array,
     intervals: jax.Array | None = None,
     ids: tuple[jax.Array, jax.Array] | None = None,
     elements: Elements = NO_ELEMENTS,
@@ -116,6 +118,7 @@ def key_value_gradients(
         that see no key or are beyond the end; with dropout of `key_tiles.with_words`.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out), times problem.delta_unit; 0
         where start is -inf.
+      far: of rows far from 0, as `far_rows.far_shape` has it.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
@@ -136,7 +139,8 @@ def key_value_gradients(
       `primitives.store_by_quads`.
     """
     kernel = _build(problem, config, key.shape[1], interpreting(), section.size if section else 0)
-    operands = *elements.operands(transposed=True), query, key, value, d_out, start, minus_delta
+    of_elements = elements.operands(transposed=True)
+    operands = *of_elements, query, key, value, d_out, start, minus_delta, far
     kv_heads = section.kv_heads if section else None
     return kernel(intervals, ids, dropout_words, *operands, kv_heads=kv_heads, results=results)
 
@@ -212,7 +216,6 @@ def _build(
     group, dtype = problem.group, problem.dtype
     key_parts = _Parts.of(problem.width, _KEY_PARTS)
     value_parts = _Parts.of(problem.value_width, _VALUE_PARTS)
-    factor = problem.logit_unit * LOG2E
     dk_factor, dv_factor = problem.scale * problem.d_logit_unit, 1.0 / problem.kept_share
     has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
     # Registers are short then.
@@ -263,7 +266,7 @@ def _build(
     ):  # fmt: skip
         warpgroup = lax.axis_index("warpgroup")
         walk, refs = Walk.of_refs(tiles, lax.axis_index("block"), all_refs)
-        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dk_ref, dv_ref, *ds_refs = refs
+        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, far_ref, dk_ref, dv_ref, *ds_refs = refs
         weights_sent, ds_sent, late_free, q_free, o_free, k_free, v_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -376,8 +379,9 @@ def _build(
                         send_tile(weights_mail, logits)
                         operand, _ = capped_weights(logits, slot, key_words)
                     else:
-                        logits, to_log2 = biased(logits, factor, loaded)
-                        weights = masked(jnp.exp2(logits * to_log2), mask, j, loaded)
+                        start = start_smem.at[slot, 0] if has_dropout else start_smem.at[slot]
+                        weights = weights_by_key(logits, loaded, problem, start, far_ref)
+                        weights = masked(weights, mask, j, loaded)
                         weights = dropped(weights, key_words, slot)
                         send_tile(weights_mail, weights)
                     weights_sent.arrive(0)

@@ -48,9 +48,10 @@ from pallas_kernels.config import (
 )
 from pallas_kernels.dropout import DropoutRefs, Words, d_logits
 from pallas_kernels.dropout import operands as dropout_operands
-from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements, biased
+from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements
 from pallas_kernels.elements import masked as masked_by_element
-from pallas_kernels.online_softmax import LOG2E, spread
+from pallas_kernels.far_rows import weights_by_query
+from pallas_kernels.online_softmax import spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     NamedBarriers,
@@ -78,6 +79,7 @@ def query_gradient(
     d_out: jax.Array,
     start: jax.Array,
     minus_delta: jax.Array,
+    far: jax.Array,
     intervals: jax.Array | None = None,
     ids: tuple[jax.Array, jax.Array] | None = None,
     elements: Elements = NO_ELEMENTS,
@@ -97,6 +99,7 @@ def query_gradient(
         that see no key or are beyond the end.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out), times problem.delta_unit; 0
         where start is -inf.
+      far: of rows far from 0, as `far_rows.far_shape` has it.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
@@ -111,7 +114,7 @@ def query_gradient(
       `[B, T, N, H]` in the input dtype. Rows that see no key are 0.
     """
     words = dropout_operands(dropout_words, keys=config.block_kv)
-    operands = *words, *elements.operands(), query, key, value, d_out, start, minus_delta
+    operands = *words, *elements.operands(), query, key, value, d_out, start, minus_delta, far
     build = functools.partial(_build, problem, config, query.shape[1], interpreting())
     parts = range(len(_key_parts(problem)))
     if len(parts) == 1:
@@ -241,7 +244,6 @@ def _build(
     key_parts = _key_parts(problem)
     dq_columns = key_parts[part]
     value_columns = Columns.whole(problem.value_width)
-    factor = problem.logit_unit * LOG2E
     has_cap = problem.soft_cap is not None
 
     tiles = -(-problem.query_length // block_q)
@@ -319,7 +321,7 @@ def _build(
         mask_refs = more_refs[: int(dynamic) + 2 * int(problem.segmented)]
         dropout, refs = DropoutRefs.split(problem, more_refs[len(mask_refs) :])
         elements, refs = ElementRefs.split(problem, refs)
-        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, dq_ref = refs
+        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, far_ref, dq_ref = refs
         k_free, v_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
             for name, barriers in named.items()
@@ -377,7 +379,7 @@ def _build(
                 return weights if equal_ids is None else keep_bits(weights, equal_ids, fill)
 
             def compute(dq_acc, s_acc, dp_acc):
-                start = per_row(start_ref) * (1.0 if has_cap else factor)
+                start = per_row(start_ref)
                 minus_delta = per_row(delta_ref)
                 query_words = None
                 if problem.dropout:
@@ -425,8 +427,8 @@ def _build(
                         minus_lse = spread(start, logits.shape)
                         _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
                     else:
-                        logits, to_log2 = biased(logits, factor, loaded)
-                        weights = jnp.exp2(logits * to_log2 + spread(start, logits.shape))
+                        place = lambda: (*batch_and_head(), first_row_of(warpgroup))
+                        weights = weights_by_query(logits, loaded, problem, start, far_ref, place)
                         if needs_mask:
                             weights = masked(weights, key_block_of(j), equal_ids)
                         weights = masked_by_element(weights, loaded, 0.0)

@@ -47,8 +47,9 @@ from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BIAS_GRADIENT, BiasGradientConfig, Problem
 from pallas_kernels.dropout import DropoutRefs, Words, d_logits
 from pallas_kernels.dropout import operands as dropout_operands
-from pallas_kernels.elements import ElementRefs, Elements, biased, masked
-from pallas_kernels.online_softmax import LOG2E, spread
+from pallas_kernels.elements import ElementRefs, Elements, masked
+from pallas_kernels.far_rows import weights_by_query
+from pallas_kernels.online_softmax import spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     NamedBarriers,
@@ -80,6 +81,7 @@ def bias_gradient(
     d_out: jax.Array,
     start: jax.Array,
     minus_delta: jax.Array,
+    far: jax.Array,
     intervals: jax.Array | None,
     ids: tuple[jax.Array, jax.Array] | None,
     elements: Elements,
@@ -98,6 +100,7 @@ def bias_gradient(
         no key or are beyond the end.
       minus_delta: in the shape of start, dLSE - rowsum(d_out * out), times problem.delta_unit; 0
         where start is -inf.
+      far: of rows far from 0, as `far_rows.far_shape` has it.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
@@ -115,7 +118,7 @@ def bias_gradient(
         raise ValueError("elements: got none with a bias, needs one")
     pieces = _Pieces(problem, BIAS_GRADIENT[problem.widest], bias.shape, bias.dtype)
     words = dropout_operands(dropout_words, keys=pieces.config.block_kv)
-    operands = (*words, *elements.operands(), query, key, value, d_out, start, minus_delta)
+    operands = (*words, *elements.operands(), query, key, value, d_out, start, minus_delta, far)
     if ids is not None:
         query_ids, key_ids = ids
         key_ids = segments.padded(key_ids, pieces.config.block_kv)
@@ -237,7 +240,6 @@ def _build(pieces: _Pieces, interpret: bool):
     dtype = problem.dtype
     key_columns = Columns.whole(problem.width)
     value_columns = Columns.whole(problem.value_width)
-    factor = problem.logit_unit * LOG2E
     has_cap = problem.soft_cap is not None
     steps = pieces.steps()
     with_steps = max(1, int(np.count_nonzero(steps[:, 2])))
@@ -262,7 +264,7 @@ def _build(pieces: _Pieces, interpret: bool):
         ids_refs = refs[: 2 * int(problem.segmented)]
         dropout, refs = DropoutRefs.split(problem, refs[len(ids_refs) :])
         elements, refs = ElementRefs.split(problem, refs)
-        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, gradient_ref = refs
+        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, far_ref, gradient_ref = refs
         slot_free = dataclasses.replace(free, twins=twin)
         warpgroup = lax.axis_index("warpgroup")
         block = lax.axis_index("block")
@@ -341,9 +343,9 @@ def _build(pieces: _Pieces, interpret: bool):
                             minus_lse = spread(start, logits.shape)
                             _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
                         else:
-                            logits, to_log2 = biased(logits, factor, loaded)
-                            weights = jnp.exp2(
-                                logits * to_log2 + spread(start * factor, logits.shape)
+                            place = lambda: (batch, head, first_row)
+                            weights = weights_by_query(
+                                logits, loaded, problem, start, far_ref, place
                             )
                             weights = hidden(weights, 0.0)
                         # A row that does not count may have a bias that is NaN.

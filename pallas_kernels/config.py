@@ -1,6 +1,7 @@
 """Tile sizes, stages and warpgroups of each kernel, as data with the reason beside each row."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ FORWARD_SECTION_BYTES = 12 << 20
 BACKWARD_SECTION_BYTES = 12 << 20
 SUPPORTED_WIDTHS = range(8, 257, 8)  # TMA takes strides that are multiples of 16 bytes
 DROPOUT_STEPS = 1 << 15  # rates are multiples of one over this
+_LEAST_SCALE_OF_BEGINNINGS = 2.0**-10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,24 @@ class Problem:
     def logit_unit(self) -> float:
         """What kernels count logits in: products of query and key, or tanh with a soft cap."""
         return self.scale if self.soft_cap is None else self.soft_cap
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether logits are no more than what a bias is added to: the cap bounds all others."""
+        return self.has_bias and self.soft_cap is None
+
+    @property
+    def bias_shift(self) -> int:
+        """By how many powers of 2 a bias far from 0 comes nearer (`elements.compressed`)."""
+        lowest = 2  # in log2 units it stays within float32
+        if self.scale < _LEAST_SCALE_OF_BEGINNINGS:
+            return lowest
+        return max(lowest, math.ceil(math.log2(1.0 / self.scale) + 0.6))
+
+    @property
+    def may_begin_with_bias(self) -> bool:
+        """Whether the bias can be what the products of query and key are added to, over scale."""
+        return self.has_bias and self.scale >= _LEAST_SCALE_OF_BEGINNINGS
 
     @property
     def kept_share(self) -> float:

@@ -551,7 +551,11 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                         output = products.scaled(output, correction, step == 0)
                     else:
                         reference = lax.cond(step == 0, risen, lambda: reference)
-                    weights = jnp.exp2(logits * factor - spread(reference, logits.shape))
+                    exponents = logits * factor - spread(reference, logits.shape)
+                    if in_doubt:
+                        bounds = online_softmax.bounds_of(reference, allowed)
+                        exponents = jnp.minimum(exponents, spread(bounds, logits.shape))
+                    weights = jnp.exp2(exponents)
                     sums += weights
                     products.put_weights(weights)
                     plgpu.barrier_wait(v_full.at[this])
@@ -598,7 +602,8 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                     layout=QUERIES,
                     optimized=False,
                 )
-            inverse, lse = online_softmax.normaliser(reference, total, sink)
+            row_end = online_softmax.normalised(reference, total, sink)
+            inverse, lse = row_end.inverse, row_end.lse
             if "value_scale" in given:
                 inverse *= given["value_scale"][head]
             store_columns(lse_ref.at[split, head_of_all, pl.ds(tile * rows, rows)], lse)

@@ -67,11 +67,14 @@ class Elements(NamedTuple):
         """Whether batch entries share a bias that has a value a pair."""
         return self.bias is not None and 1 not in self.bias.shape[2:] and self.bias.shape[0] == 1
 
-    def forward_operands(self, scale: float) -> tuple[jax.Array, ...]:
+    def forward_operands(self, problem: Problem) -> tuple[jax.Array, ...]:
         """`operands` with a bias of keys as what the accumulators of logits begin with."""
-        if self.bias is None or not self.has_bias_of_keys:
+        if self.bias is None or not (self.has_bias_of_keys and problem.may_begin_with_bias):
             return self.operands()
-        return self._replace(bias=self.bias.astype(jnp.float32) / scale).operands()
+        bias = self.bias.astype(jnp.float32)
+        if problem.adds_bias:
+            bias = compressed(bias, problem)
+        return self._replace(bias=bias / problem.scale).operands()
 
 
 def _whole_tiles(bias: jax.Array, axis: int) -> jax.Array:
@@ -208,11 +211,43 @@ def _done(load: Callable[[], jax.Array]) -> Callable[[], jax.Array]:
     return lambda: value
 
 
-def biased(logits: jax.Array, factor: float, loaded: Loaded) -> tuple[jax.Array, float]:
-    """Logits with their bias, and what to multiply them with to have them in log2 units."""
+def biased(
+    products: jax.Array, problem: Problem, loaded: Loaded, *, exact: bool = False
+) -> tuple[jax.Array, float]:
+    """Logits with their bias, and what to multiply them with to have them in log2 units.
+
+    Args:
+      products: of query and key, and what these were added to.
+      exact: a bias may be far from 0, and be all that a row has.
+    """
     if loaded.bias is None:
-        return logits, factor
-    return logits * factor + loaded.bias().astype(jnp.float32) * LOG2E, 1.0
+        return products, problem.scale * LOG2E
+    bias = loaded.bias()
+    is_short = bias.dtype == jnp.float16
+    bias = bias.astype(jnp.float32)
+    if exact and not is_short:
+        bias = compressed(bias, problem)
+    return products * problem.scale + bias, LOG2E
+
+
+# A bias stands for hidden keys as often as not, and some of what does is near float32's largest
+# number: `finfo.min`. In log2 units, or over scale, it would be infinite. Softmax of logits that
+# far from 0 is a matter of which is largest, by however much: so what lies beyond 2^(126 - shift)
+# or so comes nearer to it, in its order, by factors of 2^-shift.
+
+
+def compressed(bias: jax.Array, problem: Problem) -> jax.Array:
+    """The same bias near 0, and one that tells in the same way far from it; infinity as it is."""
+    nearer, begin = bias * 2.0**-problem.bias_shift, 2.0 ** (126 - problem.bias_shift)
+    return jnp.maximum(jnp.minimum(bias, nearer + begin), nearer - begin)
+
+
+def expanded(logits: jax.Array, problem: Problem) -> jax.Array:
+    """What `compressed` made these logits of, within float32."""
+    shift, begin = 2.0**problem.bias_shift, 2.0 ** (126 - problem.bias_shift)
+    below, above = (logits + begin) * shift, (logits - begin) * shift
+    largest = float(jnp.finfo(jnp.float32).max)
+    return jnp.clip(jnp.maximum(jnp.minimum(logits, below), above), -largest, largest)
 
 
 def masked(tile: jax.Array, loaded: Loaded, fill: float) -> jax.Array:

@@ -53,7 +53,14 @@ from pallas_kernels.columns import Columns, as_rows
 from pallas_kernels.config import ForwardConfig, Problem, sees_itself
 from pallas_kernels.dropout import DropoutRefs, Words, kept
 from pallas_kernels.dropout import operands as dropout_operands
-from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements
+from pallas_kernels.elements import (
+    NO_ELEMENTS,
+    NOTHING_LOADED,
+    ElementRefs,
+    Elements,
+    compressed,
+    expanded,
+)
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.online_softmax import LOG2E, RowState, spread
 from pallas_kernels.primitives import (
@@ -272,29 +279,38 @@ class Tiles:
         return head * self.per_head + tile, tile, cost[tile]
 
     def kernel(
-        self, body: Callable, scratch: dict[str, Any], padded_query_length: int, out_dtype: np.dtype
+        self,
+        body: Callable,
+        scratch: dict[str, Any],
+        padded_query_length: int,
+        out_dtype: np.dtype,
+        references: bool = False,
     ) -> Callable:
         """A forward kernel over all tiles, for `with_lists` or `with_tickets`.
 
         Args:
           body: of refs of the schedule, or the order and what is drawn, of the key blocks, of the
-            operands, of the output and of the LSE, and of scratch by name.
+            operands, of the results, and of scratch by name.
           scratch: types of shared memory and barriers.
           padded_query_length: of the output.
           out_dtype: of the output.
+          references: results are three.
 
         Returns:
-          A function of what stands for these before the output, that returns the output and the
-          LSE `[B, N, rows]`.
+          A function of what stands for these before the output, that returns the output, the LSE
+          `[B, N, rows]`, and if wanted references of rows and their log_sum, `[B, N, 2, rows]`.
         """
         p = self.problem
         out_shape = (p.batch, padded_query_length, p.heads, p.value_width)
+        of_rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+        results = (
+            jax.ShapeDtypeStruct(out_shape, out_dtype),
+            of_rows((p.batch, p.heads, self.rows)),
+            of_rows((p.batch, p.heads, 2, self.rows)),
+        )
         return plgpu.kernel(
             body,
-            out_type=(
-                jax.ShapeDtypeStruct(out_shape, out_dtype),
-                jax.ShapeDtypeStruct((p.batch, p.heads, self.rows), jnp.float32),
-            ),
+            out_type=results if references else results[:2],
             grid=(self.thread_blocks,),
             grid_names=("block",),
             num_threads=self.config.consumers + 1,
@@ -363,7 +379,7 @@ def attention(
     *,
     problem: Problem,
     config: ForwardConfig,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Exact attention.
 
     Args:
@@ -384,21 +400,23 @@ def attention(
       config: tile sizes.
 
     Returns:
-      Output `[B, T, N, h]` and natural-log LSE `[B, N, ceil(T / block_q) * block_q]` float32. Rows
-      from problem.query_length on are arbitrary in both. A row that sees no key: 0 and -inf.
+      Output `[B, T, N, h]`, natural-log LSE `[B, N, R]` float32, R = ceil(T / block_q) * block_q,
+      and references of rows with their log_sum, `[B, N, 2, R]` float32 (`online_softmax.py`), for
+      the backward. Rows from problem.query_length on are arbitrary. A row that sees no key: output
+      0 and LSE -inf.
     """
     kernel = _build(
         problem,
         config,
         query.shape[1],
         sinks is not None,
-        elements.has_bias_of_keys,
-        elements.tiled_bias_dtype if config.brings_bias else None,
+        elements.has_bias_of_keys and problem.may_begin_with_bias,
+        elements.tiled_bias_dtype if config.brings_bias and problem.may_begin_with_bias else None,
         elements.shares_bias and not problem.by_batch,
         interpreting(),
     )
     words = dropout_operands(dropout_words, keys=config.block_kv)
-    optional = *words, *elements.forward_operands(problem.scale)
+    optional = *words, *elements.forward_operands(problem)
     if sinks is not None:
         optional = (*optional, sinks * LOG2E)
     if not problem.by_batch:
@@ -446,6 +464,8 @@ def _build(
     settles = searches and not (problem.segmented or mask_throughout)
     exact_throughout = searches and not settles
     one_round_does = exact_throughout or reference is not None
+    # What has no second round, or so far a bias that its rows never settle, is bounded at once.
+    always_bounded = exact_throughout or (settles and problem.adds_bias)
     unseen = -jnp.inf if reference is None else 0.0
     ignores_unseen = problem.forward_ignores_unseen
     # Each step waits for V of its own keys: those with a mask zero rows of it.
@@ -525,7 +545,9 @@ def _build(
         entries=None, twins=None,
     ):  # fmt: skip
         drawn_refs, more_refs = more_refs[: int(by_batch)], more_refs[int(by_batch) :]
-        key_blocks_ref, q_ref, k_ref, v_ref, *optional_refs, o_ref, lse_ref = more_refs
+        key_blocks_ref, q_ref, k_ref, v_ref, *optional_refs, o_ref, lse_ref, reference_ref = (
+            more_refs
+        )
         # Intervals come first, then the reach of tiles, ids, words, elements and sinks.
         intervals_refs = optional_refs[: int(by_batch) + 2 * int(ignores_unseen)]
         ids_refs = optional_refs[len(intervals_refs) :][: 2 * int(problem.segmented)]
@@ -681,13 +703,13 @@ def _build(
                 """Words of dropout of the rows; None if there is no dropout."""
                 return dropout.of_rows(batch, head, tiles.first_row(tile, warpgroup))
 
-            def values_of(products, loaded, state):
+            def values_of(products, loaded, state, *, exact=True):
                 """Logits and their factor, or weights and None if their reference is known."""
                 if reference is None:
-                    return capped(products, loaded, problem)
+                    return capped(products, loaded, problem, exact=exact)
                 return weights_of(products, state.reference, loaded, problem), None
 
-            def first_softmax(products, tile, key_block, bounds, bits, loaded):
+            def first_softmax(products, tile, key_block, bounds, bits, loaded, bounded):
                 state = None if reference is None else online_softmax.begin(ROWS, reference)
                 tile_values, factor = values_of(products, loaded, state)
                 bounds = bounds()
@@ -695,7 +717,7 @@ def _build(
                     tile_values = masked(tile_values, tile, key_block, bounds, bits)
                 tile_values = masked_by_element(tile_values, loaded, unseen)
                 if state is None:
-                    weights, state = online_softmax.start(tile_values, factor, allowed.headroom)
+                    weights, state = online_softmax.start(tile_values, factor, allowed, bounded)
                 else:
                     weights, state = tile_values, online_softmax.add(tile_values, state)
                 if bounds is not None:
@@ -709,19 +731,23 @@ def _build(
                 return kept(weights, dropout.dropped(words, batch, first_key, block_kv), dtype)
 
             def compute(o_acc, s_acc, begin, first_step):
+                # A cap bounds all logits.
+                bounded = not has_cap and (always_bounded or begin > 0)
                 if drawn:
                     number_of = drawn.number
                 else:
                     end = begin + tile_count()
                     number_of = lambda index: listed(1 + index - begin, anew=registers_are_short)
 
-                def put_bias(k_slot):
+                def put_bias(k_slot, *, exact=True):
                     """Tiles of a bias where the product is added to them, outside of the turn."""
                     if not bias_boxes:
                         return
                     boxes = [bias_smem.at[k_slot, warpgroup, n] for n in range(bias_boxes)]
                     parts = [load_operand(box, _BIAS_BOX, bias_dtype) for box in boxes]
                     bias = jnp.concatenate(parts, axis=1).astype(jnp.float32)
+                    if exact and problem.adds_bias and bias_dtype != jnp.float16:
+                        bias = compressed(bias, problem)
                     s_acc[...] = bias * (1.0 / problem.scale)
                     fence_async_shared()  # TMA will overwrite the bias that was read
 
@@ -780,7 +806,7 @@ def _build(
                     logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     pl.when(there())(lambda: k_free.arrive(slot(steps)))
                     weights, state = first_softmax(
-                        logits, tile, end_block - 1, bounds, bits, loaded
+                        logits, tile, end_block - 1, bounds, bits, loaded, bounded
                     )
                     await_first_value(there, slot(steps))
                     # LLVM would carry float32 into the loop and cast there.
@@ -810,8 +836,9 @@ def _build(
                         ids = ids_of(tile, batch, j) if comparing else None
                         bits = None if comparing else bits_of(tile, batch, j, near=exact)
                     k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
+                    looks = exact or exact_throughout  # for maxima
                     plgpu.barrier_wait(k_full.at[k_slot])
-                    put_bias(k_slot)
+                    put_bias(k_slot, exact=looks)
                     take_turn()
                     issue_logits(query_buffer(index), k_slot)
                     issue_output(weights, v_slot)
@@ -828,7 +855,7 @@ def _build(
                     else:
                         k_free.arrive(k_slot)
                     correction = None
-                    tile_values, factor = values_of(products, loaded, state)
+                    tile_values, factor = values_of(products, loaded, state, exact=looks)
                     if needs_mask and any_mask:
                         key_block = end_block - 1 - j
                         tile_values = masked(
@@ -837,9 +864,9 @@ def _build(
                     tile_values = masked_by_element(tile_values, loaded, unseen)
                     if reference is not None:
                         weights, state = tile_values, online_softmax.add(tile_values, state)
-                    elif exact or exact_throughout:
+                    elif looks:
                         weights, correction, state = online_softmax.advance(
-                            tile_values, factor, allowed, state
+                            tile_values, factor, allowed, state, bounded
                         )
                     else:
                         weights, state = online_softmax.go_on(tile_values, factor, state)
@@ -871,15 +898,22 @@ def _build(
                     return operand, state
 
                 def end_rows(state, any_too_low, tile, batch, head):
-                    """Stores the LSE; returns 1 / sum, and if a reference was too low so far.
+                    """Stores LSE and more; returns 1 / sum, and if a reference was too low so far.
 
                     1 / sum is negative where a row that sees nothing may have seen NaN.
                     """
                     if ignores_unseen:
                         state, closed = online_softmax.cleared(state)
                     sink = in_each_row(optional_refs[-1][batch, head]) if with_sinks else None
-                    inverse, lse, too_low = online_softmax.finish(state, allowed.limit, sink)
+                    in_nats = None
+                    if problem.adds_bias:
+                        in_nats = lambda x: expanded(x * (1.0 / LOG2E), problem)
+                    (inverse, lse, log_sum), too_low = online_softmax.finish(
+                        state, allowed.limit, sink, in_nats
+                    )
                     store_rows(lse_ref.at[batch, head, rows_of(tile)], lse)
+                    for n, of_rows in enumerate((state.reference, log_sum)):
+                        store_rows(reference_ref.at[batch, head, n, rows_of(tile)], of_rows)
                     if dropout.refs:
                         inverse *= 1.0 / problem.kept_share
                     if ignores_unseen:
@@ -935,7 +969,7 @@ def _build(
                     pl.when(there())(lambda: k_free.arrive(k_slot))
                     end_block = end_of(next_tile, next_batch)
                     weights, next_state = first_softmax(
-                        logits, next_tile, end_block - 1, bounds, bits, loaded
+                        logits, next_tile, end_block - 1, bounds, bits, loaded, bounded
                     )
                     weights, next_state = lax.optimization_barrier((weights, next_state))
                     output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
@@ -1140,5 +1174,5 @@ def _build(
 
             rounds(load_tiles)
 
-    kernel = tiles.kernel(attention_forward, scratch, padded_query_length, dtype)
+    kernel = tiles.kernel(attention_forward, scratch, padded_query_length, dtype, references=True)
     return tiles.with_tickets(kernel) if by_batch else tiles.with_lists(kernel)

@@ -408,7 +408,7 @@ def _build(
                 def end_rows(state, tile, batch, head):
                     """Stores the LSE; returns what the output is to be multiplied with."""
                     total = state.sums.sum(axis=1)
-                    inverse, lse = online_softmax.normaliser(state.reference, total, None)
+                    inverse, lse, _ = online_softmax.normalised(state.reference, total)
                     store_rows(lse_ref.at[batch, head, pl.ds(first_row_of(tile), ROWS)], lse)
                     last_block = end_of(tile, batch) - needs(tile, batch, 0)
                     return inverse * value_scales_ref[batch, kv_head_of(head), last_block]

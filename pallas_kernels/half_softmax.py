@@ -28,6 +28,10 @@ SUM_LIMIT = 448.0
 # `half_weights` does not take it.
 _FAR = 2.0**11
 
+# From there on a reference is rounded by more than 1, and weights may be beyond e4m3 but for this.
+_ROUNDED = 2.0**24
+_MOST = 8.8073  # as a power of 2: 448
+
 _COLUMNS = 16  # of logits that are in float32 at a time, as a whole tile has no room
 
 
@@ -77,8 +81,10 @@ def renew(
 
 
 def _reference(maxima):
-    """Of rows with these maxima in log2 units."""
-    return _in_half(jnp.maximum(maxima, NOTHING_SEEN) - LARGEST)
+    """Of rows with these maxima in log2 units; far from 0 a little below them, once rounded."""
+    maxima = jnp.maximum(maxima, NOTHING_SEEN)
+    lower = maxima - jnp.abs(maxima) * 2.0**-23
+    return _in_half(jnp.where(jnp.abs(maxima) < _ROUNDED, maxima - LARGEST, lower))
 
 
 def _in_half(x):
@@ -93,7 +99,8 @@ def _weights_by_float32(logits, factor, reference):
     sums: jax.Array | float = 0.0
     for first in range(0, logits.shape[1], _COLUMNS):
         part = logits[:, first : first + _COLUMNS].astype(jnp.float32)
-        part = jnp.exp2(part * spread(factor, part.shape) - spread(reference, part.shape))
+        part = part * spread(factor, part.shape) - spread(reference, part.shape)
+        part = jnp.exp2(jnp.minimum(part, _MOST))
         sums = sums + part[:, :8] + part[:, 8:]
         parts.append(part.astype(jnp.float16))
     assert isinstance(sums, jax.Array)

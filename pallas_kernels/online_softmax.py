@@ -11,11 +11,17 @@ reference stands `headroom` above the maximum of the first tile (`start`) and st
 until a sum of weights reaches `limit`. `finish` reports such rows, and they are computed again with
 `advance`, which looks for weights beyond `limit` in each tile. A row that needs no new reference is
 the same to the bit either way.
+
+A reference is rounded where it is made, and logits are not: far from 0 that is as much as the whole
+range of weights. Such rows have a reference that is surely too low (`_reference_of`), so that their
+sums ask for the second round, where steps are `bounded`: what is beyond a row's bound becomes it,
+and these are the keys whose logits are its maximum, to rounding.
 """
 
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -27,9 +33,9 @@ from jax import lax
 LOG2E = math.log2(math.e)
 
 # Stands for the maximum of a row that has seen nothing: finite, so that -inf minus it is -inf.
-NOTHING_SEEN = -1e30
+NOTHING_SEEN = -3e38
 # The reference of a row that will see nothing: weights are 0 whatever its logits, also unmasked.
-_NOTHING_TO_SEE = 1e30
+_NOTHING_TO_SEE = 3e38
 
 # Added and subtracted, it rounds a float32 to a whole number, for which Mosaic GPU has nothing. XLA
 # folds both away where a CPU runs it under jit, as interpret mode does: any reference is right.
@@ -44,6 +50,13 @@ class Range(NamedTuple):
     # Whether a reference rises by a whole number, so that weights round as before. Else the largest
     # is a power of 2, which does not round: of much of a row's weight that tells in few bits.
     by_whole: bool = True
+    # From there on a reference is far from 0: the largest weight may be 2^4 times what it should.
+    far: float = 2.0**26
+
+    @property
+    def least_far(self) -> float:
+        """What tells references far from 0 from others: none is near it."""
+        return self.far + 100.0
 
 
 def weight_range(dtype: np.dtype, *, searched: bool = False) -> Range:
@@ -54,13 +67,14 @@ def weight_range(dtype: np.dtype, *, searched: bool = False) -> Range:
     """
     if dtype == jnp.float8_e4m3fn:
         # The largest weight is near the largest number, 448, from which 2^17 are to the smallest.
-        return Range(headroom=-8.0, limit=8.5, by_whole=False)
+        return Range(headroom=-8.0, limit=8.5, by_whole=False, far=2.0**22)
     if dtype == jnp.float16:
         # Weights below 2^-14 lose precision, from 2^16 on they are infinite.
         return Range(headroom=-8.0 if searched else 6.0, limit=15.0)
-    # As wide as float32 takes with a margin for the values: a causal row's first tile may hold one
+    # As wide as float32 takes with a margin for values below 1, and none above it, as a row's sum
+    # of values is then no larger than the largest of them: a causal row's first tile may hold one
     # key alone, of a logit far below the others.
-    return Range(headroom=48.0, limit=16.0)
+    return Range(headroom=48.0, limit=0.0)
 
 
 class RowState(NamedTuple):
@@ -84,11 +98,14 @@ def begin(rows: int, reference: float) -> RowState:
 
 
 def start(
-    logits: jax.Array, factor: float | jax.Array, headroom: float
+    logits: jax.Array,
+    factor: float | jax.Array,
+    allowed: Range,
+    bounded: bool | jax.Array = False,
 ) -> tuple[jax.Array, RowState]:
     """The first tile of a row: its weights and the state. `(64,)` factors are those of rows."""
-    reference = jnp.maximum(logits.max(axis=1) * factor, NOTHING_SEEN) + headroom
-    weights = _weights(logits, factor, reference)
+    reference = _reference_of(jnp.maximum(logits.max(axis=1) * factor, NOTHING_SEEN), allowed)
+    weights = _weights(logits, factor, reference, allowed, bounded)
     return weights, RowState(reference, _partial_sums(weights))
 
 
@@ -115,10 +132,15 @@ def advance(
     factor: float | jax.Array,
     allowed: Range,
     state: RowState,
+    bounded: bool | jax.Array = False,
 ) -> tuple[jax.Array, jax.Array, RowState]:
     """A further tile: its weights, what earlier weights must be multiplied with, and the state."""
     maximum = logits.max(axis=1) * factor
-    return _with_reference(risen(state.reference, maximum, allowed), logits, factor, state)
+    reference = risen(state.reference, maximum, allowed)
+    correction = jnp.exp2(state.reference - reference)
+    weights = _weights(logits, factor, reference, allowed, bounded)
+    sums = state.sums * spread(correction, state.sums.shape) + _partial_sums(weights)
+    return weights, correction, RowState(reference, sums)
 
 
 def risen(reference: jax.Array, maximum: jax.Array, allowed: Range) -> jax.Array:
@@ -130,8 +152,29 @@ def _raised_where(is_low, reference, maximum, allowed):
     new = maximum
     if allowed.by_whole:  # but for ties, what a row gets depends on neither headroom nor limit
         raised = reference + ((maximum - reference + _TO_WHOLE) - _TO_WHOLE)
-        new = jnp.where(reference < 0.5 * NOTHING_SEEN, maximum, raised)
-    return jnp.where(is_low, new + allowed.headroom, reference)
+        # Far from 0 a difference would have bits of neither.
+        is_apart = is_far(reference, allowed) | is_far(maximum, allowed)
+        new = jnp.where(is_apart, maximum, raised)
+    return jnp.where(is_low, _reference_of(new, allowed), reference)
+
+
+def _reference_of(maximum: jax.Array, allowed: Range) -> jax.Array:
+    """A new reference of rows with that maximum in log2 units.
+
+    Far from 0 a little below the maximum, whatever it was before it was rounded.
+    """
+    lower = maximum - jnp.abs(maximum) * 2.0**-23
+    return jnp.where(jnp.abs(maximum) < allowed.far + 200.0, maximum + allowed.headroom, lower)
+
+
+def is_far(reference: jax.Array, allowed: Range) -> jax.Array:
+    """Whether the references of rows are far from 0, or of rows that see nothing."""
+    return jnp.abs(reference) >= allowed.least_far
+
+
+def bounds_of(reference: jax.Array, allowed: Range) -> jax.Array:
+    """What the exponents of no weight of rows with that reference exceed, `(64,)`."""
+    return jnp.where(is_far(reference, allowed), -allowed.headroom, allowed.limit)
 
 
 def unsettled(state: RowState, allowed: Range) -> jax.Array:
@@ -156,55 +199,86 @@ def add(weights: jax.Array, state: RowState) -> RowState:
     return RowState(state.reference, state.sums + _partial_sums(weights))
 
 
+class RowEnd(NamedTuple):
+    """What ends rows, `(64,)` each.
+
+    Attributes:
+      inverse: what to multiply the output with; 0 where nothing was seen.
+      lse: natural log of the sum of exp(logits).
+      log_sum: log2 of the sum of 2^(logits in log2 units - the row's reference), which an LSE far
+        from 0 has no bits for.
+    """
+
+    inverse: jax.Array
+    lse: jax.Array
+    log_sum: jax.Array
+
+
 def finish(
-    state: RowState, limit: float, sink: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What ends a row.
+    state: RowState,
+    limit: float,
+    sink: jax.Array | None = None,
+    in_nats: Callable[[jax.Array], jax.Array] | None = None,
+) -> tuple[RowEnd, jax.Array]:
+    """What ends a row, and whether its reference was too low, or an input NaN.
 
     Args:
       state: after the last tile.
       limit: as for `advance`.
-      sink: None, or `(64,)` one more logit, in log2 units, of a row that has seen anything.
-
-    Returns:
-      What to multiply the output with (0 where nothing was seen), the natural-log LSE, and whether
-      the reference was too low, or an input NaN.
+      sink, in_nats: as for `normalised`.
     """
     total = state.sums.sum(axis=1)
     too_low = jnp.logical_not(total < 2.0**limit)
-    return *normaliser(state.reference, total, sink), too_low
+    return normalised(state.reference, total, sink, in_nats), too_low
 
 
-def normaliser(
-    reference: jax.Array, total: jax.Array, sink: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """What to multiply the output with, and the LSE, of rows whose weights add up to `total`.
+def normalised(
+    reference: jax.Array,
+    total: jax.Array,
+    sink: jax.Array | None = None,
+    in_nats: Callable[[jax.Array], jax.Array] | None = None,
+) -> RowEnd:
+    """What ends rows whose weights add up to `total`.
 
-    `sink` is as for `finish`.
+    Args:
+      reference, total: of rows.
+      sink: None, or `(64,)` one more logit, in log2 units, of a row that has seen anything.
+      in_nats: of a reference in log2 units, where it is not that alone.
     """
     own_reference = reference
     correction: jax.Array | float = 1.0
     if sink is not None:
-        # It may stand above all weights, by more than float32 holds.
-        reference = jnp.maximum(reference, sink)
+        # It may stand above all weights, by more than float32 holds, and be infinite.
+        reference = jnp.where(total == 0.0, reference, jnp.maximum(reference, sink))
         correction = jnp.exp2(own_reference - reference)
-        total = jnp.where(total == 0.0, 0.0, total * correction + jnp.exp2(sink - reference))
+        of_sink = jnp.where(sink < reference, jnp.exp2(sink - reference), 1.0)
+        total = jnp.where(total == 0.0, 0.0, total * correction + of_sink)
     inverse = jnp.where(total > 0.0, correction / total, 0.0)
-    return inverse, reference * (1.0 / LOG2E) + jnp.log(total)
+    log = jnp.log(total)
+    nats = reference * (1.0 / LOG2E) if in_nats is None else in_nats(reference)
+    log_sum = log * LOG2E
+    if sink is not None:
+        log_sum += reference - own_reference
+    return RowEnd(inverse, nats + log, log_sum)
 
 
-def _with_reference(reference, logits, factor, state):
-    """A further tile: its weights, what earlier weights must be multiplied with, and the state."""
-    correction = jnp.exp2(state.reference - reference)
-    weights = _weights(logits, factor, reference)
-    sums = state.sums * spread(correction, state.sums.shape) + _partial_sums(weights)
-    return weights, correction, RowState(reference, sums)
+def _weights(logits, factor, reference, allowed=None, bounded=False):
+    """Weights, and where `bounded` none beyond the bound of its row.
 
-
-def _weights(logits, factor, reference):
+    A branch if that is known at run time only, as it is not so but in rare rounds.
+    """
     if not isinstance(factor, float):
         factor = spread(factor, logits.shape)
-    return jnp.exp2(logits * factor - spread(reference, logits.shape))
+    exponents = logits * factor - spread(reference, logits.shape)
+    if bounded is not False:
+        bound = lambda x: jnp.minimum(x, spread(bounds_of(reference, allowed), x.shape))
+        is_known = isinstance(bounded, bool)
+        exponents = bound(exponents) if is_known else lax.cond(bounded, bound, _same, exponents)
+    return jnp.exp2(exponents)
+
+
+def _same(x):
+    return x
 
 
 def _partial_sums(weights: jax.Array) -> jax.Array:

@@ -306,6 +306,133 @@ def vote_any(flags: jax.Array) -> jax.Array:
     return vote(flags) > 0
 
 
+def any_row(flags: jax.Array) -> jax.Array:
+    """Whether any of `(64,)` bool is true in the warp, which has 16 of these rows."""
+    if interpreting():
+        return flags.any()
+
+    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(_ROWS,), return_type=shape)
+    def vote(_, flags):
+        return _vote_of_warp("ne", functools.reduce(arith.ori, list(flags.registers.flat)))
+
+    return vote(flags.astype(jnp.int32)) > 0
+
+
+def any_marked(ref) -> jax.Array:
+    """Whether any of `(64,)` or `(128,)` float32 in shared memory is marked, in each warp alike.
+
+    What `bounded_columns` calls so: a number too small to be one, other than 0.
+    """
+    if interpreting():
+        return is_mark(ref[...]).any()
+
+    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=shape)
+    def vote(_, ref):
+        (size,) = ir.MemRefType(ref.type).shape
+        own = size // 32
+        words = [f"w{n}" for n in range(own)]
+        tests = "".join(
+            f" sub.s32 {word}, {word}, 1; setp.lt.or.u32 p, {word}, {_MARKS}, p;" for word in words
+        )
+        text = (
+            f"{{ .reg .pred p; .reg .b32 a, {', '.join(words)};"
+            f" mov.u32 a, %laneid; mad.lo.u32 a, a, {4 * own}, $1;"  # else kept over loops
+            f" ld.volatile.shared.v{own}.b32 {{{', '.join(words)}}}, [a]; setp.ne.u32 p, 0, 0;"
+            f"{tests} vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }}"
+        )
+        i32 = ir.IntegerType.get_signless(32)
+        value = _asm(text, "=r,r,~{memory}", [_shared_address(ref)], i32)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return vote(ref) > 0
+
+
+def mark(number: jax.Array) -> jax.Array:
+    """A float32 that is a mark, of a number of 0 up to 2^23 - 2."""
+    return lax.bitcast_convert_type(number.astype(jnp.int32) + 1, jnp.float32)
+
+
+def is_mark(rows: jax.Array) -> jax.Array:
+    """Which of float32 values are marks."""
+    bits = lax.bitcast_convert_type(rows, jnp.int32)
+    return (bits > 0) & (bits <= _MARKS)
+
+
+_MARKS = 2**23 - 1
+
+
+def bounded_columns(
+    tile: jax.Array, marks_ref, values_ref, *, far: float, bound_far: float, bound: float
+) -> jax.Array:
+    """min(x - reference, bound) - log_sum in marked columns of a `(64, n)` float32 tile.
+
+    One column after the other: registers are short.
+
+    Args:
+      marks_ref: `(n,)` in shared memory; a `mark` is the number of the 64 columns that it is in.
+      values_ref: `(numbers, 2, 64)` float32 in global memory: reference and log_sum of columns.
+      far: the bound of a column is `bound_far` if its reference is so far from 0, else `bound`.
+    """
+    if interpreting():
+        marks = marks_ref[...]
+        number = lax.bitcast_convert_type(marks, jnp.int32) - 1
+        number = jnp.where(is_mark(marks), number, 0)
+        column = jnp.arange(tile.shape[1]) % 64
+        reference, log_sum = (values_ref[...][number, n, column] for n in range(2))
+        bounds = jnp.where(jnp.abs(reference) >= far, bound_far, bound)
+        return jnp.where(is_mark(marks), jnp.minimum(tile - reference, bounds) - log_sum, tile)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+    literal = lambda x: f"0f{np.float32(x).view(np.uint32):08x}"
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType(), plgpu.RefType()), return_type=shape)
+    def bounded(_, tile, marks, values):
+        f32 = ir.F32Type.get()
+        # Little is kept, and all is found anew: registers are short. ptxas would have the loads of
+        # all columns first, but for a branch around those of each.
+        text = (
+            ".reg .pred p, q, any; .reg .b32 c, m; .reg .b64 a; .reg .f32 r;"
+            " mov.u32 c, %laneid; and.b32 c, c, 3; mad.lo.u32 m, c, 8, $4;"
+            " ld.shared.b32 m, [m+MARK];"
+            f" sub.s32 m, m, 1; setp.lt.u32 p, m, {_MARKS};"
+            " vote.sync.any.pred any, p, 0xffffffff; @!any bra DONE_${:uid};"
+            " mad.wide.u32 a, m, 512, $5; mad.wide.u32 a, c, 8, a;"
+            " mov.f32 r, 0f00000000; @p ld.global.f32 r, [a+VALUE];"
+            " sub.f32 $0, $0, r; sub.f32 $1, $1, r;"
+            f" abs.f32 r, r; setp.ge.f32 q, r, {literal(far)};"
+            f" selp.f32 r, {literal(bound_far)}, {literal(bound)}, q; @!p mov.f32 r, 0f7f800000;"
+            " min.f32 $0, $0, r; min.f32 $1, $1, r;"
+            " mov.f32 r, 0f00000000; @p ld.global.f32 r, [a+VALUE+256];"
+            " sub.f32 $0, $0, r; sub.f32 $1, $1, r; DONE_${:uid}:"
+        )
+        out = tile.registers.copy()
+        index_of = {(group, half): index for index, group, half, _ in _fragments(out)}
+        for group, e in itertools.product(range(tile.shape[1] // 8), range(2)):
+            indices = [index_of[group, half] for half in range(2)]
+            results = llvm.inline_asm(
+                llvm.StructType.get_literal([f32] * 2),
+                [
+                    *(_extract(out[index], e) for index in indices),
+                    _shared_address(marks),
+                    _base_address(values),
+                ],
+                f"{{ {text} }}".replace("VALUE", str(32 * (group % 8) + 4 * e)).replace(
+                    "MARK", str(32 * group + 4 * e)
+                ),
+                "=f,=f,0,1,r,l,~{memory}",
+                has_side_effects=True,
+            )
+            for n, index in enumerate(indices):
+                out[index] = _insert(out[index], llvm.extractvalue(f32, results, [n]), e)
+        return _like(tile, out)
+
+    return bounded(tile, marks_ref, values_ref)
+
+
 def _vote_of_warp(comparison: str, word):
     """1 where an int32 of a thread of the warp compares so with 0, else 0; all threads have it."""
     text = (

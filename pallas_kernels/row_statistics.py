@@ -3,6 +3,8 @@
     start        -LSE / unit (`Problem.logit_unit`): -LSE / scale, where the accumulator of the
                  logits starts, or with a soft cap -LSE / cap, which is added later
     minus_delta  dLSE - rowsum(dO * O), times `Problem.delta_unit`
+    far          reference and log_sum of rows far from 0, whose start marks them (`far_rows.py`);
+                 anything in 64 rows of which none is
     dQ           zeros, where thread blocks of the main kernel add to it and none of them zeros it
 
 Rows that see no key, and rows beyond the end, have a start of -inf and a minus_delta of 0, whatever
@@ -21,9 +23,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import far_rows
 from pallas_kernels.config import Problem
 from pallas_kernels.primitives import (
     HAND_ORDERED,
+    any_row,
     div_rem,
     fragment_shape,
     interpreting,
@@ -42,13 +46,14 @@ def row_statistics(
     lse: jax.Array,
     d_out: jax.Array,
     d_lse: jax.Array | None,
+    references: jax.Array | None = None,
     *,
     problem: Problem,
     padded_rows: int,
     dq_columns: tuple[int, ...] = (),
     zeroed_later: range = range(0),
 ) -> tuple[jax.Array, ...]:
-    """Start and minus_delta of every row, and zeros for dQ.
+    """Start, minus_delta and far of every row, and zeros for dQ.
 
     XLA may skip the rounding of a cotangent that it computes in float32 (excess precision), and a
     delta of its own would not be of the d_out that another kernel reads. This one is: both read the
@@ -58,15 +63,18 @@ def row_statistics(
       out, d_out: `[B, >= query_length, N, h]`.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
       d_lse: `[B, N, >= query_length]` float32; None for zeros.
+      references: `[B, N, 2, >= query_length]` float32 of `forward.py`; None where lse is of more
+        keys than these.
       problem: static description.
       padded_rows: rows of the results.
       dq_columns: of each tile of 64 rows of dQ, up to 64, for a main kernel that adds to it.
       zeroed_later: tiles of dQ, by their number, that are not zeroed, and may be anything.
 
     Returns:
-      Start and minus_delta, `[B, N, padded_rows]` float32 each, and if there are dq_columns zeros
-      for B * N * padded_rows rows of dQ: `[row tiles * column tiles, *fragment_shape(64)]` float32,
-      in fragment order. A tile of fewer columns is its first part.
+      Start and minus_delta, `[B, N, padded_rows]` float32 each, far as `far_rows.far_shape` has it,
+      and if there are dq_columns zeros for B * N * padded_rows rows of dQ: `[row tiles * column
+      tiles, *fragment_shape(64)]` float32, in fragment order. A tile of fewer columns is its first
+      part.
 
     Raises:
       ValueError: padded_rows is no multiple of 64, or less than problem.query_length.
@@ -76,8 +84,10 @@ def row_statistics(
             f"padded_rows: got {padded_rows}, needs a multiple of {_ROWS}, at least"
             f" {problem.query_length}"
         )
-    kernel = _build(problem, padded_rows, dq_columns, zeroed_later, interpreting())
-    return kernel(out, lse, d_out, *([] if d_lse is None else [d_lse]))
+    has = d_lse is not None, references is not None
+    kernel = _build(problem, padded_rows, dq_columns, zeroed_later, *has, interpreting())
+    optional = [x for x in (d_lse, references) if x is not None]
+    return kernel(out, lse, d_out, *optional)
 
 
 @functools.lru_cache
@@ -86,14 +96,17 @@ def _build(
     padded_rows: int,
     dq_columns: tuple[int, ...],
     zeroed_later: range,
+    has_d_lse: bool,
+    has_references: bool,
     interpret: bool,
 ):
     tiles, column_tiles = padded_rows // _ROWS, len(dq_columns)
     last = problem.query_length - 1
 
     def row_statistics(out_ref, lse_ref, do_ref, *refs):
-        results = 2 + bool(dq_columns)
-        d_lse_refs, (start_ref, minus_delta_ref, *dq_refs) = refs[:-results], refs[-results:]
+        d_lse_refs, refs = refs[: int(has_d_lse)], refs[int(has_d_lse) :]
+        reference_refs, refs = refs[: int(has_references)], refs[int(has_references) :]
+        start_ref, minus_delta_ref, far_ref, *dq_refs = refs
         # From the end on, as the forward may have left O there in L2.
         tile_of_all, head = div_rem(thread_blocks - 1 - lax.axis_index("block"), problem.heads)
         batch, tile = div_rem(tile_of_all, tiles)
@@ -106,26 +119,40 @@ def _build(
         row = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW) + first
         counts = (row <= last) & (lse != -jnp.inf)
         rows = pl.ds(first, _ROWS)
-        start = jnp.where(counts, lse * (-1.0 / problem.logit_unit), -jnp.inf)
-        store_rows(start_ref.at[batch, head, rows], start)
+        number = (batch * problem.heads + head) * tiles + tile
+        start = lse * (-1.0 / problem.logit_unit)
+        start, is_marked = far_rows.marked(start, lse, number, problem)
+        store_rows(start_ref.at[batch, head, rows], jnp.where(counts, start, -jnp.inf))
+
+        @pl.when(any_row(is_marked & counts))
+        def _():
+            given = [
+                load_rows(ref.at[batch, head, n], first, last)
+                for ref in reference_refs
+                for n in range(2)
+            ]
+            for n, of_rows in enumerate(far_rows.reference_of(lse, given, problem)):
+                store_rows(far_ref.at[number, n], of_rows)
+
         minus_delta = jnp.where(counts, d_lse - products, 0.0)
         if problem.dropout:
             minus_delta *= problem.delta_unit
         store_rows(minus_delta_ref.at[batch, head, rows], minus_delta)
         for column_tile, columns in enumerate(dq_columns):
             (dq_ref,) = dq_refs
-            number = ((batch * problem.heads + head) * tiles + tile) * column_tiles + column_tile
-            part = dq_ref.at[number, pl.ds(0, fragment_shape(columns)[0])]
-            is_due = (number < zeroed_later.start) | (number >= zeroed_later.stop)
+            dq_tile = number * column_tiles + column_tile
+            part = dq_ref.at[dq_tile, pl.ds(0, fragment_shape(columns)[0])]
+            is_due = (dq_tile < zeroed_later.start) | (dq_tile >= zeroed_later.stop)
             pl.when(is_due)(functools.partial(zero_fragment, part))
 
     statistics = jax.ShapeDtypeStruct((problem.batch, problem.heads, padded_rows), jnp.float32)
+    far = far_rows.far_shape(problem, padded_rows)
     thread_blocks = problem.batch * problem.heads * tiles
     dq_tiles = (thread_blocks * column_tiles, *fragment_shape(64))
     dq = (jax.ShapeDtypeStruct(dq_tiles, jnp.float32),) if dq_columns else ()
     return plgpu.kernel(
         row_statistics,
-        out_type=(statistics, statistics, *dq),
+        out_type=(statistics, statistics, far, *dq),
         grid=(thread_blocks,),
         grid_names=("block",),
         compiler_params=HAND_ORDERED,

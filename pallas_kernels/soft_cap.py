@@ -124,7 +124,12 @@ def _polynomial(x: jax.Array, coefficients: Sequence[float]) -> jax.Array:
 
 
 def capped(
-    products: jax.Array, loaded: Loaded, problem: Problem, *, branches: bool = True
+    products: jax.Array,
+    loaded: Loaded,
+    problem: Problem,
+    *,
+    branches: bool = True,
+    exact: bool = False,
 ) -> tuple[jax.Array, float]:
     """Logits with bias and cap, if any, and what to multiply them with to have them in log2 units.
 
@@ -133,9 +138,10 @@ def capped(
       loaded: what gives the bias, where products do not begin with it.
       problem: with a soft cap, logits are in units of `problem.logit_unit`.
       branches: there are registers for `tanh`; not so beside a bias.
+      exact: as `biased` has it, without a cap.
     """
     if problem.soft_cap is None:
-        return biased(products, problem.scale * LOG2E, loaded)
+        return biased(products, problem, loaded, exact=exact)
     factor, bias_factor = problem.scale / problem.soft_cap, 1.0 / problem.soft_cap
     unit = problem.soft_cap * LOG2E
     if branches and not problem.has_bias:

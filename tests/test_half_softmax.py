@@ -37,7 +37,7 @@ def run(logits, factor):
             renewals += 1
         total = jnp.concatenate([total, weights.astype(jnp.float32)], axis=1)
         state = new
-    inverse, lse = online_softmax.normaliser(state.reference, state.sums.sum(axis=1), None)
+    inverse, lse, _ = online_softmax.normalised(state.reference, state.sums.sum(axis=1))
     return total * inverse[:, None], lse, renewals
 
 

@@ -30,16 +30,16 @@ def tiles(*scales: float) -> list[jax.Array]:
 def run(logits, dtype, exact: bool):
     """Weights over the end's reference, LSE, and whether a reference was too low."""
     allowed = online_softmax.weight_range(dtype)
-    weights, state = start(logits[0], LOG2E, allowed.headroom)
+    weights, state = start(logits[0], LOG2E, allowed, bounded=exact)
     all_weights = weights
     for tile in logits[1:]:
         if exact:
-            weights, correction, state = advance(tile, LOG2E, allowed, state)
+            weights, correction, state = advance(tile, LOG2E, allowed, state, bounded=True)
             all_weights *= correction[:, None]
         else:
             weights, state = go_on(tile, LOG2E, state)
         all_weights = jnp.concatenate([all_weights, weights], axis=1)
-    inverse, lse, too_low = finish(state, allowed.limit)
+    (inverse, lse, _), too_low = finish(state, allowed.limit)
     return all_weights * inverse[:, None], lse, too_low
 
 
@@ -72,14 +72,14 @@ def test_rows_settle_that_saw_a_key_of_no_small_logit(dtype):
     room = (allowed.limit + allowed.headroom) / LOG2E
     maxima = jnp.array([-jnp.inf, -1e30, -1e9, -1e4, -room, -0.51 * room, -0.49 * room, 0, room])
     logits = jnp.full((64, 32), -jnp.inf).at[: maxima.size, 3].set(maxima)
-    _, state = start(logits, LOG2E, allowed.headroom)
+    _, state = start(logits, LOG2E, allowed)
     np.testing.assert_array_equal(
         unsettled(state, allowed)[: maxima.size], np.arange(maxima.size) < 6
     )
     # The others may then see a logit as far above 0.
     later = jnp.full((64, 32), -jnp.inf).at[:, 3].set(0.48 * room)
     _, state = go_on(later, LOG2E, state)
-    too_low = finish(state, allowed.limit)[2]
+    _, too_low = finish(state, allowed.limit)
     np.testing.assert_array_equal(too_low[: maxima.size], np.arange(maxima.size) < 5)
 
 
@@ -103,6 +103,47 @@ def test_maxima_that_jump(dtype, jump):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("top", [3e7, 1.41796e11, 1e30, 2e38, -3e7, -1e10, -1e30, -2e38])
+def test_rows_far_from_0(dtype, top):
+    """Their reference is rounded by more than weights have room for."""
+    rng = np.random.default_rng(int(abs(np.log(abs(top)))))
+    tops = np.float32(top) * rng.uniform(0.5, 1.0, 64).astype(np.float32)
+    count = rng.integers(1, 97, 64)
+    logits = np.full((64, 96), -np.inf, np.float32)
+    for row, (largest, n) in enumerate(zip(tops, count, strict=True)):
+        logits[row] = largest - abs(largest) * rng.uniform(0.1, 0.5, 96)  # of no weight
+        logits[row, rng.choice(96, n, replace=False)] = largest
+    expected = (logits == tops[:, None]) / count[:, None]
+    logits = [jnp.asarray(part) for part in np.split(logits, 3, axis=1)]
+    weights, lse, too_low = run(logits, dtype, exact=True)
+    assert not too_low.any()
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
+    np.testing.assert_allclose(lse, tops, rtol=1e-6)
+    *_, too_low = run(logits, dtype, exact=False)
+    allowed = online_softmax.weight_range(dtype)
+    assert too_low[np.abs(tops) * LOG2E >= allowed.far + 200.0].all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sink", [-np.inf, -1e30, -3.0, 2.0, 1e30, np.inf])
+def test_sinks(dtype, sink):
+    """With rows that see nothing, which a sink does not change."""
+    (logits,) = tiles(1.0)
+    logits = logits.at[::2].set(-jnp.inf)
+    allowed = online_softmax.weight_range(dtype)
+    weights, state = start(logits, LOG2E, allowed)
+    (inverse, lse, log_sum), _ = finish(state, allowed.limit, jnp.full((64,), sink * LOG2E))
+    expected = np.logaddexp(jax.nn.logsumexp(logits, axis=1), max(sink, -1e38))
+    np.testing.assert_allclose(lse[1::2], expected[1::2], rtol=1e-6)
+    np.testing.assert_array_equal(lse[::2], -np.inf)
+    share = np.exp(np.float64(logits) - expected[:, None])
+    np.testing.assert_allclose((weights * inverse[:, None])[1::2], share[1::2], rtol=1e-5)
+    assert not (weights * inverse[:, None])[::2].any()
+    exponents = logits * LOG2E - state.reference[:, None] - log_sum[:, None]
+    np.testing.assert_allclose(jnp.exp2(exponents)[1::2], share[1::2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_maxima_that_creep_up_to_the_limit(dtype):
     """Many tiles, each a little above the last, with weights near the largest that may be."""
     allowed = online_softmax.weight_range(dtype)
@@ -121,7 +162,7 @@ def test_results_do_not_depend_on_when_the_reference_is_raised(limit):
     logits = [tile + 2.3 * i for i, tile in enumerate(tiles(*[1.0] * 6))]
 
     def rounded_weights(allowed):
-        weights, state = start(logits[0], LOG2E, allowed.headroom)
+        weights, state = start(logits[0], LOG2E, allowed)
         total = weights.astype(jnp.bfloat16).astype(jnp.float32)
         raised = []
         for tile in logits[1:]:
@@ -131,7 +172,7 @@ def test_results_do_not_depend_on_when_the_reference_is_raised(limit):
             total *= correction[:, None]
             weights = weights.astype(jnp.bfloat16).astype(jnp.float32)
             total = jnp.concatenate([total, weights], axis=1)
-        inverse, lse, _ = finish(state, allowed.limit)
+        (inverse, lse, _), _ = finish(state, allowed.limit)
         return total * inverse[:, None], lse, raised
 
     *often, raised = rounded_weights(Range(0.0, limit))
@@ -150,7 +191,7 @@ def test_only_rows_that_ask_for_it_get_a_new_reference(by_whole):
     first, second = tiles(1.0, 1.0)
     second += jnp.linspace(0.0, 4.0, 64)[:, None]
     allowed = Range(-4.0, 6.0, by_whole)
-    _, state = start(first, LOG2E, allowed.headroom)
+    _, state = start(first, LOG2E, allowed)
     weights, kept = go_on(second, LOG2E, state)
     np.testing.assert_allclose((kept.sums - state.sums).sum(1), weights.sum(1), rtol=1e-5)
     is_low = weights.max(axis=1) >= 2.0**allowed.limit
@@ -206,12 +247,13 @@ def test_rows_that_see_nothing_may_meet_anything_without_a_mask(dtype, poison):
     closed = jnp.arange(64) % 3 == 0
 
     def end(second):
-        _, state = start(jnp.where(closed[:, None], -jnp.inf, first), LOG2E, allowed.headroom)
+        _, state = start(jnp.where(closed[:, None], -jnp.inf, first), LOG2E, allowed)
         state = close(state, ~closed)
         _, state = go_on(second, LOG2E, state)
         state, found = cleared(state)
         np.testing.assert_array_equal(found, closed)
-        return finish(state, allowed.limit)
+        (inverse, lse, _), too_low = finish(state, allowed.limit)
+        return inverse, lse, too_low
 
     got = end(jnp.where(closed[:, None], poison, second))
     for x, calm in zip(got, end(second), strict=True):

@@ -61,7 +61,7 @@ def check(B, T, N, H, dtype, padded_rows, unseen=0, more_lse_rows=0):
     dq_columns = columns_of_dq(H)
     settings = dict(problem=shape, padded_rows=padded_rows, dq_columns=dq_columns)
     run = jax.jit(functools.partial(row_statistics, **settings))
-    start, minus_delta, dq = (np.asarray(x) for x in run(*arrays))
+    start, minus_delta, _, dq = (np.asarray(x) for x in run(*arrays))
     exact_start, exact_minus_delta = exact(*arrays, shape, padded_rows)
     np.testing.assert_allclose(start, exact_start, rtol=1e-6)
     np.testing.assert_allclose(minus_delta, exact_minus_delta, rtol=1e-5, atol=1e-4)
@@ -96,8 +96,8 @@ def test_tiles_of_dq_that_are_zeroed_later_are_left_alone():
     arrays, shape = inputs(1, 128, 2, 128, jnp.bfloat16), problem(1, 128, 2, 128, jnp.bfloat16)
     settings = dict(problem=shape, padded_rows=128, dq_columns=(64, 64))
     with interpret_mode():
-        *expected, _ = row_statistics(*arrays, **settings)
-        *statistics, dq = row_statistics(*arrays, **settings, zeroed_later=range(3, 6))
+        *expected, _, _ = row_statistics(*arrays, **settings)
+        *statistics, _, dq = row_statistics(*arrays, **settings, zeroed_later=range(3, 6))
     for got, whole in zip(statistics, expected, strict=True):
         np.testing.assert_array_equal(got, whole)
     # What nothing was stored to is NaN in interpret mode.
@@ -131,7 +131,7 @@ def test_other_widths_on_a_gpu(H):
     run = jax.jit(functools.partial(row_statistics, problem=shape, padded_rows=1024))
     clean = run(*arrays)
     out, lse, d_out, d_lse = arrays
-    start, minus_delta = run(out.at[:, :, 1].set(jnp.nan), lse, d_out, d_lse)
+    start, minus_delta, _ = run(out.at[:, :, 1].set(jnp.nan), lse, d_out, d_lse)
     exact_start, exact_minus_delta = exact(*arrays, shape, 1024)
     np.testing.assert_allclose(start, exact_start, rtol=1e-6)
     for head in (0, 2):
@@ -158,7 +158,7 @@ def test_more_than_two_to_the_31_elements():
         )(*arrays)
         for b, arrays in ((B, many), (1, one))
     ]
-    (*many_statistics, zeros), (*statistics, _) = results
+    (*many_statistics, _, zeros), (*statistics, _, _) = results
     for last, alone in zip(many_statistics, statistics, strict=True):
         np.testing.assert_array_equal(last[-1:], alone)
     assert not zeros.any()
