@@ -87,11 +87,11 @@ from pallas_kernels.config import (
     whole_tiles,
 )
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
-from pallas_kernels.elements import NO_ELEMENTS, Elements
+from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.far_rows import shared_by_key, weights_by_key
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Section, Walk, per_query, with_words
-from pallas_kernels.online_softmax import LOG2E, spread
+from pallas_kernels.online_softmax import spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     NamedBarriers,
@@ -108,6 +108,7 @@ from pallas_kernels.primitives import (
     load_fragment,
     load_rows,
     operand_form,
+    own_warpgroup,
     prefetch,
     store_fragment,
     zero_fragment,
@@ -188,12 +189,14 @@ def attention_gradients(
     padded_rows = rows_of_statistics = in_whole(block_q)
     if with_bias_gradient:  # with more, dQ has tiles at its end that nothing uses
         rows_of_statistics = max(padded_rows, in_whole(bias_gradient.BLOCK_Q))
+    any_far_ref = jax.new_ref(jnp.zeros(1, jnp.int32))
     start, minus_delta, far, *zeros = row_statistics.row_statistics(
         out,
         lse,
         d_out,
         d_lse,
         references,
+        any_far_ref,
         problem=problem,
         padded_rows=rows_of_statistics,
         dq_columns=_columns_of_dq_tiles(problem) if adds else (),
@@ -206,7 +209,8 @@ def attention_gradients(
         d_bias = (bias_gradient.bias_gradient(*operands, *masks, problem=problem),)
     statistics = (start,) if is_wide else (start, minus_delta)
     start = with_words(dropout_words, *statistics)
-    operands_of_keys = query, key, value, d_out, start, minus_delta, far
+    any_far = jax.freeze(any_far_ref)
+    operands_of_keys = any_far, query, key, value, d_out, start, minus_delta, far
     of_query_alone = functools.partial(
         backward_query.query_gradient, *operands, *masks, problem=problem, config=query_config
     )
@@ -371,6 +375,8 @@ def _build_main(
     early_weights = early_weights and not problem.has_elements
     # Where there are no registers for dP' at a time.
     weights_first = problem.has_elements or has_cap
+    # Then addresses are made anew in each step.
+    crowded = has_cap or has_dropout or problem.segmented or problem.has_bias
     # Beside ids at width 128 the branches of the cap would spill 8 to 16 bytes.
     cap_branches = width <= 64 or not problem.segmented
     ignores_unseen = problem.backward_ignores_unseen and with_query_gradient
@@ -521,22 +527,20 @@ def _build_main(
                     v = v_smem.at[fresh_zero(), :, own]
                     value_columns.contract(dp_acc, v, o_smem.at[slot])
 
-                def load_weights(loaded, j, *, wait_n):
+                def load_weights(loaded, j, *, far, wait_n):
                     """Weights, of rows far from 0 what `shared` makes weights of if it is due."""
                     products = plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
-                    if problem.has_shares:
-                        weights = jnp.exp2(products * (problem.scale * LOG2E))
-                        return shared(weights, j) if has_dropout else weights  # before signs
-                    start = start_smem.at[slot_anew(j), 0]
-                    return weights_by_key(products, loaded, problem, start, far_ref)
+                    if far and problem.has_marks:
+                        start = start_smem.at[slot_anew(j), 0]
+                        return weights_by_key(products, loaded, problem, start, far_ref)
+                    logits, to_log2 = biased(products, problem, loaded)
+                    return jnp.exp2(logits * to_log2)
 
-                def shared(weights, j):
+                def shared(weights, j, *, far):
+                    """Late, where a wait for an mbarrier ends a block of code anyway."""
+                    if not (far and problem.has_shares):
+                        return weights
                     return shared_by_key(weights, start_smem.at[slot_anew(j)], problem)
-
-                def shared_late(weights, j):
-                    """Where a wait for an mbarrier ends a block of code anyway."""
-                    is_due = problem.has_shares and not has_dropout
-                    return shared(weights, j) if is_due else weights
 
                 def slot_anew(j):
                     return lax.rem(j + fresh_zero(), jnp.int32(stages))
@@ -661,11 +665,11 @@ def _build_main(
                     # Two buffers: the other may still read what was stored one step ago.
                     for n, columns in enumerate(_tiles_of(block_q)):
                         stored, box_width = ds_smem.at[parity, n, own], key_columns.box_width
-                        put_tile(stored, ds[:, columns], box_width, anew=has_cap)
+                        put_tile(stored, ds[:, columns], box_width, anew=crowded)
                     fence_async_shared()
                     ds_stored.arrive(2 * parity + consumer)
 
-                def step_with_dq(j, mask, load_elements, index, key_words):
+                def step_with_dq(j, mask, far, load_elements, index, key_words):
                     slot, o_slot, parity = slots(j)
                     await_query(slot, mask, j)
                     issue_logits(slot, index)
@@ -674,18 +678,18 @@ def _build_main(
                     if mask is not None and not has_dropout:  # while S' is made
                         equal_ids = mask.equal_ids(j)
                     loaded = load_elements(j)
-                    weights = load_weights(loaded, j, wait_n=1)
+                    weights = load_weights(loaded, j, far=far, wait_n=1)
                     if width <= 64:  # there are registers for it beside dQ
                         weights = dropped(weights, key_words, slot)
                     if early_weights:
                         # A wait here keeps ptxas from computing the weights after dQ.
                         await_d_out(o_slot, mask, j)
-                        weights = shared_late(weights, j)
+                        weights = shared(weights, j, far=far)
                         hand_over_dq()
                     else:
                         hand_over_dq()
                         await_d_out(o_slot, mask, j)
-                        weights = shared_late(weights, j)
+                        weights = shared(weights, j, far=far)
                     if width > 64:
                         weights = dropped(weights, key_words, slot)
                     if mask is not None and has_dropout:  # only now are there registers for it
@@ -700,7 +704,7 @@ def _build_main(
                     plgpu.wgmma_wait(0)
                     free.arrive(slot)
 
-                def step_without_dq(j, mask, load_elements, index, key_words):
+                def step_without_dq(j, mask, far, load_elements, index, key_words):
                     slot, o_slot, parity = slots(j)
                     equal_ids = mask.equal_ids(j) if mask is not None else None
                     await_query(slot, mask, j)
@@ -715,7 +719,8 @@ def _build_main(
                             loaded, mask, j, equal_ids, o_slot, key_words, wait_n=wait_n
                         )
                     else:
-                        weights = shared_late(load_weights(loaded, j, wait_n=wait_n), j)
+                        weights = load_weights(loaded, j, far=far, wait_n=wait_n)
+                        weights = shared(weights, j, far=far)
                     if weights_first:
                         await_d_out(o_slot, mask, j)
                         issue_d_weights(o_slot)
@@ -745,11 +750,11 @@ def _build_main(
                         hand_over_ds(parity, zero_tile(_KEYS, block_q).astype(dtype))
                     free.arrive(slot)
 
-                def step_after_dq(j, mask, load_elements, index, key_words):
+                def step_after_dq(j, mask, far, load_elements, index, key_words):
                     """Where registers are short: dQ of the step before is done first."""
                     issue_late_dq(1 - lax.rem(j, jnp.int32(2)), index)
                     hand_over_dq()
-                    step_without_dq(j, mask, load_elements, index, key_words)
+                    step_without_dq(j, mask, far, load_elements, index, key_words)
 
                 def whole_tile(index, j):
                     await_keys(index)
@@ -994,12 +999,11 @@ def _build_main(
 
         consumers = [functools.partial(_consumer, consumer) for consumer in range(_CONSUMERS)]
         roles: list[Callable[[], None]] = [*consumers, _producer]
-        warpgroup = lax.axis_index("warpgroup")
         if drawn:  # else its number would be spilled in a consumer, for the comparisons after it
-            lax.switch(warpgroup, roles)
+            lax.switch(lax.axis_index("warpgroup"), roles)
         else:  # but here a switch would spill, in consumers with a cap or dropout
             for number, role in enumerate(roles):
-                pl.when(warpgroup == number)(role)
+                pl.when(own_warpgroup() == number)(role)
 
     return tiles.gradient_kernel(
         attention_backward,

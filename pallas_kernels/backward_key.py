@@ -57,11 +57,11 @@ from pallas_kernels.config import (
     whole_tiles,
 )
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
-from pallas_kernels.elements import NO_ELEMENTS, Elements
+from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.far_rows import shared_by_key, weights_by_key
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Section, Walk, per_query
-from pallas_kernels.online_softmax import LOG2E, spread
+from pallas_kernels.online_softmax import spread
 from pallas_kernels.primitives import (
     NamedBarriers,
     commit_smem,
@@ -90,6 +90,7 @@ _TILE = plgpu.Layout.WGMMA
 
 
 def key_value_gradients(
+    any_far: jax.Array,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -110,6 +111,7 @@ def key_value_gradients(
     """Gradients of key and value, the same bit by bit from run to run.
 
     Args:
+      any_far: int32 `[1]`, more than 0 if any row is far from 0.
       query, d_out: `[B, T, N, H]` and `[B, T, N, h]`; T a multiple of 8, rows from
         problem.query_length on zero. d_out is finite in rows that see no key.
       key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite in rows that no query
@@ -140,7 +142,7 @@ def key_value_gradients(
     """
     kernel = _build(problem, config, key.shape[1], interpreting(), section.size if section else 0)
     of_elements = elements.operands(transposed=True)
-    operands = *of_elements, query, key, value, d_out, start, minus_delta, far
+    operands = *of_elements, any_far, query, key, value, d_out, start, minus_delta, far
     kv_heads = section.kv_heads if section else None
     return kernel(intervals, ids, dropout_words, *operands, kv_heads=kv_heads, results=results)
 
@@ -362,7 +364,7 @@ def _build(
                     leave(own_key, late_smem.at[late_slot_of(j - 1)], dk, dk_acc)
                     late_free.arrive(late_slot_of(j - 1))
 
-                def step(j, mask, load_elements, *, k_right, key_words, end, is_first=False):
+                def step(j, mask, far, load_elements, *, k_right, key_words, end, is_first=False):
                     slot = slot_of(j) + fresh_zero()  # made anew each step: registers are short
                     if is_first:
                         dv = take(dv_acc, dv_factor, wait_n=0)
@@ -381,12 +383,14 @@ def _build(
                         send_tile(weights_mail, logits)
                         operand, _ = capped_weights(logits, slot, key_words)
                     else:
-                        if problem.has_shares:
-                            weights = jnp.exp2(logits * (problem.scale * LOG2E))
-                            weights = shared_by_key(weights, start_smem.at[slot], problem)
-                        else:
+                        if far and problem.has_marks:
                             start = start_smem.at[slot, 0]
                             weights = weights_by_key(logits, loaded, problem, start, far_ref)
+                        else:
+                            logits, to_log2 = biased(logits, problem, loaded)
+                            weights = jnp.exp2(logits * to_log2)
+                        if far and problem.has_shares:
+                            weights = shared_by_key(weights, start_smem.at[slot], problem)
                         weights = masked(weights, mask, j, loaded)
                         weights = dropped(weights, key_words, slot)
                         send_tile(weights_mail, weights)

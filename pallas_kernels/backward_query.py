@@ -50,7 +50,7 @@ from pallas_kernels.dropout import DropoutRefs, Words, d_logits
 from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements
 from pallas_kernels.elements import masked as masked_by_element
-from pallas_kernels.far_rows import shared_by_query, weights_by_query
+from pallas_kernels.far_rows import start_and_share_of_marks, weights_by_query
 from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
@@ -354,6 +354,16 @@ def _build(
                 place = *batch_and_head(), *more, pl.ds(first_row_of(warpgroup), _ROWS)
                 return plgpu.load(ref.at[*place], layout=_PER_ROW, optimized=False)
 
+            def start_and_share():
+                """Of each row, with the share that dQ is multiplied with, where there is one."""
+                start = per_row(start_ref, 0)
+                if problem.has_shares:
+                    return start, per_row(start_ref, 1)
+                if problem.has_bias or not problem.has_marks:
+                    return start, None
+                place = *batch_and_head(), first_row_of(warpgroup)
+                return start_and_share_of_marks(start, far_ref, place, problem)
+
             def compare_ids(j):
                 """Where keys of step j and rows have equal segment ids; None if there are none."""
                 if not problem.segmented:
@@ -378,7 +388,7 @@ def _build(
                 return weights if equal_ids is None else keep_bits(weights, equal_ids, fill)
 
             def compute(dq_acc, s_acc, dp_acc):
-                start = per_row(start_ref, 0)
+                start, _ = start_and_share()
                 minus_delta = per_row(delta_ref)
                 query_words = None
                 if problem.dropout:
@@ -427,16 +437,14 @@ def _build(
                         _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
                     else:
                         place = lambda: (*batch_and_head(), first_row_of(warpgroup))
-                        if problem.has_shares:
-                            factor = problem.scale * LOG2E
-                            of_rows = spread(start * factor, logits.shape)
-                            weights = jnp.exp2(logits * factor + of_rows)
-                            share = lambda: per_row(start_ref, 1)
-                            weights = shared_by_query(weights, start, share, problem)
-                        else:
+                        if problem.has_bias:
                             weights = weights_by_query(
                                 logits, loaded, problem, start, far_ref, place
                             )
+                        else:  # of rows far from 0 a share, which dQ is multiplied with
+                            factor = problem.scale * LOG2E
+                            of_rows = spread(start * factor, logits.shape)
+                            weights = jnp.minimum(jnp.exp2(logits * factor + of_rows), 1.0)
                         if needs_mask:
                             weights = masked(weights, key_block_of(j), equal_ids)
                         weights = masked_by_element(weights, loaded, 0.0)
@@ -484,7 +492,10 @@ def _build(
                 dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
                 # dQ leaves from where Q was, once all warps have read it.
                 plgpu.commit_smem()
-                factor_of_dq = problem.scale * problem.d_logit_unit
+                factor_of_dq: float | jax.Array = problem.scale * problem.d_logit_unit
+                if not (has_cap or problem.has_bias):
+                    _, share = start_and_share()
+                    factor_of_dq = spread(share * factor_of_dq, dq.shape)
                 own_q = q_smem[part].at[warpgroup]
                 dq_columns.put(own_q, (dq * factor_of_dq).astype(dtype))
                 plgpu.commit_smem()

@@ -99,7 +99,12 @@ class Problem:
     @property
     def has_shares(self) -> bool:
         """Whether rows far from 0 have a share in the backward (`far_rows.py`)."""
-        return not self.has_bias and self.soft_cap is None
+        return self.soft_cap is None and not self.has_marks
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether they have marks there."""
+        return self.soft_cap is None and (self.has_bias or self.dropout > 0 or self.segmented)
 
     @property
     def bias_shift(self) -> int:

@@ -2,20 +2,23 @@
 
 A weight is exp(logit - LSE). An LSE of -1e30, as of a row whose keys are all hidden by a bias, has
 no bits left for the log of how many keys there are, and each of them would weigh 1. So from
-`LEAST_LSE` on weights are made of what the forward knows of a row (`online_softmax.py`), behind a
-branch, which costs a step the look at its rows:
+`LEAST_LSE` on weights are made of what the forward knows of a row (`online_softmax.py`):
 
     2^(min(logit in log2 units - reference, bound) - log_sum)
+
+That is behind a branch, which costs a step the look at its rows, up to a tenth at width 64. So it
+is only in the steps that have a mask, and where any row of all is far from 0 all steps are those.
 
 Without a bias the start of such a row is the reference, and a share, which comes with it, makes
 weights of what steps get by that: `min(x, 1) * share`, once they have time.
 
-A bias may be as far from 0 as float32 goes, and its logits would not survive. There a mark takes
-the place of the start, which is as good as 0, so that products of query and key begin as in the
-forward. Reference and log_sum are in tables of 64 rows, of which a mark is the number.
+A bias may be as far from 0 as float32 goes, and its logits would not survive; with dropout there
+is no room for shares. There a mark takes the place of the start, which is as good as 0, so that
+products of query and key begin as in the forward. Reference and log_sum are in tables of 64 rows,
+of which a mark is the number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +37,7 @@ from pallas_kernels.primitives import (
     is_mark,
     load_rows,
     mark,
+    shared_columns,
 )
 
 LEAST_LSE = 2.0**14  # an LSE is right to 2^-10 of a weight below
@@ -87,23 +91,9 @@ def shared_by_key(weights: jax.Array, rows_ref: Any, problem: Problem) -> jax.Ar
       rows_ref: `(2 or more, n)` in shared memory: starts and shares.
     """
 
-    def share(weights):
-        share = plgpu.load(rows_ref.at[1], layout=plgpu.Layout.WGMMA.reduce(0))
-        return jnp.minimum(weights, 1.0) * lax.broadcast_in_dim(share, weights.shape, [1])
-
     least = LEAST_LSE / problem.scale
+    share = lambda weights: shared_columns(weights, rows_ref.at[1])
     return lax.cond(any_far(rows_ref.at[0], least), share, lambda x: x, weights)
-
-
-def shared_by_query(weights: jax.Array, start: jax.Array, share: Any, problem: Problem):
-    """The same of a tile of queries and keys; share loads what `(64,)` start comes with."""
-    distance, least = jnp.abs(start), LEAST_LSE / problem.scale
-    is_any = any_row((distance >= least) & (distance < jnp.inf))
-
-    def shared(weights):
-        return jnp.minimum(weights, 1.0) * spread(share(), weights.shape)
-
-    return lax.cond(is_any, shared, lambda x: x, weights)
 
 
 def reference_of(
@@ -154,8 +144,32 @@ def weights_by_key(
     return lax.cond(any_marked(start_ref), far, near)
 
 
+def start_and_share_of_marks(
+    start: jax.Array, far_ref: Any, place: tuple, problem: Problem
+) -> tuple[jax.Array, jax.Array]:
+    """What `start_and_share` gives, of rows that may be marked, and a share of 1 of others.
+
+    Args:
+      start: `(64,)`.
+      far_ref, place: as for `weights_by_query`.
+    """
+    is_marked = is_mark(start)
+    one = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+    def of_marks():
+        own = start_and_share(*_of_table(far_ref, place, problem), problem)
+        return jnp.where(is_marked, own[0], start), jnp.where(is_marked, own[1], one)
+
+    return lax.cond(any_row(is_marked), of_marks, lambda: (start, one))
+
+
 def weights_by_query(
-    products: jax.Array, loaded: Loaded, problem: Problem, start: jax.Array, far_ref: Any, place
+    products: jax.Array,
+    loaded: Loaded,
+    problem: Problem,
+    start: jax.Array,
+    far_ref: Any,
+    place: Callable[[], tuple],
 ) -> jax.Array:
     """The same of a tile of queries and keys, with products that began at 0.
 
@@ -164,26 +178,32 @@ def weights_by_query(
       place: gives batch entry, head and first row of the tile.
     """
     is_marked = is_mark(start)
+    unit = problem.scale * LOG2E
 
     def near():
         logits, to_log2 = biased(products, problem, loaded)
-        return logits * to_log2 + spread(start * (problem.scale * LOG2E), logits.shape)
+        return logits * to_log2 + spread(start * unit, logits.shape)
 
     def far():
         logits, to_log2 = biased(products, problem, loaded, exact=True)
-        batch, head, first_row = place()
-        head_of_all = batch * problem.heads + head
-        tables = far_ref.shape[0] // (problem.batch * problem.heads)
-        table = far_ref.at[head_of_all * tables + lax.div(first_row, jnp.int32(ROWS))]
-        reference, log_sum = (load_rows(table.at[n], 0, ROWS - 1) for n in range(2))
+        reference, log_sum = _of_table(far_ref, place(), problem)
         bounds = jnp.where(is_marked, bounds_of(reference, _allowed(problem)), jnp.inf)
         log_sum = jnp.where(is_marked, log_sum, 0.0)
-        reference = jnp.where(is_marked, reference, start * (-problem.scale * LOG2E))
+        reference = jnp.where(is_marked, reference, start * -unit)
         exponents = logits * to_log2 - spread(reference, logits.shape)
         exponents = jnp.minimum(exponents, spread(bounds, logits.shape))
         return exponents - spread(log_sum, logits.shape)
 
     return jnp.exp2(lax.cond(any_row(is_marked), far, near))
+
+
+def _of_table(far_ref: Any, place: tuple, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    """Reference and log_sum of 64 rows from the one on that place names."""
+    batch, head, first_row = place
+    tables = far_ref.shape[0] // (problem.batch * problem.heads)
+    number = (batch * problem.heads + head) * tables + lax.div(first_row, jnp.int32(ROWS))
+    reference, log_sum = (load_rows(far_ref.at[number, n], 0, ROWS - 1) for n in range(2))
+    return reference, log_sum
 
 
 def _allowed(problem: Problem) -> Range:

@@ -435,6 +435,7 @@ class Walk:
         all blocks and tiles.
       elements: mask and bias, with rows of keys, of a problem that has them.
       key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
+      any_far_ref: in global memory, `[1]`: more than 0 if any row is far from 0 (`far_rows.py`).
       drawn: the tickets of a thread block that draws its tiles. Behind the next ticket,
         `drawn.drawn_ref` has what `prepared_tiles` counts.
     """
@@ -447,6 +448,7 @@ class Walk:
     elements: ElementRefs | None = None
     key_words_ref: Any = None
     drawn: tickets.Tickets | None = None
+    any_far_ref: Any = None
 
     @classmethod
     def of_refs(
@@ -485,8 +487,17 @@ class Walk:
         if tiles.problem.dropout:
             key_words_ref, count = refs[count], count + 1
         elements, operands = ElementRefs.split(tiles.problem, refs[count:], transposed=True)
+        any_far_ref, *operands = operands
         walk = cls(
-            tiles, schedule_ref, seeing_blocks_ref, block, more_refs, elements, key_words_ref, drawn
+            tiles,
+            schedule_ref,
+            seeing_blocks_ref,
+            block,
+            more_refs,
+            elements,
+            key_words_ref,
+            drawn,
+            any_far_ref,
         )
         return walk, operands
 
@@ -783,17 +794,19 @@ class Walk:
         first_step: Callable | None = None,
         blank_step: Callable | None = None,
     ):
-        """Runs `step(j, mask, load_elements)` for the query blocks of each head of the group.
+        """Runs `step(j, mask, far, load_elements)` for the query blocks of each head of the group.
 
         Query blocks run from the last to the first: under a causal mask tiles differ in the first,
         so that those that begin at the same time read the same blocks, which is easy on L2. Masked
         steps have a loop of their own, and code of their own, after those that need no mask; with a
         lower bound another before them. Each is two with segment ids, which are compared in one.
-        Blank steps, if there are any, come first and last.
+        Blank steps, if there are any, come first and last. Where there are rows far from 0 anywhere
+        all steps are in that last loop, which alone knows of them.
 
         Args:
-          step: mask is None, or a `StepMask` for the weights of that step; load_elements gives, for
-            a step, what `elements.py` does with logits and weights.
+          step: mask is None, or a `StepMask` for the weights of that step; far says whether rows
+            may be far from 0; load_elements gives, for a step, what `elements.py` does with logits
+            and weights.
           j: number of the first step, of all that the thread block does.
           own_first_key: the first of 64 keys in the tile that weights are of.
           first_step: what to run in the place of the first step, which is then always masked.
@@ -805,6 +818,7 @@ class Walk:
         """
         tiles, several_heads = self.tiles, self.tiles.problem.group > 1
         done = 0 if first_step is None else 1
+        may_be_far = tiles.problem.soft_cap is None
         blank_before, blank_behind = False, False
         if blank_step:
             blank_before, blank_behind = tiles.blank_steps(own_first_key)
@@ -828,10 +842,10 @@ class Walk:
             others = end
             if tiles.problem.segmented:
                 others = jnp.where(self.is_comparing(index), j, end)
-            pl.loop(j, others)(functools.partial(step, mask=mask_of(block, j)))
+            pl.loop(j, others)(functools.partial(step, mask=mask_of(block, j), far=may_be_far))
             if tiles.problem.segmented:
                 mask = mask_of(block, j, comparing=True)
-                pl.loop(others, end)(functools.partial(step, mask=mask))
+                pl.loop(others, end)(functools.partial(step, mask=mask, far=may_be_far))
 
         def blank_loop(block, j, end):
             """Steps j to end, from a block on, of queries that see none of these keys."""
@@ -853,8 +867,10 @@ class Walk:
                 masked_loop(block, j, unmasked)
                 j, block = unmasked, block - (unmasked - j)
             masked = j + jnp.maximum(block + 1 - first_unmasked_block(), 0)
-            pl.loop(j, masked)(functools.partial(step, mask=None))
-            if not tiles.any_mask:
+            if may_be_far:
+                masked = jnp.where(self.any_far_ref[0] > 0, j, masked)
+            pl.loop(j, masked)(functools.partial(step, mask=None, far=False))
+            if not (tiles.any_mask or may_be_far):
                 return masked
             j, block = masked, block - (masked - j)
             end_of_head = own_end = j + block + 1 - first_block()
@@ -873,7 +889,7 @@ class Walk:
         step = functools.partial(step, load_elements=load_elements)
         if first_step is not None:
             mask = mask_of(end_block() - 1, j, comparing=True)
-            first_step(j, mask=mask, load_elements=load_elements)
+            first_step(j, mask=mask, far=may_be_far, load_elements=load_elements)
             j = j + 1
         if several_heads:
             return lax.while_loop(lambda j: j < end, one_head, j)

@@ -231,6 +231,19 @@ def share_first(*pairs: tuple[Any, Any]) -> None:
     share(*refs, *values)
 
 
+def add_to(counter) -> None:
+    """Adds something to an int32 in global memory, so that it is more than 0."""
+    if interpreting():
+        plgpu.atomic_add(counter, jnp.int32(1))
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def add(_, counter):
+        _asm("red.global.add.s32 [$0], 1;", "l,~{memory}", [_base_address(counter)])
+
+    add(counter)
+
+
 def add_when_stored(counter) -> None:
     """Adds 1 to an int32 in global memory once all that the warpgroup stored there can be seen.
 
@@ -408,46 +421,86 @@ def bounded_columns(
 
     @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType(), plgpu.RefType()), return_type=shape)
     def bounded(_, tile, marks, values):
-        f32 = ir.F32Type.get()
-        # Little is kept, and all is found anew: registers are short. ptxas would have the loads of
-        # all columns first, but for a branch around those of each.
         text = (
-            ".reg .pred p, q, any; .reg .b32 c, m; .reg .b64 a; .reg .f32 r;"
-            " mov.u32 c, %laneid; and.b32 c, c, 3; mad.lo.u32 m, c, 8, $4;"
-            " ld.shared.b32 m, [m+MARK];"
-            f" sub.s32 m, m, 1; setp.lt.u32 p, m, {_MARKS};"
+            " sub.s32 m, m, 1; setp.lt.u32 p, m, " + str(_MARKS) + ";"
             " vote.sync.any.pred any, p, 0xffffffff; @!any bra DONE_${:uid};"
             " mad.wide.u32 a, m, 512, $5; mad.wide.u32 a, c, 8, a;"
             " mov.f32 r, 0f00000000; @p ld.global.f32 r, [a+VALUE];"
             " sub.f32 $0, $0, r; sub.f32 $1, $1, r;"
             f" abs.f32 r, r; setp.ge.f32 q, r, {literal(far)};"
-            f" selp.f32 r, {literal(bound_far)}, {literal(bound)}, q; @!p mov.f32 r, 0f7f800000;"
-            " min.f32 $0, $0, r; min.f32 $1, $1, r;"
+            f" selp.f32 r, {literal(bound_far)}, {literal(bound)}, q;"
+            " @!p mov.f32 r, 0f7f800000; min.f32 $0, $0, r; min.f32 $1, $1, r;"
             " mov.f32 r, 0f00000000; @p ld.global.f32 r, [a+VALUE+256];"
-            " sub.f32 $0, $0, r; sub.f32 $1, $1, r; DONE_${:uid}:"
+            " sub.f32 $0, $0, r; sub.f32 $1, $1, r;"
         )
-        out = tile.registers.copy()
-        index_of = {(group, half): index for index, group, half, _ in _fragments(out)}
-        for group, e in itertools.product(range(tile.shape[1] // 8), range(2)):
-            indices = [index_of[group, half] for half in range(2)]
-            results = llvm.inline_asm(
-                llvm.StructType.get_literal([f32] * 2),
-                [
-                    *(_extract(out[index], e) for index in indices),
-                    _shared_address(marks),
-                    _base_address(values),
-                ],
-                f"{{ {text} }}".replace("VALUE", str(32 * (group % 8) + 4 * e)).replace(
-                    "MARK", str(32 * group + 4 * e)
-                ),
-                "=f,=f,0,1,r,l,~{memory}",
-                has_side_effects=True,
-            )
-            for n, index in enumerate(indices):
-                out[index] = _insert(out[index], llvm.extractvalue(f32, results, [n]), e)
-        return _like(tile, out)
+        return _by_column(tile, marks, text, _base_address(values))
 
     return bounded(tile, marks_ref, values_ref)
+
+
+def shared_columns(tile: jax.Array, shares_ref) -> jax.Array:
+    """min(x, 1) * share of a `(64, n)` float32 tile, where the share of a column is not 1.
+
+    One column after the other: registers are short.
+
+    Args:
+      shares_ref: `(n,)` float32 in shared memory.
+    """
+    if interpreting():
+        share = shares_ref[...]
+        return jnp.where(share == 1.0, tile, jnp.minimum(tile, 1.0) * share)
+
+    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType()), return_type=shape)
+    def shared(_, tile, shares):
+        text = (
+            " mov.b32 r, m; setp.neu.f32 p, r, 0f3f800000;"
+            " vote.sync.any.pred any, p, 0xffffffff; @!any bra DONE_${:uid};"
+            " @p min.f32 $0, $0, 0f3f800000; @p min.f32 $1, $1, 0f3f800000;"
+            " mul.f32 $0, $0, r; mul.f32 $1, $1, r;"
+        )
+        return _by_column(tile, shares, text)
+
+    return shared(tile, shares_ref)
+
+
+def _by_column(tile, words, text: str, base=None):
+    """What PTX makes of a float32 tile, one column after the other.
+
+    Little is kept, and all is found anew. ptxas would load what all columns need first, but for a
+    branch around what is made of each.
+
+    Args:
+      words: ref to a word of each column in shared memory.
+      text: of $0 and $1, elements of a column in two rows, m, its word, c, half of its number among
+        8, and $5, the base; VALUE is the bytes of 4 a column before its 8 among 64. It may branch
+        to DONE_${:uid}, and has registers any, p, q, a and r to use.
+      base: address in global memory.
+    """
+    f32 = ir.F32Type.get()
+    whole = (
+        "{ .reg .pred p, q, any; .reg .b32 c, m; .reg .b64 a; .reg .f32 r;"
+        " mov.u32 c, %laneid; and.b32 c, c, 3; mad.lo.u32 m, c, 8, $4; ld.shared.b32 m, [m+WORD];"
+        f"{text} DONE_${{:uid}}: }}"
+    )
+    out = tile.registers.copy()
+    index_of = {(group, half): index for index, group, half, _ in _fragments(out)}
+    more = [] if base is None else [base]
+    for group, e in itertools.product(range(tile.shape[1] // 8), range(2)):
+        indices = [index_of[group, half] for half in range(2)]
+        results = llvm.inline_asm(
+            llvm.StructType.get_literal([f32] * 2),
+            [*(_extract(out[index], e) for index in indices), _shared_address(words), *more],
+            whole.replace("VALUE", str(32 * (group % 8) + 4 * e)).replace(
+                "WORD", str(32 * group + 4 * e)
+            ),
+            "=f,=f,0,1,r" + ",l" * len(more) + ",~{memory}",
+            has_side_effects=True,
+        )
+        for n, index in enumerate(indices):
+            out[index] = _insert(out[index], llvm.extractvalue(f32, results, [n]), e)
+    return _like(tile, out)
 
 
 def _vote_of_warp(comparison: str, word):
@@ -493,6 +546,25 @@ def commit_smem(*, anew: bool) -> None:
         )
 
     commit()
+
+
+def own_warpgroup() -> jax.Array:
+    """Number of the warpgroup, found out where it stands, so that it is kept nowhere."""
+    if interpreting():
+        return lax.axis_index("warpgroup")
+
+    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(return_type=shape)
+    def number(_):
+        text = (
+            "{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7;"
+            " shfl.sync.idx.b32 $0, t, 0, 0x1f, 0xffffffff; }"
+        )
+        value = _asm(text, "=r", result=ir.IntegerType.get_signless(32))
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return number()
 
 
 def fresh_zero() -> jax.Array:

@@ -16,6 +16,7 @@ blocks share an SM. Those of neighbouring heads run side by side, as their rows 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -27,6 +28,7 @@ from pallas_kernels import far_rows
 from pallas_kernels.config import Problem
 from pallas_kernels.primitives import (
     HAND_ORDERED,
+    add_to,
     any_row,
     div_rem,
     fragment_shape,
@@ -46,7 +48,8 @@ def row_statistics(
     lse: jax.Array,
     d_out: jax.Array,
     d_lse: jax.Array | None,
-    references: jax.Array | None = None,
+    references: jax.Array | None,
+    any_far: Any,
     *,
     problem: Problem,
     padded_rows: int,
@@ -65,6 +68,8 @@ def row_statistics(
       d_lse: `[B, N, >= query_length]` float32; None for zeros.
       references: `[B, N, 2, >= query_length]` float32 of `forward.py`; None where lse is of more
         keys than these.
+      any_far: a ref to an int32, `[1]`, which is more than 0 then if any row is far from 0, and as
+        it is else.
       problem: static description.
       padded_rows: rows of the results.
       dq_columns: of each tile of 64 rows of dQ, up to 64, for a main kernel that adds to it.
@@ -88,7 +93,7 @@ def row_statistics(
     has = d_lse is not None, references is not None
     kernel = _build(problem, padded_rows, dq_columns, zeroed_later, *has, interpreting())
     optional = [x for x in (d_lse, references) if x is not None]
-    return kernel(out, lse, d_out, *optional)
+    return kernel(out, lse, d_out, *optional, any_far)
 
 
 @functools.lru_cache
@@ -107,7 +112,7 @@ def _build(
     def row_statistics(out_ref, lse_ref, do_ref, *refs):
         d_lse_refs, refs = refs[: int(has_d_lse)], refs[int(has_d_lse) :]
         reference_refs, refs = refs[: int(has_references)], refs[int(has_references) :]
-        start_ref, minus_delta_ref, far_ref, *dq_refs = refs  # far is of problems with a bias
+        any_far_ref, start_ref, minus_delta_ref, far_ref, *dq_refs = refs
         # From the end on, as the forward may have left O there in L2.
         tile_of_all, head = div_rem(thread_blocks - 1 - lax.axis_index("block"), problem.heads)
         batch, tile = div_rem(tile_of_all, tiles)
@@ -123,6 +128,8 @@ def _build(
         number = (batch * problem.heads + head) * tiles + tile
         start = lse * (-1.0 / problem.logit_unit)
         is_far = counts & far_rows.is_far_in_backward(lse)
+        if problem.soft_cap is None:  # which bounds logits
+            pl.when(any_row(is_far))(lambda: add_to(any_far_ref.at[0]))
 
         def reference_and_log_sum():
             given = [
@@ -132,7 +139,7 @@ def _build(
             ]
             return far_rows.reference_of(lse, given, problem)
 
-        if problem.adds_bias:
+        if problem.has_marks:
 
             @pl.when(any_row(is_far))
             def _():

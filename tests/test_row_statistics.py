@@ -52,6 +52,11 @@ def exact(out, lse, d_out, d_lse, problem, padded_rows):
     return start, minus_delta
 
 
+def statistics_of(out, lse, d_out, d_lse, references=None, **settings):
+    any_far = jax.new_ref(jnp.zeros(1, jnp.int32))
+    return row_statistics(out, lse, d_out, d_lse, references, any_far, **settings)
+
+
 def columns_of_dq(H) -> tuple[int, ...]:
     return (64,) * (H // 64) + ((H % 64,) if H % 64 else ())
 
@@ -60,7 +65,7 @@ def check(B, T, N, H, dtype, padded_rows, unseen=0, more_lse_rows=0):
     arrays, shape = inputs(B, T, N, H, dtype, unseen, more_lse_rows), problem(B, T, N, H, dtype)
     dq_columns = columns_of_dq(H)
     settings = dict(problem=shape, padded_rows=padded_rows, dq_columns=dq_columns)
-    run = jax.jit(functools.partial(row_statistics, **settings))
+    run = jax.jit(functools.partial(statistics_of, **settings))
     start, minus_delta, _, dq = (np.asarray(x) for x in run(*arrays))
     exact_start, exact_minus_delta = exact(*arrays, shape, padded_rows)
     np.testing.assert_allclose(start[:, :, 0], exact_start, rtol=1e-6)
@@ -97,8 +102,8 @@ def test_tiles_of_dq_that_are_zeroed_later_are_left_alone():
     arrays, shape = inputs(1, 128, 2, 128, jnp.bfloat16), problem(1, 128, 2, 128, jnp.bfloat16)
     settings = dict(problem=shape, padded_rows=128, dq_columns=(64, 64))
     with interpret_mode():
-        *expected, _, _ = row_statistics(*arrays, **settings)
-        *statistics, _, dq = row_statistics(*arrays, **settings, zeroed_later=range(3, 6))
+        *expected, _, _ = statistics_of(*arrays, **settings)
+        *statistics, _, dq = statistics_of(*arrays, **settings, zeroed_later=range(3, 6))
     for got, whole in zip(statistics, expected, strict=True):
         np.testing.assert_array_equal(got, whole)
     # What nothing was stored to is NaN in interpret mode.
@@ -129,7 +134,7 @@ def test_other_widths_on_a_gpu(H):
         inputs(2, 1001, 3, H, jnp.bfloat16, unseen=7),
         problem(2, 1001, 3, H, jnp.bfloat16),
     )
-    run = jax.jit(functools.partial(row_statistics, problem=shape, padded_rows=1024))
+    run = jax.jit(functools.partial(statistics_of, problem=shape, padded_rows=1024))
     clean = run(*arrays)
     out, lse, d_out, d_lse = arrays
     start, minus_delta, _ = run(out.at[:, :, 1].set(jnp.nan), lse, d_out, d_lse)
@@ -151,7 +156,7 @@ def test_more_than_two_to_the_31_elements():
     results = [
         jax.jit(
             functools.partial(
-                row_statistics,
+                statistics_of,
                 problem=problem(b, T, N, H, jnp.bfloat16),
                 padded_rows=T,
                 dq_columns=(64,),
@@ -169,4 +174,4 @@ def test_more_than_two_to_the_31_elements():
 def test_padding_that_does_not_fit(padded_rows):
     arrays, shape = inputs(1, 65, 1, 64, jnp.bfloat16), problem(1, 65, 1, 64, jnp.bfloat16)
     with pytest.raises(ValueError, match=f"padded_rows: got {padded_rows}, needs a multiple of 64"):
-        row_statistics(*arrays, problem=shape, padded_rows=padded_rows)
+        statistics_of(*arrays, problem=shape, padded_rows=padded_rows)
