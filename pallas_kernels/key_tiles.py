@@ -801,7 +801,7 @@ class Walk:
         steps have a loop of their own, and code of their own, after those that need no mask; with a
         lower bound another before them. Each is two with segment ids, which are compared in one.
         Blank steps, if there are any, come first and last. Where there are rows far from 0 anywhere
-        all steps are in that last loop, which alone knows of them.
+        all steps are in the last of these loops, which alone knows of them.
 
         Args:
           step: mask is None, or a `StepMask` for the weights of that step; far says whether rows
@@ -839,10 +839,13 @@ class Walk:
 
         def masked_loop(block, j, end):
             """Steps j to end, from a block on; after others those that compare segment ids."""
-            others = end
+            others, far = end, may_be_far
             if tiles.problem.segmented:
-                others = jnp.where(self.is_comparing(index), j, end)
-            pl.loop(j, others)(functools.partial(step, mask=mask_of(block, j), far=may_be_far))
+                compares = self.is_comparing(index)
+                if may_be_far:
+                    compares |= self.any_far_ref[0] > 0
+                others, far = jnp.where(compares, j, end), False
+            pl.loop(j, others)(functools.partial(step, mask=mask_of(block, j), far=far))
             if tiles.problem.segmented:
                 mask = mask_of(block, j, comparing=True)
                 pl.loop(others, end)(functools.partial(step, mask=mask, far=may_be_far))
