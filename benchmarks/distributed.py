@@ -99,7 +99,7 @@ def error_of_one(row: Row, implementation: str | None) -> float:
     inputs = inputs_of(short)
     results = lowered("", short, 1, implementation).compile()(*inputs)
     inputs = tuple(x.astype(jnp.float32) for x in inputs[:4]) + inputs[4:]
-    plain = attention.CANDIDATES["jax_flash xla"]
+    plain = attention.jax_flash_with("xla")
     attend = functools.partial(plain, **short.mask)
     expected = jax.jit(functools.partial(with_gradients, attend))(*inputs[:4])
     return float(attention.relative_error(results, expected))
@@ -299,7 +299,7 @@ def sharded_inputs(row: Row, devices: int) -> tuple[jax.Array, ...]:
 
 def row_of(options: argparse.Namespace, mask: str, length: int) -> Row:
     """That of a mask; with documents every device has as many, whatever the length."""
-    more: dict[str, int] = {}
+    more: dict[str, Any] = {}
     if mask == "window":
         more["window"] = options.window
     if mask == "documents":
