@@ -15,6 +15,7 @@ import functools
 import math
 import pathlib
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -144,6 +145,10 @@ def measure(
         if options.kernels:
             launched = timing.kernels(timing.Bound(run.result(), inputs), iterations=1)
             result["kernels"] = by_name(launched)
+        if options.profile:
+            result["profile"] = [
+                exposed(events) for events in events_of_devices(run.result(), inputs)
+            ]
     except (jax.errors.JaxRuntimeError, ValueError) as failure:
         return result | {"failed": str(failure).splitlines()[0]}
     flops = row.flops("both") / devices
@@ -156,6 +161,77 @@ def by_name(kernels: list[tuple[str, float]]) -> dict[str, list[float]]:
     for name, microseconds in kernels:
         times.setdefault(name, []).append(microseconds / 1e3)
     return dict(sorted(times.items(), key=lambda item: -sum(item[1])))
+
+
+def events_of_devices(run: Callable, inputs: tuple) -> list[list[tuple[str, float, float]]]:
+    """What one call runs on each GPU: names, and milliseconds of beginnings and ends."""
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            jax.block_until_ready(run(*inputs))
+        (path,) = pathlib.Path(directory).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        return [
+            [
+                (event.name, event.start_ns / 1e6, (event.start_ns + event.duration_ns) / 1e6)
+                for line in plane.lines
+                if line.name.startswith("Stream")
+                for event in line.events
+            ]
+            for plane in planes
+            if plane.name.startswith("/device:GPU")
+        ]
+
+
+def exposed(events: list[tuple[str, float, float]]) -> dict[str, Any]:
+    """Which transfers of one GPU no kernel hides.
+
+    Returns:
+      Milliseconds of the whole call and of its kernels, and for each transfer its name, when it
+      begins, how long it takes, and for how much of that no kernel runs.
+    """
+    events = sorted(events, key=lambda event: event[1])
+    kernels: list[list[float]] = []  # intervals without overlap
+    for _, start, end in (event for event in events if not _is_transfer(event[0])):
+        if kernels and start <= kernels[-1][1]:
+            kernels[-1][1] = max(end, kernels[-1][1])
+        else:
+            kernels.append([start, end])
+    begin = events[0][1] if events else 0.0
+
+    def hidden(start: float, end: float) -> float:
+        return sum(max(0.0, min(end, last) - max(start, first)) for first, last in kernels)
+
+    return {
+        "milliseconds": max((end for _, _, end in events), default=0.0) - begin,
+        "of_kernels": sum(end - start for start, end in kernels),
+        "transfers": [
+            (name, start - begin, end - start, end - start - hidden(start, end))
+            for name, start, end in events
+            if _is_transfer(name)
+        ],
+    }
+
+
+def _is_transfer(name: str) -> bool:
+    return any(part in name.lower() for part in ("nccl", "memcpy"))
+
+
+def profile_lines(result: dict[str, Any]) -> list[str]:
+    """What `exposed` found for each GPU of a result, the longest that is not hidden by itself."""
+    lines = []
+    for i, found in enumerate(result.get("profile", [])):
+        transfers = found["transfers"]
+        line = (
+            f"{result['method']}, {result['row']}, GPU {i} of {result['devices']}: "
+            f"{found['milliseconds']:.1f} ms, kernels {found['of_kernels']:.1f}, {len(transfers)} "
+            f"transfers {sum(x[2] for x in transfers):.1f}, not hidden "
+            f"{sum(x[3] for x in transfers):.1f}"
+        )
+        if transfers:
+            name, start, length, alone = max(transfers, key=lambda x: x[3])
+            line += f", most of {name} at {start:.1f}: {alone:.1f} of {length:.1f}"
+        lines.append(line)
+    return lines
 
 
 def bytes_of(compiled: jax.stages.Compiled) -> int:
@@ -343,14 +419,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--kernels", action="store_true", help="also the times of kernels (CUPTI)")
     parser.add_argument(
+        "--profile", action="store_true", help="also which transfers no kernel hides"
+    )
+    parser.add_argument(
         "--longest", const="", nargs="?", help="also the longest that fits, of these methods or all"
     )
     parser.add_argument("--seconds", type=float, default=30, help="that its run may take")
     parser.add_argument("--memory", type=float, help="GB of a device, if not all that JAX has")
     parser.add_argument("--results", type=pathlib.Path, default=attention.RESULTS)
     options = parser.parse_args(argv)
-    if options.kernels and not timing.on_gpu():
-        parser.error("--kernels needs NVIDIA GPUs")
+    for name in ("kernels", "profile"):
+        if getattr(options, name) and not timing.on_gpu():
+            parser.error(f"--{name} needs NVIDIA GPUs")
     options.methods = options.methods.split(",")
     options.masks = options.masks.split(",")
     if unknown := {*options.methods} - {*METHODS} | {*options.masks} - {*MASKS}:
@@ -413,6 +493,7 @@ def main(argv: list[str] | None = None) -> int:
             who = f"{result['method']} on {result['devices']}: {name}"
             each = f"{len(times)} launches of {min(times):.3f} to {max(times):.3f} ms"
             print(f"{who}, {each}, {sum(times):.1f} in all")
+        print("\n".join(profile_lines(result)), end="\n" * ("profile" in result))
     wrong = [result for result in results if not result.get("error", 0) <= TOLERANCE]
     for result in wrong:
         print(f"{result['method']} on {result['devices']} is off by {result['error']:.1e}")

@@ -68,6 +68,29 @@ def test_kernels(tmp_path, monkeypatch, capsys):
     assert "ring on 2: hop, 2 launches of 2.000 to 3.000 ms, 5.0 in all" in printed
 
 
+def test_profile():
+    """Of each transfer, what no kernel runs beside; kernels may overlap, and so may transfers."""
+    events = [
+        ("ncclDevKernel_SendRecv", 104.0, 112.0),
+        ("hop", 101.0, 105.0),
+        ("hop", 110.0, 115.0),
+        ("add", 103.0, 106.0),
+        ("MemcpyP2P", 102.0, 103.0),
+    ]
+    found = distributed.exposed(events)
+    assert (found["milliseconds"], found["of_kernels"]) == (14.0, 10.0)
+    assert found["transfers"] == [
+        ("MemcpyP2P", 1.0, 1.0, 0.0),
+        ("ncclDevKernel_SendRecv", 3.0, 8.0, 4.0),
+    ]
+    result = {"method": "ring", "row": "a row", "devices": 2, "profile": [found]}
+    assert distributed.profile_lines(result) == [
+        "ring, a row, GPU 0 of 2: 14.0 ms, kernels 10.0, 2 transfers 9.0, not hidden 4.0, "
+        "most of ncclDevKernel_SendRecv at 3.0: 4.0 of 8.0"
+    ]
+    assert distributed.exposed([])["transfers"] == []
+
+
 def test_longest(tmp_path, capsys):
     """What fits is planned to, the longest of its kind, and as much of it runs as may."""
     memory = 0.02
@@ -113,6 +136,7 @@ def test_error_of_the_last_positions(name):
         (["--longest", "ulysses", "--methods", "ring"], "--longest: not in --methods: ulysses"),
         (["--longest", "--masks", "window"], "--longest: needs the mask causal"),
         (["--kernels"], "--kernels needs NVIDIA GPUs"),
+        (["--profile"], "--profile needs NVIDIA GPUs"),
     ],
 )
 def test_bad_options_are_refused(arguments, message, capsys):
