@@ -236,7 +236,7 @@ def _checked(
     )
     dtype = query.dtype
     if quantized:
-        _need(dtype == FLOAT8, "query", f"values in {dtype}", FLOAT8.dtype, TypeError)
+        _need(dtype == FLOAT8, "query", f"values in {dtype}", FLOAT8.dtype.name, TypeError)
     else:
         _need(dtype.name in DTYPES, "query", dtype, f"one of {', '.join(DTYPES)}", TypeError)
     _need(key.dtype == dtype, "key", key.dtype, f"the dtype of query, {dtype}", TypeError)
