@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import numbers
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,65 @@ from pallas_kernels import dropout
 from pallas_kernels.config import DROPOUT_STEPS, Config
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+class Options(TypedDict, total=False):
+    """What `attention` takes by name, but for return_residual: for type checkers alone."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int, int] | None
+    implementation: str | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    query_offset: ArrayLike
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    dropout_rate: float
+    dropout_key: jax.Array | None
+    deterministic: bool
+    config: Config | None
+
+
+@overload
+def attention(
+    query: ArrayLike | Quantized,
+    key: ArrayLike | Quantized,
+    value: ArrayLike | Quantized,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+
+
+@overload
+def attention(
+    query: ArrayLike | Quantized,
+    key: ArrayLike | Quantized,
+    value: ArrayLike | Quantized,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention(
+    query: ArrayLike | Quantized,
+    key: ArrayLike | Quantized,
+    value: ArrayLike | Quantized,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: bool,
+    **options: Unpack[Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def attention(

@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 import numbers
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,56 @@ class DecodeCall:
         if self.page_table is None:
             return self.key_cache.shape[1]
         return self.page_table.shape[1] * self.key_cache.shape[1]
+
+
+class DecodeOptions(TypedDict, total=False):
+    """What `decode_attention` takes by name, but for return_residual: for type checkers alone."""
+
+    page_table: ArrayLike | None
+    scale: float | None
+    local_window_size: int | tuple[int, int] | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    num_splits: int | None
+    key_scale: ArrayLike | None
+    value_scale: ArrayLike | None
+    implementation: str | None
+
+
+@overload
+def decode_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[DecodeOptions],
+) -> jax.Array: ...
+
+
+@overload
+def decode_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[DecodeOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def decode_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: bool,
+    **options: Unpack[DecodeOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def decode_attention(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,51 @@ from jax.typing import ArrayLike
 from jax_flash import api, dispatch
 from jax_flash.call import Call
 from jax_flash.quantization import quantize_fp8
+
+
+@overload
+def attention_fp8(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    block_size: int | None = None,
+    incoherent_key: jax.Array | None = None,
+    return_residual: Literal[False] = False,
+    **options: Unpack[api.Options],
+) -> jax.Array: ...
+
+
+@overload
+def attention_fp8(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    block_size: int | None = None,
+    incoherent_key: jax.Array | None = None,
+    return_residual: Literal[True],
+    **options: Unpack[api.Options],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention_fp8(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    block_size: int | None = None,
+    incoherent_key: jax.Array | None = None,
+    return_residual: bool,
+    **options: Unpack[api.Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def attention_fp8(
