@@ -23,6 +23,7 @@ from jax_flash.api import (
     _int32,
     _is_number,
     _need,
+    _need_heads_that_fit,
     _need_number_or_none,
     _soft_cap,
     _window,
@@ -228,12 +229,7 @@ def decode_attention(
     )
     K = key_cache.shape[2]
     _need(key_cache.shape[3] == H, "key_cache", f"width {key_cache.shape[3]}", f"query's, {H}")
-    _need(
-        N > 0 and K > 0 and N % K == 0,
-        "query",
-        f"{N} heads",
-        f"a positive multiple of the key heads, {K}",
-    )
+    _need_heads_that_fit(query, key_cache)
     _need_number_or_none("scale", scale)
     if num_splits is not None:
         _need(
