@@ -130,6 +130,12 @@ def attention(
     Under jit, operands may be sharded over batch and heads; for a sharded sequence there is
     `jax_flash.ring_attention`.
     `implementation="xla"` also has forward-mode and higher derivatives.
+    Under `jax.checkpoint`, the policy
+    `jax.checkpoint_policies.save_only_these_names(*jax_flash.CHECKPOINT_NAMES)` keeps output and
+    LSE, so that the forward pass is not run again; on "cudnn" it is, whatever the policy.
+
+    What decides what is computed is static, no traced value: the flags, `local_window_size`,
+    `logits_soft_cap`, `dropout_rate`, `implementation` and `config`.
 
     Args:
       query: `[B, T, N, H]`, or `[T, N, H]` without a batch; bfloat16, float16, float32 or float64.
@@ -195,6 +201,12 @@ def attention(
 @functools.wraps(attention, assigned=(), updated=())  # the signature alone
 def explain(*args, **kwargs) -> dispatch.Explanation:
     """Says which implementation `attention` would run with the same arguments, and why.
+
+    With `implementation="mosaic_gpu"` it says whether a Hopper GPU would run the call, also on a
+    machine without a GPU: where not, it raises NotImplementedError with the reason.
+
+    `attention` says the same in the log "jax_flash", once, where it passes an implementation over:
+    a warning on a Hopper GPU, else for information.
 
     Args:
       *args, **kwargs: as for `attention`; any array may be a `jax.ShapeDtypeStruct`.

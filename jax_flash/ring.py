@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jax_flash import api, autodiff, dispatch, xla
-from jax_flash.call import Call
+from jax_flash.call import Call, named
 from jax_flash.sharding import vary_alike
 from pallas_kernels.config import Config
 
@@ -653,8 +652,7 @@ def _attend_forward(ring: _Ring, query, key, value, ids):
         results = ring.of_hop(forward, shift, query, there, ids[:1], results)
         # What arrives is sent on once this hop is done: one is here and one on its way.
         there, results = lax.optimization_barrier((coming, results))
-    out = checkpoint_name(results[0], autodiff.OUT_NAME)
-    lse = checkpoint_name(results[1], autodiff.LSE_NAME)
+    out, lse = named(*results)
     return (out, lse), (query, key, value, ids, out, lse)
 
 

@@ -548,6 +548,7 @@ def test_explain_has_the_signature_of_attention():
 
 def test_public_names():
     assert jax_flash.__all__ == [
+        "CHECKPOINT_NAMES",
         "Quantized",
         "all_gather_attention",
         "attention",
