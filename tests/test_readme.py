@@ -1,5 +1,6 @@
 """The README's Python runs as written, on a CPU, and lowers for a Hopper GPU."""
 
+import collections
 import contextlib
 import functools
 import pathlib
@@ -18,19 +19,19 @@ H100 = device.Device("gpu", "NVIDIA H100", (9, 0))
 ATTENTION = [name for name in jax_flash.__all__ if name.endswith("attention") or "fp8" in name]
 
 
-def blocks() -> list[str]:
-    """The README's blocks of Python, each with lines before it so that errors name its lines."""
+def sections() -> dict[str, list[str]]:
+    """The README's Python by heading, each block below empty lines, for errors to name its own."""
     text = (ROOT / "README.md").read_text()
-    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return ["\n" * text.count("\n", 0, x.start(1)) + x[1] for x in found]
+    found: dict[str, list[str]] = {}
+    for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        heading = re.findall(r"^## (.*)$", text[: block.start()], re.MULTILINE)[-1]
+        above = "\n" * text.count("\n", 0, block.start(1))
+        found.setdefault(heading, []).append(above + block[1])
+    return found
 
 
 def run(block: str, names: dict) -> None:
     exec(compile(block, ROOT / "README.md", "exec"), names)
-
-
-def needs_the_compiler(block: str) -> bool:
-    return "compile_kernels" in block
 
 
 def is_traced(*arguments) -> bool:
@@ -94,28 +95,42 @@ class OnHopper:
         return called
 
 
-def test_blocks_run_and_lower_for_a_gpu(monkeypatch, capsys):
+# Calls of each section that a Hopper GPU would run on the kernels. Those of jax.jit are operands
+# sharded over batch and heads, gradients of such a layer, and a ring.
+CALLS = {
+    "Use it": {"attention": 4, "attention_fp8": 1, "decode_attention": 1},
+    "Over several devices": {"jax.jit": 3},
+    "How accurate FP8 is": {"attention": 1},
+    "Contribute": {},
+}
+
+
+def test_every_section_is_run():
+    assert set(CALLS) == set(sections())
+    assert (ROOT / "README.md").read_text().count("```python") == sum(map(len, sections().values()))
+
+
+@pytest.mark.parametrize("section", CALLS)
+def test_blocks_run_and_lower_for_a_gpu(section, monkeypatch, capsys):
+    if jax.default_backend() != "cpu":
+        pytest.skip("needs eight devices, which conftest.py makes of a CPU alone")
     on_hopper = OnHopper(monkeypatch)
     for name in ATTENTION:
         monkeypatch.setattr(jax_flash, name, on_hopper.public(name, getattr(jax_flash, name)))
     monkeypatch.setattr(jax, "jit", on_hopper.recording_jit)
     names: dict = {}
-    for block in blocks():
-        if not needs_the_compiler(block):
+    for block in sections()[section]:
+        if "compile_kernels" not in block:
             run(block, names)
-    assert capsys.readouterr().out.startswith("xla\n  mosaic_gpu passed over: it needs a Hopper")
-    lowered = {name: on_hopper.lowered.count(name) for name in on_hopper.lowered}
-    # Every call that a GPU would run; jax.jit is that of batch and heads sharded, gradients, a ring.
-    assert lowered == {"attention": 5, "attention_fp8": 1, "decode_attention": 1, "jax.jit": 3}
+    assert collections.Counter(on_hopper.lowered) == CALLS[section]
+    if section == "Use it":
+        assert capsys.readouterr().out.startswith("xla\n  mosaic_gpu passed over: it needs a Hop")
 
 
 @pytest.mark.compiler
 def test_blocks_that_compile(capsys):
-    """With the blocks of the same section before them, but for interpret mode."""
-    *_, before, block = blocks()
-    assert needs_the_compiler(block)
+    before, block = sections()["Contribute"]
     names: dict = {}
-    before, _ = before.split("with interpret_mode")
-    run(before, names)
+    run(before.partition("with interpret_mode")[0], names)
     run(block, names)
     assert "attention_forward" in capsys.readouterr().out
