@@ -1,6 +1,7 @@
 """Exact attention for JAX: Pallas kernels for Hopper GPUs, cuDNN or plain XLA elsewhere."""
 
 from jax_flash.api import attention, explain
+from jax_flash.call import CHECKPOINT_NAMES
 from jax_flash.decode import decode_attention, update_cache
 from jax_flash.fp8 import attention_fp8
 from jax_flash.quantization import Quantized, quantize_fp8
@@ -13,6 +14,7 @@ from jax_flash.ring import (
 )
 
 __all__ = [
+    "CHECKPOINT_NAMES",
     "Quantized",
     "all_gather_attention",
     "attention",

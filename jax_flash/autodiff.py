@@ -4,9 +4,8 @@ The gradient is written by hand (`jax.custom_vjp`): the backward kernel recomput
 query, key and the LSE, so that what is kept between forward and backward is linear in the sequence
 (Dao 2023, "FlashAttention-2", section 3.1). Reverse mode only.
 
-Output and LSE carry the checkpoint names `OUT_NAME` and `LSE_NAME`, so that under `jax.checkpoint`
-a policy such as `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)` keeps them and
-the forward kernel is not run again.
+Output and LSE carry names (`call.named`) inside the forward rule, whose residuals they are, so that
+under `jax.checkpoint` a policy that saves them keeps the forward kernel from running again.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_flash.call import Call
+from jax_flash.call import LSE_NAME, Call, named
 from jax_flash.masks import Visibility
 from jax_flash.sharding import over_devices, placed, vary_alike
 from pallas_kernels import backward, dropout, forward, segments
@@ -37,10 +36,6 @@ from pallas_kernels.config import (
 )
 from pallas_kernels.elements import BIAS_DTYPES, Elements
 from pallas_kernels.primitives import interpreting
-
-OUT_NAME = "jax_flash_out"
-LSE_NAME = "jax_flash_lse"
-CHECKPOINT_NAMES = (OUT_NAME, LSE_NAME)
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 _SCALES = (1e-30, 1e4)
@@ -380,8 +375,8 @@ class _Static:
 def _attention_forward(settings, *operands):
     run = _folding_vmap(functools.partial(_run_forward, settings))
     out, lse, references = run(*operands)
-    out = checkpoint_name(out, OUT_NAME)
-    lse, references = (checkpoint_name(x, LSE_NAME) for x in (lse, references))
+    out, lse = named(out, lse)
+    references = checkpoint_name(references, LSE_NAME)
     return (out, _of_rows(lse, out)), (*operands, out, lse, references)
 
 

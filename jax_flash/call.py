@@ -14,9 +14,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash.masks import Visibility
 from pallas_kernels.config import Config
+
+# Names of output and LSE under jax.checkpoint: a policy that saves both spares the forward pass.
+OUT_NAME = "jax_flash_out"
+LSE_NAME = "jax_flash_lse"
+CHECKPOINT_NAMES = (OUT_NAME, LSE_NAME)
+
+
+def named(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Output and LSE under their names."""
+    return checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
 
 
 @dataclasses.dataclass(frozen=True)

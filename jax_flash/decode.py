@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 import numbers
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax_flash.api import (
     _int32,
     _is_number,
     _need,
+    _need_heads_that_fit,
     _need_number_or_none,
     _soft_cap,
     _window,
@@ -80,6 +81,56 @@ class DecodeCall:
         if self.page_table is None:
             return self.key_cache.shape[1]
         return self.page_table.shape[1] * self.key_cache.shape[1]
+
+
+class DecodeOptions(TypedDict, total=False):
+    """What `decode_attention` takes by name, but for return_residual: for type checkers alone."""
+
+    page_table: ArrayLike | None
+    scale: float | None
+    local_window_size: int | tuple[int, int] | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    num_splits: int | None
+    key_scale: ArrayLike | None
+    value_scale: ArrayLike | None
+    implementation: str | None
+
+
+@overload
+def decode_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[DecodeOptions],
+) -> jax.Array: ...
+
+
+@overload
+def decode_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[DecodeOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def decode_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: bool,
+    **options: Unpack[DecodeOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def decode_attention(
@@ -178,12 +229,7 @@ def decode_attention(
     )
     K = key_cache.shape[2]
     _need(key_cache.shape[3] == H, "key_cache", f"width {key_cache.shape[3]}", f"query's, {H}")
-    _need(
-        N > 0 and K > 0 and N % K == 0,
-        "query",
-        f"{N} heads",
-        f"a positive multiple of the key heads, {K}",
-    )
+    _need_heads_that_fit(query, key_cache)
     _need_number_or_none("scale", scale)
     if num_splits is not None:
         _need(

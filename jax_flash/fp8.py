@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,53 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash import api, dispatch
-from jax_flash.call import Call
+from jax_flash.call import Call, named
 from jax_flash.quantization import quantize_fp8
+
+
+@overload
+def attention_fp8(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    block_size: int | None = None,
+    incoherent_key: jax.Array | None = None,
+    return_residual: Literal[False] = False,
+    **options: Unpack[api.Options],
+) -> jax.Array: ...
+
+
+@overload
+def attention_fp8(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    block_size: int | None = None,
+    incoherent_key: jax.Array | None = None,
+    return_residual: Literal[True],
+    **options: Unpack[api.Options],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention_fp8(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    block_size: int | None = None,
+    incoherent_key: jax.Array | None = None,
+    return_residual: bool,
+    **options: Unpack[api.Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def attention_fp8(
@@ -93,7 +138,8 @@ def attention_fp8(
         seeing = jnp.logical_not(jnp.isneginf(lse))[..., None]
         of_heads = jnp.repeat(offset, call.query.shape[2] // call.key.shape[2], axis=2)
         out = out + jnp.where(seeing, of_heads, 0)
-    out, lse = _given(call, implementation, out.astype(call.query.dtype), lse)
+    # Named, as the backward pass takes nothing of the forward pass in FP8: it is not run again.
+    out, lse = named(*_given(call, implementation, out.astype(call.query.dtype), lse))
     if jnp.ndim(query) == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if call.return_residual else out

@@ -86,7 +86,9 @@ class Quantized:
         return self.values.dtype
 
     def dequantize(self, dtype=jnp.bfloat16) -> jax.Array:
-        """What it stands for, as one array of its shape."""
+        """What it stands for, as one array of its shape, in a floating dtype."""
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"dtype: got {dtype}; needs a floating one.")
         scales = scales_of_rows(self.scales, self.block_size, self.shape[-3])
         return (self.values.astype(jnp.float32) * scales[..., None]).astype(dtype)
 
@@ -149,11 +151,13 @@ def quantize_fp8(
     size = BLOCK_SIZE if block_size is None else _positive("block_size", block_size)
     arrays = [_floating(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
     query, key, value = arrays
-    if incoherent_key is not None and query.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"key: got head width {key.shape[-1]}; needs that of query, {query.shape[-1]}, as both"
-            " are multiplied by the same matrix."
-        )
+    if incoherent_key is not None:
+        incoherent_key = _one_key("incoherent_key", incoherent_key)
+        if query.shape[-1] != key.shape[-1]:
+            raise ValueError(
+                f"key: got head width {key.shape[-1]}; needs that of query, {query.shape[-1]}, as"
+                " both are multiplied by the same matrix."
+            )
 
     run = functools.partial(_quantize, size)
     refusing = without_derivative(run, "quantize_fp8 has no derivative")
@@ -242,11 +246,44 @@ def _quantized(
 
 
 def _positive(name: str, x: Any) -> int:
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{name}: got a traced value; needs a static integer, or None.")
     if isinstance(x, bool) or not isinstance(x, numbers.Integral):
         raise TypeError(f"{name}: got {type(x).__name__}; needs None or an integer.")
     if x < 1:
         raise ValueError(f"{name}: got {x}; needs at least 1.")
     return int(x)
+
+
+def is_typed_key(key) -> bool:
+    return isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+def key_words(name: str, key) -> jax.Array:
+    """The uint32 words of a JAX random key, or of several, typed or not."""
+    if is_typed_key(key):
+        return jax.random.key_data(key)
+    try:
+        words = jnp.asarray(key)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: got {type(key).__name__}; needs a JAX random key.") from error
+    if words.dtype != jnp.uint32:
+        raise TypeError(f"{name}: got {words.dtype}; needs a JAX random key.")
+    return words
+
+
+def _one_key(name: str, key) -> jax.Array:
+    """A JAX random key that jax.random takes, and no batch of them."""
+    words = key_words(name, key)
+    if is_typed_key(key):
+        if key.shape:
+            raise ValueError(f"{name}: got keys of shape {key.shape}; needs one key.")
+        return key
+    # Words do not say of which implementation they are: jax.random takes the default one's.
+    needs = jax.eval_shape(jax.random.PRNGKey, 0).shape
+    if words.shape != needs:
+        raise ValueError(f"{name}: got words of shape {words.shape}; needs one key, {needs}.")
+    return words
 
 
 def _floating(name: str, x) -> jax.Array:
@@ -258,4 +295,6 @@ def _floating(name: str, x) -> jax.Array:
         raise TypeError(f"{name}: got {x.dtype}; needs one of {', '.join(DTYPES)}.")
     if x.ndim not in (3, 4):
         raise ValueError(f"{name}: got {x.shape}; needs [B, T, N, H] or [T, N, H].")
+    if x.shape[-1] == 0:
+        raise ValueError(f"{name}: got head width 0; needs at least 1.")
     return x

@@ -10,20 +10,92 @@ import functools
 import inspect
 import itertools
 import math
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jax_flash import api, autodiff, dispatch, xla
-from jax_flash.call import Call
+from jax_flash.call import Call, named
 from jax_flash.sharding import vary_alike
+from pallas_kernels.config import Config
 
 AxisName = str | tuple[str, ...]
+
+
+class RingOptions(TypedDict, total=False):
+    """What `ring_attention` takes by name, but for return_residual: for type checkers alone."""
+
+    zigzag: bool
+    scale: float | None
+    is_causal: bool
+    local_window_size: int | tuple[int, int] | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    deterministic: bool
+    implementation: str | None
+
+
+class AllGatherOptions(TypedDict, total=False):
+    """The same for `all_gather_attention`."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    local_window_size: int | tuple[int, int] | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    deterministic: bool
+    implementation: str | None
+    config: Config | None
+
+
+class UlyssesOptions(AllGatherOptions, total=False):
+    """The same for `ulysses_attention`."""
+
+    query_offset: ArrayLike
+
+
+@overload
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: Literal[False] = False,
+    **options: Unpack[RingOptions],
+) -> jax.Array: ...
+
+
+@overload
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: Literal[True],
+    **options: Unpack[RingOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: bool,
+    **options: Unpack[RingOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def ring_attention(
@@ -131,6 +203,42 @@ def ring_attention(
     return (out, lse) if return_residual else out
 
 
+@overload
+def ulysses_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: Literal[False] = False,
+    **options: Unpack[UlyssesOptions],
+) -> jax.Array: ...
+
+
+@overload
+def ulysses_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: Literal[True],
+    **options: Unpack[UlyssesOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def ulysses_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: bool,
+    **options: Unpack[UlyssesOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
 def ulysses_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -204,6 +312,42 @@ def ulysses_attention(
     )
     out, lse = (exchange(x, split_axis=1, concat_axis=2) for x in (out, lse))
     return (out, lse) if return_residual else out
+
+
+@overload
+def all_gather_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: Literal[False] = False,
+    **options: Unpack[AllGatherOptions],
+) -> jax.Array: ...
+
+
+@overload
+def all_gather_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: Literal[True],
+    **options: Unpack[AllGatherOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def all_gather_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: bool,
+    **options: Unpack[AllGatherOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def all_gather_attention(
@@ -508,8 +652,7 @@ def _attend_forward(ring: _Ring, query, key, value, ids):
         results = ring.of_hop(forward, shift, query, there, ids[:1], results)
         # What arrives is sent on once this hop is done: one is here and one on its way.
         there, results = lax.optimization_barrier((coming, results))
-    out = checkpoint_name(results[0], autodiff.OUT_NAME)
-    lse = checkpoint_name(results[1], autodiff.LSE_NAME)
+    out, lse = named(*results)
     return (out, lse), (query, key, value, ids, out, lse)
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_flash.call import Call
+from jax_flash.call import Call, named
 from jax_flash.masks import Visibility, dropout_keep, slice_axis
 from jax_flash.quantization import scales_of_rows
 from jax_flash.sharding import vary_alike
@@ -66,12 +66,12 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     num_cols = S if reach is None else min(S, rows + reach)
     chunk = _chunk_function(call, rows, num_cols, num_chunks)
     if num_chunks == 1:
-        return chunk(jnp.int32(0))
+        return named(*chunk(jnp.int32(0)))
     # The last chunk starts early rather than be ragged; its repeated rows are dropped.
     starts = jnp.minimum(jnp.arange(num_chunks, dtype=jnp.int32) * rows, T - rows)
     repeated = num_chunks * rows - T
     out, lse = lax.map(chunk, starts)
-    return _rows_in_order(out, repeated), _rows_in_order(lse, repeated)
+    return named(_rows_in_order(out, repeated), _rows_in_order(lse, repeated))
 
 
 def _reach(visibility: Visibility) -> int | None:

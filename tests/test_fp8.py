@@ -386,6 +386,8 @@ REFUSED = {
         lambda: changed(1, scales=jnp.ones((7, K))),
         ValueError,
     ),
+    r"query: got scales of shape \(1,\); needs": (lambda: changed(scales=[1.0]), ValueError),
+    "query, scales: got NoneType; needs an array": (lambda: changed(scales=None), TypeError),
     "query: got a block_size of 0; needs an integer": (lambda: changed(block_size=0), ValueError),
     "key: got a block_size of 8.0": (lambda: changed(1, block_size=8.0), ValueError),
     "key: got largest of 449; needs a number above 0, and 448.0 at most": (

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import autodiff
 from jax_flash.masks import dropout_keep
 from pallas_kernels import backward_key, config, primitives, scheduler
 from pallas_kernels.key_tiles import KeyTiles
@@ -680,7 +679,7 @@ def test_checkpoint_names_save_the_forward_kernel():
         assert jaxpr.count("attention_backward") == 1
         return jaxpr.count("attention_forward")
 
-    save = jax.checkpoint_policies.save_only_these_names(*autodiff.CHECKPOINT_NAMES)
+    save = jax.checkpoint_policies.save_only_these_names(*jax_flash.CHECKPOINT_NAMES)
     assert forward_kernels(policy=save) == 1
     assert forward_kernels() > 1
 
