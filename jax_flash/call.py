@@ -119,29 +119,30 @@ AXES: dict[str, Any] = {
 }
 
 
-def by_device(run: Callable, call: Call, *more: Any, plain: bool) -> Any:
-    """`run(call, *more)`, where axes are Explicit by each device of its part (`sharding.by_device`).
+def by_device(run: Callable, call: Call, *more: Any, plain: bool, statics: tuple = ()) -> Any:
+    """`run(*statics, call, *more)`; with Explicit axes each device runs it of its part of the call.
 
     Args:
-      run: gives an output and an LSE, or None for it; it can be hashed.
+      run: gives an output and an LSE, or None for it.
       call: the whole.
       more: arrays, or None, which each device has whole.
-      plain: as there.
+      plain: as in `sharding.by_device`, which wants to hash run and statics.
+      statics: what is no array.
     """
     arrays = call.arrays
     rest = call.with_arrays(dict.fromkeys(arrays))
     query = arrays.pop("query")
-    whole = tuple("." * jnp.ndim(x) for x in more)  # of None it does not count
+    whole = jax.tree.map(lambda x: "." * jnp.ndim(x), more)
     letters = AXES["query"], {name: AXES[name] for name in arrays}, whole
     return sharding.by_device(
-        _run_part, (run, rest), (query, arrays, more), letters, ("b.n.", "b.n"), plain=plain
+        _run_part, (run, statics, rest), (query, arrays, more), letters, ("b.n.", "b.n"), plain=plain
     )
 
 
 def _run_part(static, arrays, origin):
-    run, rest = static
+    run, statics, rest = static
     query, arrays, more = arrays
     part = rest.with_arrays(arrays | {"query": query})
     if origin is not None:
         part = dataclasses.replace(part, origin=origin)
-    return run(part, *more)
+    return run(*statics, part, *more)

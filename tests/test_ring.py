@@ -363,7 +363,7 @@ def test_refusals_of_ulysses():
     with pytest.raises(ValueError, match="key: got 3 heads; needs a multiple or a divisor"):
         sharded(jax_flash.ulysses_attention, mesh_of((4,)))(*operands(heads=(12, 3)))
     run = sharded(jax_flash.ulysses_attention, mesh_of((4,)))
-    with pytest.raises(ValueError, match=r"sinks: got \(16,\); needs \(8,\)"):
+    with pytest.raises(ValueError, match=r"sinks: got \(16,\); needs one per query head, \(8,\)"):
         run(*operands(heads=(8, 8)), jnp.zeros(16))
     with pytest.raises(TypeError, match="options: got dropout_rate"):
         sharded(jax_flash.ulysses_attention, mesh_of((4,)), dropout_rate=0.5)(*operands())

@@ -122,7 +122,7 @@ _LENGTHS = _integers("b", (B,), 1, S)
 _SINKS = Operand("n", (N,), jnp.float32)
 _IDS = Operand("bt", (B, T), jnp.int32, lambda rng, shape: np.sort(rng.integers(0, 3, shape)))
 _KEY_IDS = dataclasses.replace(_IDS, axes="bs", shape=(B, S))
-_RANDOM_KEY = Operand("..", (2,), jnp.uint32, lambda rng, shape: rng.integers(0, 2**31, shape))
+_RANDOM_KEY = Operand(".", (2,), jnp.uint32, lambda rng, shape: rng.integers(0, 2**31, shape))
 _CACHE = Operand("bsk.", (B, S, K, H))
 _PAGED_CACHE = Operand("..k.", (PAGES, PAGE_SIZE, K, H))
 _PAGE_TABLE = Operand(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jax_flash import autodiff, xla
+from jax_flash import autodiff, sharding, xla
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
 from pallas_kernels import segments
@@ -44,7 +44,9 @@ def plain_kernels() -> Iterator[None]:
     """The kernels of `attention` in plain JAX: interpret mode runs on one device at a time."""
     # Programs must not outlive the kernels that they were traced with.
     fresh = lambda run: jax.jit(lambda *args: run(*args), static_argnums=(0, 1))
+    by_device = jax.jit(sharding._by_device.__wrapped__, static_argnums=range(6))
     with (
+        mock.patch.object(sharding, "_by_device", by_device),
         mock.patch.object(autodiff, "_run_forward", fresh(autodiff._run_forward.__wrapped__)),
         mock.patch.object(autodiff, "_run_backward", fresh(autodiff._run_backward.__wrapped__)),
         mock.patch.object(autodiff, "_on_hopper", lambda kernel, _, *args: kernel(*args)),
