@@ -135,7 +135,12 @@ def by_device(run: Callable, call: Call, *more: Any, plain: bool, statics: tuple
     whole = jax.tree.map(lambda x: "." * jnp.ndim(x), more)
     letters = AXES["query"], {name: AXES[name] for name in arrays}, whole
     return sharding.by_device(
-        _run_part, (run, statics, rest), (query, arrays, more), letters, ("b.n.", "b.n"), plain=plain
+        _run_part,
+        (run, statics, rest),
+        (query, arrays, more),
+        letters,
+        ("b.n.", "b.n"),
+        plain=plain,
     )
 
 
