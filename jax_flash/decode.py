@@ -216,7 +216,8 @@ def decode_attention(
     run = _on_kernel if chosen == "mosaic_gpu" else _plain
     arrays = call.arrays
     letters = {name: _letters(call.page_table)[name] for name in arrays}
-    rest = dataclasses.replace(call, **dict.fromkeys(arrays))
+    nothing: dict[str, Any] = dict.fromkeys(arrays)
+    rest = dataclasses.replace(call, **nothing)
     out, lse = by_device(
         _run_part, (run, rest), arrays, letters, ("b.n.", "b.n"), plain=chosen == "xla"
     )
@@ -273,8 +274,8 @@ def update_cache(
 
     arrays = (key_cache, value_cache), (key, value), new_lengths, page_table
     # Heads of caches and of tokens go together. Every device has all pages: it needs all tokens.
-    caches, new, of_entries = ("b.n.", "b.n.", "b") if page_table is None else ("..n.", "*.n.", "*")
-    letters = caches, new, of_entries, None if page_table is None else "*."
+    caches, tokens, entries = ("b.n.", "b.n.", "b") if page_table is None else ("..n.", "*.n.", "*")
+    letters = caches, tokens, entries, None if page_table is None else "*."
     return by_device(_updated, None, arrays, letters, (caches, caches), plain=True)
 
 

@@ -171,6 +171,27 @@ def test_explicit_types(call, layout, implementation, inside):
     assert_nothing_is_gathered(call, *out, layout)
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["in set_mesh", "outside"])
+@pytest.mark.parametrize(
+    "method",
+    [jax_flash.ring_attention, jax_flash.ulysses_attention, jax_flash.all_gather_attention],
+)
+def test_explicit_types_of_a_sharded_sequence(method, inside):
+    mesh = mesh_of((2, 2), AxisType.Explicit)
+    spec = PartitionSpec("y", "x")
+    local = functools.partial(method, axis_name="x", is_causal=True, implementation="xla")
+    attend = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    def run(*arrays):
+        out, vjp = jax.vjp(attend, *arrays)
+        return out, *vjp(out)
+
+    arrays = put(mesh, *((jnp.ones((4, 16, heads, 8)), spec) for heads in (4, 2, 2)))
+    with in_mesh(mesh, inside):
+        for x in jax.eval_shape(run, *arrays):
+            assert_sharded_as(x, spec)
+
+
 # --- sums over what is sharded -------------------------------------------------------------------
 
 
