@@ -91,8 +91,8 @@ def _is_on_one_device() -> bool:
         return bool(mesh.manual_axes)
     raise NotImplementedError(
         f"implementation='mosaic_gpu': inside a jax.shard_map over {', '.join(mesh.manual_axes)}"
-        f" alone, {_CANNOT_SPLIT} {', '.join(others)}. Name all mesh axes in it, or"
-        " use implementation='xla'."
+        f" alone, {_CANNOT_SPLIT} {', '.join(others)}. Name all mesh axes in it (with Explicit"
+        " axes, jax.vmap maps no axis that is sharded), or use implementation='xla'."
     )
 
 
@@ -434,6 +434,8 @@ def by_device(
 @functools.partial(jax.jit, static_argnums=range(6))
 def _by_device(function, static, structure, letters, results, mesh, leaves):
     tree, order = structure
+    # No names stand for all, but for those that split an axis which vmap maps.
+    explicit = set(_axes(mesh, AxisType.Explicit))
     split, _ = _explicit_split(mesh, leaves, letters)
     specs = split.specs(letters, leaves)
 
@@ -448,7 +450,7 @@ def _by_device(function, static, structure, letters, results, mesh, leaves):
         out_specs=tuple(
             PartitionSpec(*(split.names.get(axis) or None for axis in axes)) for axes in results
         ),
-        axis_names=set(_axes(mesh, AxisType.Explicit)),
+        axis_names=explicit if explicit < set(mesh.axis_names) else set(),
     )(*(jax.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, specs, strict=True)))
 
 

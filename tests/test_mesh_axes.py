@@ -192,6 +192,28 @@ def test_explicit_types_of_a_sharded_sequence(method, inside):
             assert_sharded_as(x, spec)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+@pytest.mark.parametrize("inside", [True, False], ids=["in set_mesh", "outside"])
+@pytest.mark.parametrize("spec", [("x", None), (None, "x")], ids=str)
+def test_explicit_types_under_vmap(spec, inside, implementation):
+    """Be it the mapped axis that is sharded, which JAX leaves to XLA, or the batch."""
+    refusal = lambda: pytest.raises(NotImplementedError, match="jax.vmap maps no axis that is")
+    mesh = mesh_of((2, 2), AxisType.Explicit)
+    whole = PartitionSpec(*spec, None, "y")
+    attention = functools.partial(jax_flash.attention, implementation=implementation)
+
+    def run(*arrays):
+        out, vjp = jax.vjp(jax.vmap(attention), *arrays)
+        return out, *vjp(out)
+
+    ones = lambda heads: jnp.ones((4, 2, 16, heads, 64), jnp.bfloat16)
+    arrays = put(mesh, *((ones(heads), whole) for heads in (4, 2, 2)))
+    refused = implementation == "mosaic_gpu" and spec[0] is not None
+    with in_mesh(mesh, inside), refusal() if refused else contextlib.nullcontext():
+        for x in jax.eval_shape(run, *arrays):
+            assert_sharded_as(x, whole)
+
+
 # --- sums over what is sharded -------------------------------------------------------------------
 
 
