@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 
 from jax_flash.call import LSE_NAME, Call, named
 from jax_flash.masks import Visibility
-from jax_flash.sharding import over_devices, placed, vary_alike
+from jax_flash.sharding import over_devices, vary_alike
 from pallas_kernels import backward, dropout, forward, segments
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels.config import (
@@ -145,7 +145,7 @@ def _prepared(call: Call):
     if not (settings.all_count or problem.forward_ignores_unseen):
         query, key, value = _zero_all_unseen(query, key, value, problem, intervals, ids)
     operands = query, key, value, sinks, intervals, ids, *_words(call), elements
-    return settings, placed(operands, _OPERANDS)
+    return settings, vary_alike(operands)
 
 
 def _segment_ids(call: Call) -> tuple[jax.Array, ...]:
@@ -153,20 +153,18 @@ def _segment_ids(call: Call) -> tuple[jax.Array, ...]:
     query_ids, key_ids = call.visibility.query_segment_ids, call.visibility.key_value_segment_ids
     if query_ids is None or key_ids is None:
         return ()
-    # Sharded alike, as those of one side are searched for those of the other.
-    *_, ids = placed((call.query, call.key, (query_ids, key_ids)), (_QUERY, _KEY, _IDS))
-    return ids
+    return vary_alike((query_ids, key_ids), (call.query, call.key))
 
 
 def _words(call: Call) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Words of dropout of queries and of keys (`dropout.Words`), one array each, or none."""
     if call.dropout_key is None:
         return (), ()
-    (batch, query_length, heads, _), key_length = call.query.shape, call.key.shape[1]
+    (batch, query_length, _, _), key_length = call.query.shape, call.key.shape[1]
     query_words = dropout.query_words(
         call.dropout_key,
-        jnp.arange(batch)[:, None, None],
-        jnp.arange(heads)[:, None],
+        call.batch_entries[:, None, None],
+        call.query_heads[:, None],
         query_length,
         dropout.steps_of(call.dropout_rate),
     )

@@ -9,6 +9,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_flash import sharding
 from jax_flash.masks import Visibility
 from pallas_kernels.config import Config
 
@@ -52,6 +54,8 @@ class Call:
         N]`, `[B, blocks, K]` and `[B, blocks, K]`; see `quantization.Quantized`.
       block_sizes: rows of query, key and value that share a scale, where there are scales.
       largest: magnitudes that no entry of query and key exceeds, where there are scales.
+      origin: which batch entry and which query head are the first here, of those that dropout
+        counts: not 0 where a device has a part of the call (`sharding.by_device`).
     """
 
     query: jax.Array
@@ -70,6 +74,7 @@ class Call:
     scales: tuple[jax.Array, jax.Array, jax.Array] | None = None
     block_sizes: tuple[int, int, int] = (1, 1, 1)
     largest: tuple[float, float] = (math.inf, math.inf)
+    origin: tuple[int | jax.Array, int | jax.Array] = (0, 0)
 
     @property
     def out_dtype(self) -> np.dtype:
@@ -83,6 +88,15 @@ class Call:
         is_array = lambda x: isinstance(x, jax.Array) or (x is not None and x is self.scales)
         return {name: x for name, x in fields.items() if is_array(x)}
 
+    @property
+    def batch_entries(self) -> jax.Array:
+        """The index of each among those of the whole call."""
+        return _count_from(self.origin[0], self.query.shape[0])
+
+    @property
+    def query_heads(self) -> jax.Array:
+        return _count_from(self.origin[1], self.query.shape[2])
+
     def with_arrays(self, arrays: dict[str, Any]) -> "Call":
         """The same call with other arrays in fields of these names."""
         seen = {name: x for name, x in arrays.items() if name in vars(self.visibility)}
@@ -90,3 +104,61 @@ class Call:
         return dataclasses.replace(
             self, visibility=dataclasses.replace(self.visibility, **seen), **own
         )
+
+
+def _count_from(first: int | jax.Array, count: int) -> jax.Array:
+    numbers = jnp.arange(count)
+    return numbers if isinstance(first, int) and first == 0 else first + numbers
+
+
+# Of `sharding.by_device`: letters of the axes of each array.
+AXES: dict[str, Any] = {
+    "query": "b.n.",
+    "key": "b.k.",
+    "value": "b.k.",
+    "scale": "",
+    "bias": "bn..",
+    "sinks": "n",
+    "dropout_key": ".",
+    "scales": ("b.n", "b.k", "b.k"),
+    "query_offset": "b",
+    "query_seq_lengths": "b",
+    "key_value_seq_lengths": "b",
+    "query_segment_ids": "b.",
+    "key_value_segment_ids": "b.",
+    "mask": "bn..",
+}
+
+
+def by_device(run: Callable, call: Call, *more: Any, plain: bool, statics: tuple = ()) -> Any:
+    """`run(*statics, call, *more)`; with Explicit axes each device runs it of its part of the call.
+
+    Args:
+      run: gives an output and an LSE, or None for it.
+      call: the whole.
+      more: arrays, or None, which each device has whole.
+      plain: as in `sharding.by_device`, which wants to hash run and statics.
+      statics: what is no array.
+    """
+    arrays = call.arrays
+    rest = call.with_arrays(dict.fromkeys(arrays))
+    query = arrays.pop("query")
+    whole = jax.tree.map(lambda x: "." * jnp.ndim(x), more)
+    letters = AXES["query"], {name: AXES[name] for name in arrays}, whole
+    return sharding.by_device(
+        _run_part,
+        (run, statics, rest),
+        (query, arrays, more),
+        letters,
+        ("b.n.", "b.n"),
+        plain=plain,
+    )
+
+
+def _run_part(static, arrays, origin):
+    run, statics, rest = static
+    query, arrays, more = arrays
+    part = rest.with_arrays(arrays | {"query": query})
+    if origin is not None:
+        part = dataclasses.replace(part, origin=origin)
+    return run(*statics, part, *more)

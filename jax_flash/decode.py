@@ -31,7 +31,7 @@ from jax_flash.api import (
 from jax_flash.autodiff import _keep_apart, _on_hopper
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
-from jax_flash.sharding import over_devices, vary_alike
+from jax_flash.sharding import by_device, over_devices, vary_alike
 from pallas_kernels import combine
 from pallas_kernels import decode as kernel
 
@@ -81,6 +81,10 @@ class DecodeCall:
         if self.page_table is None:
             return self.key_cache.shape[1]
         return self.page_table.shape[1] * self.key_cache.shape[1]
+
+    @property
+    def arrays(self) -> dict[str, jax.Array]:
+        return {name: x for name, x in vars(self).items() if isinstance(x, jax.Array)}
 
 
 class DecodeOptions(TypedDict, total=False):
@@ -255,8 +259,22 @@ def decode_attention(
         num_splits=None if num_splits is None else int(num_splits),
     )
     chosen = _choose(call, implementation).implementation
-    out, lse = _on_kernel(call) if chosen == "mosaic_gpu" else _plain(call)
+    run = _on_kernel if chosen == "mosaic_gpu" else _plain
+    arrays = call.arrays
+    letters = {name: _letters(call.page_table)[name] for name in arrays}
+    nothing: dict[str, Any] = dict.fromkeys(arrays)
+    rest = dataclasses.replace(call, **nothing)
+    out, lse = by_device(
+        _run_part, (run, rest), arrays, letters, ("b.n.", "b.n"), plain=chosen == "xla"
+    )
     return (out, lse) if return_residual else out
+
+
+def _run_part(static, arrays, origin):
+    """What is run of a call's arrays, or of a device's part of them (`sharding.by_device`)."""
+    del origin
+    run, rest = static
+    return run(dataclasses.replace(rest, **arrays))
 
 
 def update_cache(
@@ -300,7 +318,19 @@ def update_cache(
         _need(new.dtype == cache.dtype, name, new.dtype, f"the caches' {cache.dtype}", TypeError)
     new_lengths = _checked_lengths(lengths, B)
 
-    position = new_lengths[:, None] - T + jnp.arange(T, dtype=jnp.int32)
+    arrays = (key_cache, value_cache), (key, value), new_lengths, page_table
+    # Heads of caches and of tokens go together. Every device has all pages: it needs all tokens.
+    caches, tokens, entries = ("b.n.", "b.n.", "b") if page_table is None else ("..n.", "*.n.", "*")
+    letters = caches, tokens, entries, None if page_table is None else "*."
+    return by_device(_updated, None, arrays, letters, (caches, caches), plain=True)
+
+
+def _updated(_, arrays, origin) -> tuple[jax.Array, jax.Array]:
+    """What `update_cache` gives, of what one device has."""
+    del origin
+    (key_cache, value_cache), (key, value), lengths, page_table = arrays
+    B, T = key.shape[:2]
+    position = lengths[:, None] - T + jnp.arange(T, dtype=jnp.int32)
     rows = key_cache.shape[1]
     if page_table is None:
         entry, row = jnp.arange(B, dtype=jnp.int32)[:, None], position
@@ -467,9 +497,8 @@ def _run(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shar
       shared: those that have none, None left out.
     """
     local = functools.partial(_local, problem, num_splits)
-    letters = [{name: _LETTERS[name] for name in arrays} for arrays in (of_entries, shared)]
-    if "page_table" in of_entries:  # a page may be of any sequence
-        letters[1] |= {"key_cache": "..k.", "value_cache": "..k."}
+    known = _letters(of_entries.get("page_table"))
+    letters = [{name: known[name] for name in arrays} for arrays in (of_entries, shared)]
     return over_devices(local, tuple(letters), ("b.n.", "b.n"))(of_entries, shared)
 
 
@@ -484,6 +513,11 @@ _LETTERS = {
     "key_scale": "k",
     "value_scale": "k",
 }
+
+
+def _letters(page_table) -> dict[str, str]:
+    of_caches = {"key_cache": "..k.", "value_cache": "..k."}  # a page may be of any sequence
+    return _LETTERS if page_table is None else _LETTERS | of_caches
 
 
 def _local(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shared):

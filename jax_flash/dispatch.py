@@ -13,7 +13,7 @@ import types
 import jax
 
 from jax_flash import autodiff, cudnn, device, kernel_fp8, xla
-from jax_flash.call import Call
+from jax_flash.call import Call, by_device
 from jax_flash.quantization import without_derivative
 
 IMPLEMENTATIONS = {"mosaic_gpu": autodiff, "cudnn": cudnn, "xla": xla}  # fastest first
@@ -66,10 +66,11 @@ def choose(call: Call, implementation: str | None) -> Explanation:
 
 def attention(call: Call, implementation: str | None) -> tuple[jax.Array, jax.Array | None]:
     """Runs `call` on the implementation that `choose` names."""
-    module = _module(choose(call, implementation).implementation, call)
+    chosen = choose(call, implementation).implementation
+    attend = functools.partial(by_device, _module(chosen, call).attention, plain=chosen == "xla")
     if call.scales is None:
-        return module.attention(call)
-    run = lambda arrays: module.attention(call.with_arrays(arrays))
+        return attend(call)
+    run = lambda arrays: attend(call.with_arrays(arrays))
     refusing = without_derivative(run, "attention of Quantized arrays has no derivative")
     return refusing(call.arrays)
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash import api, dispatch
-from jax_flash.call import Call, named
+from jax_flash.call import Call, by_device, named
 from jax_flash.quantization import quantize_fp8
 
 
@@ -109,7 +109,17 @@ def attention_fp8(
     bound = inspect.signature(api.attention).bind(query, key, value, **options)
     bound.apply_defaults()
     call = api._checked(**bound.arguments)
-    implementation = bound.arguments["implementation"]
+    statics = bound.arguments["implementation"], block_size
+    out, lse = by_device(_attend, call, incoherent_key, statics=statics, plain=True)
+    if jnp.ndim(query) == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if call.return_residual else out
+
+
+def _attend(
+    implementation: str | None, block_size: int | None, call: Call, incoherent_key
+) -> tuple[jax.Array, jax.Array]:
+    """Output `[B, T, N, h]` and LSE `[B, T, N]`."""
     see = call.visibility
     lengths = see.query_seq_lengths, see.key_value_seq_lengths, see.key_value_seq_lengths
     fp8_query, fp8_key, fp8_value = (
@@ -139,10 +149,7 @@ def attention_fp8(
         of_heads = jnp.repeat(offset, call.query.shape[2] // call.key.shape[2], axis=2)
         out = out + jnp.where(seeing, of_heads, 0)
     # Named, as the backward pass takes nothing of the forward pass in FP8: it is not run again.
-    out, lse = named(*_given(call, implementation, out.astype(call.query.dtype), lse))
-    if jnp.ndim(query) == 3:
-        out, lse = out[0], lse[0]
-    return (out, lse) if call.return_residual else out
+    return named(*_given(call, implementation, out.astype(call.query.dtype), lse))
 
 
 def _offset(call: Call, value: jax.Array) -> jax.Array | None:

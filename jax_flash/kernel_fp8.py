@@ -11,7 +11,7 @@ import numpy as np
 from jax_flash import autodiff
 from jax_flash.call import Call
 from jax_flash.quantization import halvings
-from jax_flash.sharding import over_devices, placed
+from jax_flash.sharding import over_devices, vary_alike
 from pallas_kernels import config, forward_fp8
 from pallas_kernels.config import SUPPORTED_WIDTHS, ForwardFP8Config, Problem
 from pallas_kernels.online_softmax import LOG2E
@@ -90,7 +90,7 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     problem = settings.problem(query, key, value)
     query, key, value = autodiff._zero_all_unseen(query, key, value, problem, intervals, ids)
     scales = _scales(call, settings)
-    operands = placed((query, key, value, scales, intervals, ids), _OPERANDS)
+    operands = vary_alike((query, key, value, scales, intervals, ids))
     out, lse = autodiff._folding_vmap(functools.partial(_run, settings))(*operands)
     return out, autodiff._of_rows(lse, out).transpose(0, 2, 1)
 

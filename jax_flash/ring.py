@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import math
+import numbers
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -161,10 +162,9 @@ def ring_attention(
     of ring-flash-attention.
     """
     for name, flag in (("zigzag", zigzag), ("is_causal", is_causal)):
-        api._need(isinstance(flag, bool), name, flag, "True or False", TypeError)
+        api._need(isinstance(flag, bool | np.bool_), name, flag, "True or False", TypeError)
     api._need_number_or_none("scale", scale)
-    _arrays(query, key, value)
-    api._need(jnp.ndim(query) == 4, "query", jnp.shape(query), "[B, T, N, H]")
+    query, key, value = _arrays(query, key, value)
     count = _axis_size(axis_name)
     call = _call(
         query,
@@ -188,8 +188,8 @@ def ring_attention(
     ring = _Ring(
         axis_name=axis_name,
         devices=count,
-        zigzag=zigzag,
-        is_causal=is_causal,
+        zigzag=bool(zigzag),
+        is_causal=bool(is_causal),
         window=None if local_window_size is None else api._window(local_window_size),
         scale=float(call.scale),
         logits_soft_cap=call.logits_soft_cap,
@@ -283,8 +283,16 @@ def ulysses_attention(
     _check_options(options, _ULYSSES_OPTIONS)
     count = _axis_size(axis_name)
     query, key, value = _arrays(query, key, value)
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        api._need(x.ndim == 4, name, x.shape, "four axes: batch, positions, heads, width")
+    call = _call(
+        query,
+        key,
+        value,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        sinks=sinks,
+        return_residual=return_residual,
+        **options,
+    )
     N, K = query.shape[2], key.shape[2]
     api._need(N % count == 0, "query", f"{N} heads", f"a multiple of the devices, {count}")
     divides = K % count == 0 or count % K == 0
@@ -295,17 +303,17 @@ def ulysses_attention(
     exchange = functools.partial(lax.all_to_all, axis_name=axis_name, tiled=True)
     heads = functools.partial(exchange, split_axis=2, concat_axis=1)
     gathered = _gathered(axis_name)
+    sinks = call.sinks
     if sinks is not None:
-        api._need(jnp.shape(sinks) == (N,), "sinks", jnp.shape(sinks), f"{(N,)}")
         sinks = lax.dynamic_slice_in_dim(
-            jnp.asarray(sinks), lax.axis_index(axis_name) * (N // count), N // count
+            sinks, lax.axis_index(axis_name) * (N // count), N // count
         )
     out, lse = api.attention(
         heads(query),
         heads(key),
         heads(value),
-        query_segment_ids=gathered(query_segment_ids),
-        key_value_segment_ids=gathered(key_value_segment_ids),
+        query_segment_ids=gathered(call.visibility.query_segment_ids),
+        key_value_segment_ids=gathered(call.visibility.key_value_segment_ids),
         sinks=sinks,
         return_residual=True,
         **options,
@@ -385,14 +393,14 @@ def all_gather_attention(
     _check_options(options, _ALL_GATHER_OPTIONS)
     _axis_size(axis_name)
     query, key, value = _arrays(query, key, value)
-    api._need(query.ndim == 4, "query", query.shape, "[B, T, N, H]")
+    call = _call(query, key, value, key_value_segment_ids=key_value_segment_ids, **options)
     gathered = _gathered(axis_name)
     offset = lax.axis_index(axis_name) * query.shape[1]
     return api.attention(
         query,
         gathered(key),
         gathered(value),
-        key_value_segment_ids=gathered(key_value_segment_ids),
+        key_value_segment_ids=gathered(call.visibility.key_value_segment_ids),
         query_offset=jnp.full(query.shape[0], offset),
         **options,
     )
@@ -428,13 +436,17 @@ def _check_options(options: dict[str, Any], known: tuple[str, ...]) -> None:
 
 
 def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return api._array("query", query), api._array("key", key), api._array("value", value)
+    query, key, value = (
+        api._array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    api._need(query.ndim == 4, "query", query.shape, "[B, T, N, H]")
+    return query, key, value
 
 
 def _gathered(axis_name: AxisName):
     """A function that gathers `[B, T, ...]` of all devices along positions; None stays None."""
     gather = functools.partial(lax.all_gather, axis_name=axis_name, axis=1, tiled=True)
-    return lambda x: None if x is None else gather(jnp.asarray(x))
+    return lambda x: None if x is None else gather(x)
 
 
 def to_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
@@ -452,27 +464,41 @@ def to_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
     Returns:
       The same, reordered; `from_zigzag` gives x back.
     """
-    return _reordered(x, _zigzag_chunks(devices), axis)
+    x, axis, size = _checked_order(x, devices, axis)
+    first, last = _halves(_split(x, axis, (2, devices, size)), axis)
+    return jnp.stack([first, jnp.flip(last, axis)], axis + 1).reshape(x.shape)
 
 
 def from_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
     """Positions in their own order again, of an array that is not sharded; see `to_zigzag`."""
-    return _reordered(x, np.argsort(_zigzag_chunks(devices)), axis)
+    x, axis, size = _checked_order(x, devices, axis)
+    first, last = _halves(_split(x, axis, (devices, 2, size)), axis + 1)
+    return jnp.concatenate([first, jnp.flip(last, axis)], axis).reshape(x.shape)
 
 
-def _zigzag_chunks(devices: int) -> np.ndarray:
-    """Which of 2n chunks stand where."""
-    first = np.arange(devices)
-    return np.stack([first, 2 * devices - 1 - first], axis=1).reshape(-1)
-
-
-def _reordered(x, chunks: np.ndarray, axis: int):
-    x = jnp.asarray(x)
-    axis = range(x.ndim)[axis]
+def _checked_order(x, devices: int, axis: int) -> tuple[jax.Array, int, int]:
+    """Arguments of `to_zigzag`: x, which of its axes, and how many positions a chunk has."""
+    x = api._array("x", x)
+    for name, number in (("devices", devices), ("axis", axis)):
+        is_integer = api._is_number(number, numbers.Integral)
+        api._need(is_integer, name, repr(number), "an integer", TypeError)
+    api._need(devices >= 1, "devices", devices, "at least 1")
+    api._need(-x.ndim <= axis < x.ndim, "axis", axis, f"one of the {x.ndim} axes of x")
     length = x.shape[axis]
-    api._need(length % chunks.size == 0, "x", f"{length} positions", f"a multiple of {chunks.size}")
-    shape = (*x.shape[:axis], chunks.size, length // chunks.size, *x.shape[axis + 1 :])
-    return jnp.take(x.reshape(shape), chunks, axis=axis).reshape(x.shape)
+    api._need(
+        length % (2 * devices) == 0, "x", f"{length} positions", f"a multiple of {2 * devices}"
+    )
+    return x, int(axis) % x.ndim, length // (2 * int(devices))
+
+
+def _split(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> jax.Array:
+    """x with an axis made into several."""
+    return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
+
+
+def _halves(x: jax.Array, axis: int) -> list[jax.Array]:
+    """Both of an axis of 2."""
+    return [lax.index_in_dim(x, index, axis, keepdims=False) for index in (0, 1)]
 
 
 # --- one hop: the queries of a device and the keys of one -----------------------------------------
@@ -771,6 +797,14 @@ def _call(*args, **options) -> Call:
 
 
 def _axis_size(axis_name: AxisName) -> int:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    api._need(
+        len(names) > 0 and all(isinstance(name, str) for name in names),
+        "axis_name",
+        repr(axis_name),
+        "the name of a mesh axis, or a tuple of names",
+        TypeError,
+    )
     try:
         return lax.axis_size(axis_name)
     except NameError as error:

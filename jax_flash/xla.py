@@ -232,8 +232,8 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
             keep = dropout_keep(
                 call.dropout_key,
                 call.dropout_rate,
-                jnp.arange(B).reshape(B, 1, 1, 1, 1),
-                jnp.arange(N).reshape(K, N // K, 1, 1),
+                call.batch_entries.reshape(B, 1, 1, 1, 1),
+                call.query_heads.reshape(K, N // K, 1, 1),
                 start + jnp.arange(rows)[:, None],
                 first_key + jnp.arange(num_cols),
             )

@@ -81,22 +81,31 @@ def placed(mesh, arrays, axes):
     return put(mesh, *zip(arrays, specs, strict=True))
 
 
-def compiled(mesh, function, arrays):
-    explicit = AxisType.Explicit in mesh.axis_types
-    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
+def in_mesh(mesh, inside: bool):
+    return jax.set_mesh(mesh) if inside else contextlib.nullcontext()
+
+
+def compiled(mesh, function, arrays, inside=None):
+    """A program; made inside of set_mesh, or where its axes are Explicit if that is not said."""
+    with in_mesh(mesh, AxisType.Explicit in mesh.axis_types if inside is None else inside):
         with canonicalizing_first():
             lowered = jax.jit(function).lower(*arrays)
         return lowered.compile()
 
 
+INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["outside", "in set_mesh"])
+
+
+@pytest.mark.fast_cases(9)
+@INSIDE
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_xla_partitions_by_itself(layout, axis_type):
+def test_xla_partitions_by_itself(layout, axis_type, inside):
     shape, axes, heads = layout
     run = results_and_gradients("xla", is_causal=True)
     arrays = operands(heads)
     sharded = placed(mesh_of(shape, axis_type), arrays, axes)
-    program = compiled(mesh_of(shape, axis_type), run, sharded)
+    program = compiled(mesh_of(shape, axis_type), run, sharded, inside)
     assert set(collectives(program)) <= {"all-reduce"}  # of the gradient of sinks
     chex.assert_trees_all_close(program(*sharded), jax.jit(run)(*arrays), atol=1e-4)
 
@@ -109,7 +118,8 @@ DOCUMENTS = dict(
 )
 
 
-@pytest.mark.fast_cases(10)
+@pytest.mark.fast_cases(11)
+@INSIDE
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 @pytest.mark.parametrize(
     ("layout", "options"),
@@ -118,13 +128,14 @@ DOCUMENTS = dict(
         *((layout, DOCUMENTS) for layout in ["batch and heads", "two, replicated"]),
     ],
 )
-def test_kernels_run_on_what_a_device_holds(layout, options, axis_type):
+def test_kernels_run_on_what_a_device_holds(layout, options, axis_type, inside):
     shape, axes, heads = (LAYOUTS | SHARED_KEYS)[layout]
     arrays = operands(heads, jnp.bfloat16)
     mesh = mesh_of(shape, axis_type)
     sharded = placed(mesh, arrays, axes)
     with plain_kernels():
-        program = compiled(mesh, results_and_gradients("mosaic_gpu", **options), sharded)
+        run = results_and_gradients("mosaic_gpu", **options)
+        program = compiled(mesh, run, sharded, inside)
     # Gradients of sinks, and of keys that several devices hold, are sums.
     assert set(collectives(program)) <= {"all-reduce"}
     results = program(*sharded)
@@ -289,14 +300,14 @@ def test_axes_of_both_types_are_refused():
         run(*sharded)
 
 
+@INSIDE
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
-def test_without_jit(axis_type):
+def test_without_jit(axis_type, inside):
     mesh = mesh_of((2, 4), axis_type)
     arrays = operands((8, 4), jnp.bfloat16)[:3]
     spec = P("x", None, "y")
     sharded = put(mesh, *((x, spec) for x in arrays))
-    context = jax.set_mesh(mesh) if axis_type == AxisType.Explicit else contextlib.nullcontext()
-    with context, plain_kernels():
+    with in_mesh(mesh, inside), plain_kernels():
         result = jax_flash.attention(*sharded, implementation="mosaic_gpu")
     assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
     expected = jax_flash.attention(*arrays, implementation="xla")
