@@ -359,7 +359,6 @@ def _unsupported(call: DecodeCall) -> str | None:
         ),
         f"value width {value_width} differs from query width {width}": value_width != width,
         "an empty batch, token or cache axis": 0 in (*call.query.shape, call.capacity),
-        f"a cache length of {call.capacity}, no multiple of 8": call.capacity % 8 != 0,
         # The exponent's multiplier is a float32, and tells which logit is the greatest.
         f"scale {call.scale} is not in {_SCALES}": not _SCALES[0] <= call.scale <= _SCALES[1],
         f"logits_soft_cap {call.logits_soft_cap} is not in {_SOFT_CAPS}": (

@@ -26,6 +26,9 @@ attention = functools.partial(jax_flash.decode_attention, implementation="mosaic
 ROUNDING = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
+SCALES = np.array([[0.02, 0.015], [0.1, 3.0]], np.float32)  # of keys and of values
+
+
 def check(arrays, lengths, *, page_size=None, num_splits=None, scales=None, **options):
     """Compares with float64; what the caches hold out of sight is NaN.
 
@@ -87,6 +90,36 @@ def test_kernel(T, S, N, K, H, dtype, lengths, options):
         check(inputs(len(lengths), T, S, N, K, H, dtype), lengths, **options)
 
 
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "dtype", "lengths", "options"),
+    [
+        (1, 197, 4, 2, 64, "bfloat16", [197, 0], dict(num_splits=2)),
+        (2, 261, 2, 1, 128, "float16", [261, 0], dict(num_splits=1)),  # slots are filled again
+        (2, 131, 2, 1, 256, "bfloat16", [131], dict(num_splits=2, local_window_size=90)),
+        (2, 67, 4, 2, 256, "bfloat16", [67, 0], dict(num_splits=1, scales=SCALES)),
+    ],
+)
+def test_lengths_that_are_no_multiple_of_8(T, S, N, K, H, dtype, lengths, options):
+    """What follows the last rows of a cache is those of the next sequence, NaN or not seen."""
+    with interpret_mode():
+        check(inputs(len(lengths), T, S, N, K, H, dtype), lengths, **options)
+
+
+@pytest.mark.parametrize(
+    ("H", "options"),
+    [
+        (128, dict(page_size=16)),
+        (256, dict(local_window_size=300)),
+    ],
+)
+def test_slots_are_filled_again(H, options):
+    """Two slots take five blocks."""
+    p = problem(1, 1, 320, H, 2, group=2)
+    assert p.config.stages(p.tile_rows, 1) == 2
+    with interpret_mode():
+        check(inputs(1, 1, 320, 2, 1, H, "bfloat16"), [315], num_splits=1, **options)
+
+
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize(
     "options",
@@ -109,9 +142,6 @@ def test_pages(page_size):
     arrays = inputs(2, 2, 256, 4, 2, 128, "bfloat16")
     with interpret_mode():
         check(arrays, [77, 250], page_size=page_size, num_splits=2, local_window_size=150)
-
-
-SCALES = np.array([[0.02, 0.015], [0.1, 3.0]], np.float32)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +366,6 @@ def test_splits_fill_the_gpu_and_no_more(batch, capacity, width, itemsize):
         (dict(dtype="float32"), "dtype float32"),
         (dict(H=80), "head width 80"),
         (dict(h=32), "value width 32"),
-        (dict(S=60), "cache length of 60"),
         (dict(scale=0.0), "scale 0.0"),
         (dict(num_splits=129), "num_splits 129"),
         (dict(logits_soft_cap=1e4), r"logits_soft_cap 10000.0 is not in"),
