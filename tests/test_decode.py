@@ -79,6 +79,9 @@ OPTIONS = {
 def small_chunks(monkeypatch):
     """Several chunks for plain JAX, the last one ragged."""
     monkeypatch.setattr(decode, "_CHUNK", 48)
+    decode._attend.clear_cache()  # of programs with larger ones
+    yield
+    decode._attend.clear_cache()
 
 
 @pytest.mark.usefixtures("small_chunks")
