@@ -137,16 +137,12 @@ def attention(
 def explain(*args, **kwargs) -> dispatch.Explanation:
     """Says which implementation `attention` would run with the same arguments, and why.
 
-    With a `jax.ShapeDtypeStruct` for each array and implementation="mosaic_gpu" it answers on any
-    machine whether the kernels can do the call on a Hopper GPU: it raises what `attention` would
-    raise there. `explain_decode` does the same for `decode_attention`.
-
     Args:
       *args, **kwargs: as for `attention`; any array may be a `jax.ShapeDtypeStruct`.
 
     Returns:
       An `Explanation`: its `implementation`, and `reasons`, a dict that says for each faster
-      implementation why it was passed over. It prints as text. The log "jax_flash" has it too.
+      implementation why it was passed over. It prints as text.
 
     Raises:
       Whatever `attention` raises before it computes anything.

@@ -32,7 +32,6 @@ from jax_flash.api import (
 from jax_flash.autodiff import _keep_apart, _on_hopper
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
-from jax_flash.quantization import without_derivative
 from jax_flash.sharding import over_devices, vary_alike
 from pallas_kernels import combine
 from pallas_kernels import decode as kernel
@@ -211,13 +210,18 @@ def explain_decode(*args, **kwargs) -> dispatch.Explanation:
     return _explained(inspect.signature(decode_attention), choose, args, kwargs)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 @functools.partial(jax.jit, static_argnums=1)  # so that calls outside of jit compile once
 def _attend(call: DecodeCall, implementation: str) -> tuple[jax.Array, jax.Array]:
     """Output and LSE, by the implementation of that name."""
-    functions = {"mosaic_gpu": _on_kernel, "xla": _plain}
-    run = _nothing if call.is_empty else functions[implementation]
-    reason = "decode_attention has no derivative: jax_flash.attention has one."
-    return without_derivative(run, reason)(call)
+    if call.is_empty:
+        return _nothing(call)
+    return _on_kernel(call) if implementation == "mosaic_gpu" else _plain(call)
+
+
+@_attend.defjvp
+def _refuse(*_):
+    raise NotImplementedError("decode_attention has no derivative: jax_flash.attention has one.")
 
 
 def _checked(
@@ -445,7 +449,7 @@ def _nothing(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
 
 
 def _of_nothing(query, width: int, dtype, arrays) -> tuple[jax.Array, jax.Array]:
-    """Zeros `[B, T, N, width]` and LSE -inf, sharded as results of these arrays are."""
+    """Zeros `[..., T, N, width]` and LSE -inf, sharded as results of these arrays are."""
     lse = jnp.full_like(query[..., 0], -jnp.inf, jnp.float32)
     out = jnp.broadcast_to(jnp.zeros_like(query[..., :1], dtype), (*lse.shape, width))
     return vary_alike((out, lse), arrays)
@@ -562,10 +566,6 @@ _LETTERS = {
 def _local(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shared):
     """What `_run` gives, of the batch entries and heads that one device has."""
     B, T, N, _ = of_entries["query"].shape
-    if B == 0:  # of a vmap over nothing: it takes no kernel
-        arrays = [*of_entries.values(), *shared.values()]
-        query = of_entries["query"]
-        return _of_nothing(query, query.shape[3], query.dtype, arrays)
     K = (of_entries | shared)["key_cache"].shape[2]
     problem = dataclasses.replace(problem, batch=B, heads=N, kv_heads=K)
     splits = num_splits or kernel.splits_for(problem)
@@ -589,6 +589,11 @@ def _folding_vmap(run):
     def _(axis_size, in_batched, of_entries, shared):
         mapped_entries, mapped_shared = in_batched
         mapped_out = (True, True)
+        if axis_size == 0:  # it takes no kernel
+            query = of_entries["query"]
+            query = query if mapped_entries["query"] else jnp.zeros((0, *query.shape), query.dtype)
+            arrays = [*of_entries.values(), *shared.values()]
+            return _of_nothing(query, query.shape[-1], query.dtype, arrays), mapped_out
         if any(mapped_shared.values()):
             leaves, tree = jax.tree.flatten((of_entries, shared))
             mapped = jax.tree.leaves(in_batched)
@@ -603,7 +608,7 @@ def _folding_vmap(run):
             x = x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
             return x.reshape(axis_size * x.shape[1], *x.shape[2:])
 
-        B = of_entries["lengths"].size // (axis_size if mapped_entries["lengths"] else 1)
+        B = of_entries["lengths"].shape[-1]
         results = run(jax.tree.map(fold, of_entries, mapped_entries), shared)
         return tuple(x.reshape(axis_size, B, *x.shape[1:]) for x in results), mapped_out
 
@@ -620,7 +625,8 @@ def _plain(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
     """
     T, S = call.query.shape[1], call.capacity
     lengths = jnp.maximum(call.lengths, 0)  # of which positions can be subtracted
-    chunk = min(S, _CHUNK if call.page_table is None else max(_CHUNK, call.key_cache.shape[1]))
+    chunk = max(_CHUNK, 0 if call.page_table is None else call.key_cache.shape[1])
+    chunk = min(S, chunk) if isinstance(S, int) else S  # not a symbol of jax.export
 
     def step(index, carry):
         wanted = index * chunk

@@ -70,9 +70,8 @@ def attention(call: Call, implementation: str | None) -> tuple[jax.Array, jax.Ar
     if call.scales is None:
         return module.attention(call)
     run = lambda arrays: module.attention(call.with_arrays(arrays))
-    has_none = "attention of Quantized arrays has no derivative"
-    reason = f"{has_none}: jax_flash.attention_fp8 is FP8 with gradients."
-    return without_derivative(run, reason)(call.arrays)
+    refusing = without_derivative(run, "attention of Quantized arrays has no derivative")
+    return refusing(call.arrays)
 
 
 def _module(implementation: str, call: Call) -> types.ModuleType:

@@ -156,18 +156,17 @@ def quantize_fp8(
         )
 
     run = functools.partial(_quantize, size)
-    reason = "quantize_fp8 has no derivative: jax_flash.attention_fp8 is FP8 with gradients."
-    refusing = without_derivative(run, reason)
+    refusing = without_derivative(run, "quantize_fp8 has no derivative")
     return refusing(query, key, value, incoherent_key)
 
 
 def without_derivative(function: Callable, reason: str) -> Callable:
-    """The same function, which gives the reason where it is differentiated."""
+    """The same function, which says so where it is differentiated."""
     refusing = jax.custom_jvp(function)
 
     @refusing.defjvp
     def _(primals, tangents):
-        raise NotImplementedError(reason)
+        raise NotImplementedError(f"{reason}: jax_flash.attention_fp8 is FP8 with gradients.")
 
     return refusing
 
