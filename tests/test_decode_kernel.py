@@ -284,6 +284,23 @@ def test_keys_far_below_a_sink_keep_their_weight(dtype):
     np.testing.assert_allclose(np.float64(out), weight, rtol=1e-2)
 
 
+@pytest.mark.parametrize(("dtype", "large"), [("bfloat16", 1e15), ("float16", 6e4)])
+def test_logits_far_from_0(dtype, large):
+    """Of any finite size: equal ones have the mean of the values, however they are rounded."""
+    _, _, value = inputs(4, 1, 72, 2, 1, 64, dtype)
+    sizes = jnp.array([large, -large, 133120.0 if large > 65504 else 3e4, 0.0], dtype)
+    query = jnp.broadcast_to(abs(sizes)[:, None, None, None], (4, 1, 2, 64))
+    key = jnp.broadcast_to(sizes[:, None, None, None], (4, 72, 1, 64))
+    lengths = np.array([70, 70, 1, 70])
+    with interpret_mode():
+        out, lse = attention(
+            query, key, value, jnp.asarray(lengths), num_splits=1, return_residual=True
+        )
+    exact_out, exact_lse = exact(query, key, value, lengths)
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact_out, atol=2e-2)
+    np.testing.assert_allclose(lse, exact_lse, rtol=1e-6)
+
+
 def test_others_in_the_batch_change_nothing():
     query, *caches = inputs(3, 2, 256, 4, 2, 64, "bfloat16")
     run = functools.partial(attention, num_splits=2, return_residual=True)
