@@ -95,7 +95,8 @@ def rows_doubled_through_two_views(x, tiling):
 
     def body(x_gmem, out_gmem, smem, barrier):
         for_copies, in_tiles = smem
-        plgpu.copy_gmem_to_smem(x_gmem.at[0, pl.ds(0, 64)], for_copies, barrier)
+        first = jax.lax.axis_index("block") * 64  # traced, as beyond the end is refused else
+        plgpu.copy_gmem_to_smem(x_gmem.at[0, pl.ds(first, 64)], for_copies, barrier)
         plgpu.barrier_wait(barrier)
         out_gmem[...] = in_tiles[...] * 2
 
@@ -108,6 +109,8 @@ def rows_doubled_through_two_views(x, tiling):
         body,
         out_type=jax.ShapeDtypeStruct((64, 64), x.dtype),
         scratch_types=(plgpu.RefUnion(*views), plgpu.Barrier()),
+        grid=(1,),
+        grid_names=("block",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(x)
 
