@@ -2,7 +2,7 @@
 
 from jax_flash.api import attention, explain
 from jax_flash.call import CHECKPOINT_NAMES
-from jax_flash.decode import decode_attention, update_cache
+from jax_flash.decode import decode_attention, explain_decode, update_cache
 from jax_flash.fp8 import attention_fp8
 from jax_flash.quantization import Quantized, quantize_fp8
 from jax_flash.ring import (
@@ -21,6 +21,7 @@ __all__ = [
     "attention_fp8",
     "decode_attention",
     "explain",
+    "explain_decode",
     "from_zigzag",
     "quantize_fp8",
     "ring_attention",

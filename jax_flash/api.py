@@ -218,21 +218,24 @@ def explain(*args, **kwargs) -> dispatch.Explanation:
     Raises:
       Whatever `attention` raises before it computes anything.
     """
-    bound = inspect.signature(attention).bind(*args, **kwargs)
+
+    def choose(**arguments):
+        return dispatch.choose(_checked(**arguments), arguments["implementation"])
+
+    return _explained(inspect.signature(attention), choose, args, kwargs)
+
+
+def _explained(signature: inspect.Signature, choose, args, kwargs) -> dispatch.Explanation:
+    """What `choose` says of the arguments by name, of which any array may be a ShapeDtypeStruct."""
+    bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
     is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
     shapes = {k: x for k, x in arguments.items() if any(map(is_shape, jax.tree.leaves(x)))}
+    if not shapes:  # untraced, so that the query's own device counts
+        return choose(**arguments)
     explanations = []
-
-    def choose(arrays):
-        call = _checked(**arguments | arrays)
-        explanations.append(dispatch.choose(call, arguments["implementation"]))
-
-    if shapes:
-        jax.eval_shape(choose, shapes)
-    else:  # untraced, so that the query's own device counts
-        choose({})
+    jax.eval_shape(lambda arrays: explanations.append(choose(**arguments | arrays)), shapes)
     return explanations[0]
 
 

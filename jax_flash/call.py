@@ -32,6 +32,27 @@ def named(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     return checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
 
 
+def without_derivative(reason: str, static_argnums: tuple[int, ...]) -> Callable:
+    """A decorator: the same function, which says so where it is differentiated.
+
+    Args:
+      reason: what has no derivative, and what has one instead.
+      static_argnums: which arguments are no arrays. A function that holds arrays of its own would
+        leak tracers, and be compiled for each call.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        refusing = jax.custom_jvp(function, nondiff_argnums=static_argnums)
+
+        @refusing.defjvp
+        def _(*_):
+            raise NotImplementedError(reason)
+
+        return refusing
+
+    return decorate
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """Checked arguments of one attention, always with a batch axis.

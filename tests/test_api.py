@@ -555,6 +555,7 @@ def test_public_names():
         "attention_fp8",
         "decode_attention",
         "explain",
+        "explain_decode",
         "from_zigzag",
         "quantize_fp8",
         "ring_attention",

@@ -90,6 +90,44 @@ def matmul_from_registers(a, b, start):
     return out, start + steps * (np.asarray(a, np.float32) @ np.asarray(b, np.float32))
 
 
+def rows_doubled_through_two_views(x, tiling):
+    """x `[2, n, 64]`, the rows of x[0] copied to shared memory without tiles, and read in tiles."""
+
+    def body(x_gmem, out_gmem, smem, barrier):
+        for_copies, in_tiles = smem
+        first = jax.lax.axis_index("block") * 64  # traced, as beyond the end is refused else
+        plgpu.copy_gmem_to_smem(x_gmem.at[0, pl.ds(first, 64)], for_copies, barrier)
+        plgpu.barrier_wait(barrier)
+        out_gmem[...] = in_tiles[...] * 2
+
+    swizzle = plgpu.SwizzleTransform(128)
+    views = [
+        plgpu.SMEM((64, 64), x.dtype, transforms=transforms)
+        for transforms in ((swizzle,), (plgpu.TilingTransform(tiling), swizzle))
+    ]
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, 64), x.dtype),
+        scratch_types=(plgpu.RefUnion(*views), plgpu.Barrier()),
+        grid=(1,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(x)
+
+
+def test_views_of_the_same_rows_are_one_memory():
+    x = jnp.arange(2 * 19 * 64, dtype=jnp.bfloat16).reshape(2, 19, 64)
+    with interpret_mode():
+        out = rows_doubled_through_two_views(x, tiling=(8, 64))
+    np.testing.assert_array_equal(out, np.pad(2 * x[0], ((0, 45), (0, 0))))
+
+
+def test_views_of_other_tiles_are_not_one_memory():
+    x = jnp.ones((2, 19, 64), jnp.bfloat16)
+    with pytest.raises(Exception, match="disjoint lifetimes"), interpret_mode():
+        jax.block_until_ready(rows_doubled_through_two_views(x, tiling=(16, 64)))
+
+
 def test_waiting_kernel_is_right_and_does_not_race():
     x = jnp.arange(64 * 64, dtype=jnp.float32).reshape(64, 64)
     with interpret_mode():
