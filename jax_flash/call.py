@@ -66,16 +66,67 @@ class Call:
         return np.dtype(self.query.dtype if self.scales is None else jnp.bfloat16)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute: no row, or no key, so that every row sees nothing."""
+        return 0 in (*self.query.shape[:3], self.key.shape[1])
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size is a symbol of `jax.export.symbolic_shape`."""
+        return not all(isinstance(size, int) for size in (*self.query.shape, *self.value.shape))
+
+    @property
     def arrays(self) -> dict[str, Any]:
-        """Every field, of the visibility too, that holds arrays; `with_arrays` puts them back."""
+        """Every field, of the visibility too, that holds arrays; `with_arrays` puts them back.
+
+        Segment ids that are one array for queries and keys are there once, as those of queries.
+        """
         fields = vars(self) | vars(self.visibility)
-        is_array = lambda x: isinstance(x, jax.Array) or (x is not None and x is self.scales)
-        return {name: x for name, x in fields.items() if is_array(x)}
+        is_array = lambda x: x is not None and (x is self.scales or not _is_number(x))
+        found = {name: x for name, x in fields.items() if name in ARRAYS and is_array(x)}
+        if found.get("key_value_segment_ids", self) is found.get("query_segment_ids"):
+            del found["key_value_segment_ids"]
+        return found
+
+    @property
+    def static(self) -> "Call":
+        """The same call without arrays, which can be hashed: `with_arrays` makes it whole."""
+        return self.with_arrays(dict.fromkeys(self.arrays))
 
     def with_arrays(self, arrays: dict[str, Any]) -> "Call":
         """The same call with other arrays in fields of these names."""
+        if "query_segment_ids" in arrays and self.visibility.key_value_segment_ids is (
+            self.visibility.query_segment_ids
+        ):
+            arrays = {"key_value_segment_ids": arrays["query_segment_ids"]} | arrays
         seen = {name: x for name, x in arrays.items() if name in vars(self.visibility)}
         own = {name: x for name, x in arrays.items() if name not in seen}
         return dataclasses.replace(
             self, visibility=dataclasses.replace(self.visibility, **seen), **own
         )
+
+
+def _is_number(x) -> bool:
+    return isinstance(x, (int, float))
+
+
+# Fields that hold arrays, or may: numbers among them are static.
+ARRAYS = frozenset(
+    field.name
+    for kind in (Call, Visibility)
+    for field in dataclasses.fields(kind)
+    if "jax.Array" in str(field.type)
+)
+
+
+def _flatten(call: Call):
+    return tuple(call.arrays.values()), (tuple(call.arrays), call.static)
+
+
+def _unflatten(structure: tuple[tuple[str, ...], Call], arrays) -> Call:
+    names, static = structure
+    return static.with_arrays(dict(zip(names, arrays, strict=True)))
+
+
+# Of two calls with one structure the arrays alone differ, so that a program of one does for both.
+jax.tree_util.register_pytree_node(Call, _flatten, _unflatten)

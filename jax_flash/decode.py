@@ -254,7 +254,7 @@ def update_cache(
         _need(new.dtype == cache.dtype, name, new.dtype, f"the caches' {cache.dtype}", TypeError)
     new_lengths = _checked_lengths(lengths, B)
 
-    position = new_lengths[:, None] - T + jnp.arange(T, dtype=jnp.int32)
+    position = new_lengths[:, None] - T + jnp.arange(T, dtype=jnp.int32)[None]
     rows = key_cache.shape[1]
     if page_table is None:
         entry, row = jnp.arange(B, dtype=jnp.int32)[:, None], position
@@ -499,10 +499,11 @@ def _plain(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
     # Made of the query and typed like all operands, so that they are sharded as results are.
     rows = jnp.zeros_like(call.query[..., 0], jnp.float32)
     arrays = [x for x in vars(call).values() if isinstance(x, jax.Array)]
-    out, lse = vary_alike((rows[..., None] + jnp.zeros(h), rows - jnp.inf), arrays)
+    out, lse = vary_alike((rows[..., None] + jnp.zeros((1, 1, 1, h), jnp.float32), rows - jnp.inf), arrays)
     if 0 in (B, T, S):
         return out.astype(call.query.dtype), lse
-    chunk = min(S, _CHUNK if call.page_table is None else max(_CHUNK, call.key_cache.shape[1]))
+    chunk = max(_CHUNK, 0 if call.page_table is None else call.key_cache.shape[1])
+    chunk = min(S, chunk) if isinstance(S, int) else S  # not a symbol of jax.export
 
     def step(index, carry):
         wanted = index * chunk

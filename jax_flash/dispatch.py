@@ -66,12 +66,21 @@ def choose(call: Call, implementation: str | None) -> Explanation:
 
 def attention(call: Call, implementation: str | None) -> tuple[jax.Array, jax.Array | None]:
     """Runs `call` on the implementation that `choose` names."""
-    module = _module(choose(call, implementation).implementation, call)
+    chosen = choose(call, implementation).implementation
     if call.scales is None:
-        return module.attention(call)
-    run = lambda arrays: module.attention(call.with_arrays(arrays))
-    refusing = without_derivative(run, "attention of Quantized arrays has no derivative")
-    return refusing(call.arrays)
+        return _run(chosen, call)
+    return _run_without_derivative(chosen, call.static, call.arrays)
+
+
+def _run(implementation: str, call: Call) -> tuple[jax.Array, jax.Array | None]:
+    if call.is_empty:
+        return xla.nothing_visible(call)
+    return _module(implementation, call).attention(call)
+
+
+@without_derivative("attention of Quantized arrays has no derivative", static_argnums=(0, 1))
+def _run_without_derivative(implementation: str, static: Call, arrays):
+    return _run(implementation, static.with_arrays(arrays))
 
 
 def _module(implementation: str, call: Call) -> types.ModuleType:

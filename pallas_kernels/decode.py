@@ -267,7 +267,7 @@ def attention(
     if splits == 1:
         return parts[0], lse
     if sinks is not None:
-        lse = jnp.where(lse == -jnp.inf, -jnp.inf, jnp.logaddexp(lse, sinks))
+        lse = jnp.where(lse == -jnp.inf, -jnp.inf, jnp.logaddexp(lse, sinks[None, None]))
     return combine.combine(parts, lse_parts, sinks, kv_heads=p.kv_heads, dtype=p.dtype), lse
 
 
