@@ -27,7 +27,7 @@ from jax_flash.api import (
     _soft_cap,
     _window,
 )
-from jax_flash.autodiff import _keep_apart, _on_hopper
+from jax_flash.autodiff import _keep_apart, _mapped_zero_times, _on_hopper
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
 from jax_flash.sharding import over_devices, vary_alike
@@ -43,6 +43,20 @@ _SOFT_CAPS = (1e-3, 1e3)  # 1 - 2 / (1 + exp(2x)) is right to 1e-7 of the cap
 _CHUNK = 4096  # keys that plain JAX reads at a time
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "query",
+        "key_cache",
+        "value_cache",
+        "lengths",
+        "page_table",
+        "sinks",
+        "key_scale",
+        "value_scale",
+    ],
+    meta_fields=["scale", "window", "logits_soft_cap", "num_splits"],
+)
 @dataclasses.dataclass(frozen=True)
 class DecodeCall:
     """Checked arguments of one decode_attention.
@@ -73,6 +87,16 @@ class DecodeCall:
     key_scale: jax.Array | None
     value_scale: jax.Array | None
     num_splits: int | None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no token, or no room for any key."""
+        return 0 in (*self.query.shape, self.capacity)
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size is a symbol of `jax.export.symbolic_shape`."""
+        return not all(isinstance(x, int) for x in (*self.query.shape, *self.value_cache.shape))
 
     @property
     def capacity(self) -> int:
@@ -209,7 +233,8 @@ def decode_attention(
         num_splits=None if num_splits is None else int(num_splits),
     )
     chosen = _choose(call, implementation).implementation
-    out, lse = _on_kernel(call) if chosen == "mosaic_gpu" else _plain(call)
+    on_kernel = chosen == "mosaic_gpu" and not call.is_empty
+    out, lse = _on_kernel(call) if on_kernel else _plain(call)
     return (out, lse) if return_residual else out
 
 
@@ -253,7 +278,12 @@ def update_cache(
         _need(new.shape == needs, name, f"shape {new.shape}", f"{needs}")
         _need(new.dtype == cache.dtype, name, new.dtype, f"the caches' {cache.dtype}", TypeError)
     new_lengths = _checked_lengths(lengths, B)
+    return _updated(key_cache, value_cache, key, value, new_lengths, page_table)
 
+
+@jax.jit  # so that calls outside of jit compile once
+def _updated(key_cache, value_cache, key, value, new_lengths, page_table):
+    B, T = key.shape[:2]
     position = new_lengths[:, None] - T + jnp.arange(T, dtype=jnp.int32)[None]
     rows = key_cache.shape[1]
     if page_table is None:
@@ -358,7 +388,7 @@ def _unsupported(call: DecodeCall) -> str | None:
             width not in kernel.WIDTHS
         ),
         f"value width {value_width} differs from query width {width}": value_width != width,
-        "an empty batch, token or cache axis": 0 in (*call.query.shape, call.capacity),
+        "symbolic sizes: the kernel is made for sizes that are known": call.is_symbolic,
         f"a cache length of {call.capacity}, no multiple of 8": call.capacity % 8 != 0,
         # The exponent's multiplier is a float32, and tells which logit is the greatest.
         f"scale {call.scale} is not in {_SCALES}": not _SCALES[0] <= call.scale <= _SCALES[1],
@@ -466,6 +496,8 @@ def _folding_vmap(run):
     def _(axis_size, in_batched, of_entries, shared):
         mapped_entries, mapped_shared = in_batched
         mapped_out = (True, True)
+        if axis_size == 0:  # no device has a batch to run a kernel on
+            return _mapped_zero_times(run, in_batched, (of_entries, shared)), mapped_out
         if any(mapped_shared.values()):
             leaves, tree = jax.tree.flatten((of_entries, shared))
             mapped = jax.tree.leaves(in_batched)
@@ -494,16 +526,23 @@ def _plain(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
 
     Each chunk is attention of its own, in float32, and joins the others by its LSE.
     """
-    B, T = call.query.shape[:2]
+    S = call.capacity
+    chunk = max(_CHUNK, 0 if call.page_table is None else call.key_cache.shape[1])
+    chunk = min(S, chunk) if isinstance(S, int) else S  # not a symbol of jax.export
+    return _in_chunks(chunk, call)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
+def _in_chunks(chunk: int, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
+    """What `_plain` gives, from so many keys at a time."""
+    T = call.query.shape[1]
     h, S = call.value_cache.shape[3], call.capacity
     # Made of the query and typed like all operands, so that they are sharded as results are.
     rows = jnp.zeros_like(call.query[..., 0], jnp.float32)
     arrays = [x for x in vars(call).values() if isinstance(x, jax.Array)]
     out, lse = vary_alike((rows[..., None] + jnp.zeros((1, 1, 1, h), jnp.float32), rows - jnp.inf), arrays)
-    if 0 in (B, T, S):
+    if call.is_empty:
         return out.astype(call.query.dtype), lse
-    chunk = max(_CHUNK, 0 if call.page_table is None else call.key_cache.shape[1])
-    chunk = min(S, chunk) if isinstance(S, int) else S  # not a symbol of jax.export
 
     def step(index, carry):
         wanted = index * chunk
