@@ -379,6 +379,8 @@ def _choose(call: DecodeCall, implementation: str | None) -> dispatch.Explanatio
 
 def _unsupported(call: DecodeCall) -> str | None:
     """Why the kernel cannot do this call, or None if it can; devices are dispatch's business."""
+    if call.is_symbolic:
+        return "symbolic sizes: the kernel is made for sizes that are known"
     width, value_width = call.query.shape[-1], call.value_cache.shape[-1]
     reasons = {
         f"dtype {call.query.dtype}: the kernel takes bfloat16 and float16": (
@@ -388,7 +390,6 @@ def _unsupported(call: DecodeCall) -> str | None:
             width not in kernel.WIDTHS
         ),
         f"value width {value_width} differs from query width {width}": value_width != width,
-        "symbolic sizes: the kernel is made for sizes that are known": call.is_symbolic,
         f"a cache length of {call.capacity}, no multiple of 8": call.capacity % 8 != 0,
         # The exponent's multiplier is a float32, and tells which logit is the greatest.
         f"scale {call.scale} is not in {_SCALES}": not _SCALES[0] <= call.scale <= _SCALES[1],
@@ -540,7 +541,9 @@ def _in_chunks(chunk: int, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
     # Made of the query and typed like all operands, so that they are sharded as results are.
     rows = jnp.zeros_like(call.query[..., 0], jnp.float32)
     arrays = [x for x in vars(call).values() if isinstance(x, jax.Array)]
-    out, lse = vary_alike((rows[..., None] + jnp.zeros((1, 1, 1, h), jnp.float32), rows - jnp.inf), arrays)
+    out, lse = vary_alike(
+        (rows[..., None] + jnp.zeros((1, 1, 1, h), jnp.float32), rows - jnp.inf), arrays
+    )
     if call.is_empty:
         return out.astype(call.query.dtype), lse
 

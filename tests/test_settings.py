@@ -1,23 +1,25 @@
-"""Every public function under the settings of JAX that users turn on.
+"""Every public function under the settings of JAX that users turn on, and outside of jit.
 
-What they refuse, they refuse while a function is traced; only NaN has to be computed.
+What settings refuse, they refuse while a function is traced, kernels for CUDA like all else, so
+that few of them need to be lowered. Only NaN has to be computed.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import monitoring
 
 import jax_flash
+from jax_flash import xla
 from tests.support.public_calls import CALLS, NOT_CALLED, PublicCall
 
 TRACED: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
     "dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "enable_x64": lambda: jax.enable_x64(True),
-    "checking_leaks": jax.checking_leaks,
 }
 RUN: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "debug_nans": lambda: jax.debug_nans(True),
@@ -25,10 +27,17 @@ RUN: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
 }
 
 
-def cases(implementations=("xla", "mosaic_gpu")):
-    """Calls, implementations, and functions of arrays: forward, and gradient where there is one."""
+def cases(implementations=("xla", "mosaic_gpu"), collective=True):
+    """Calls, and functions of their arrays: forward, and gradient where there is one.
+
+    Args:
+      implementations: those to ask for.
+      collective: whether calls over several devices are among them.
+    """
     found = []
     for call in CALLS:
+        if call.is_collective and not collective:
+            continue
         own = implementations if call.has_implementation else (None,)
         for implementation in own:
             for kind in ("forward", "gradient") if call.differentiated else ("forward",):
@@ -37,22 +46,76 @@ def cases(implementations=("xla", "mosaic_gpu")):
     return found
 
 
-@pytest.mark.parametrize("setting", TRACED)
 @pytest.mark.parametrize(("call", "function"), cases())
+@pytest.mark.parametrize("setting", TRACED)
 def test_traces_under(setting: str, call: PublicCall, function: Callable):
     arrays = call.arrays()
     with TRACED[setting]():
         jax.jit(function).trace(arrays)
 
 
-@pytest.mark.parametrize("setting", RUN)
 @pytest.mark.parametrize(("call", "function"), cases(("xla",)))
+def test_leaks_no_tracer(call: PublicCall, function: Callable):
+    arrays = call.arrays()
+    with jax.checking_leaks():
+        jax.jit(function).trace(arrays)
+
+
+@pytest.mark.parametrize(("call", "function"), cases(("xla",), collective=False))
+@pytest.mark.parametrize("setting", RUN)
 def test_runs_under(setting: str, call: PublicCall, function: Callable):
     arrays = call.arrays()
     with RUN[setting]():
         results = function(arrays)
     for x in jax.tree.leaves(results):
         assert not jnp.isnan(x.astype(jnp.float32)).any()
+
+
+LOWERED = ("attention-lengths-mosaic_gpu-gradient", "decode_attention-options-mosaic_gpu-forward")
+
+
+@pytest.mark.parametrize("setting", TRACED)
+@pytest.mark.parametrize(
+    ("call", "function"), [case for case in cases(("mosaic_gpu",)) if case.id in LOWERED]
+)
+def test_lowers_under(setting: str, call: PublicCall, function: Callable):
+    arrays = call.arrays()
+    with TRACED[setting]():
+        lowered = jax.jit(function).trace(arrays).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """A list that grows by one for each program that XLA compiles."""
+    found: list[str] = []
+
+    def listen(event: str, duration: float, **_) -> None:
+        del duration
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
+@pytest.mark.parametrize(("call", "function"), cases(("xla",), collective=False))
+def test_compiles_once_outside_of_jit(call, function, chunked, compilations, monkeypatch):
+    """Also where plain JAX works chunk by chunk."""
+    if chunked and not call.function.startswith("attention"):
+        pytest.skip("it has no chunks of rows")
+    if chunked:
+        monkeypatch.setattr(xla, "LOGITS_BYTES", 0)
+        monkeypatch.setattr(xla, "MIN_ROWS", 5)
+    arrays = call.arrays()
+    jax.clear_caches()
+    function(arrays)
+    once = len(compilations)
+    assert once > 0 or call.function == "explain"
+    function(arrays)
+    assert len(compilations) == once
 
 
 def test_every_public_function_is_called():
