@@ -67,10 +67,13 @@ def attention(
     values), in the LSE (there rounded to the input dtype, and not differentiable), and in refusing
     what makes no sense (an integer bias, a negative window, inputs of unlike ranks).
 
-    It can be transformed by jit, grad, vmap over any axes, checkpoint, scan, shard_map and export.
+    It can be transformed by jit, grad, vmap over any axes, checkpoint, scan, shard_map and export,
+    on "xla" also with symbolic sizes, of which all rows are computed at once, as by jax.nn's.
     Under jit, operands may be sharded over batch and heads; for a sharded sequence there is
     `jax_flash.ring_attention`.
     `implementation="xla"` also has forward-mode and higher derivatives.
+    Integers may be of any dtype if int32 holds them; where values are traced, larger lengths and
+    offsets count as the largest that int32 holds, and ids modulo 2^32.
 
     Args:
       query: `[B, T, N, H]`, or `[T, N, H]` without a batch; bfloat16, float16, float32 or float64.

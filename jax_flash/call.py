@@ -67,7 +67,7 @@ class Call:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute: no row, or no key, so that every row sees nothing."""
+        """Whether there is nothing to compute: no row, or no key that one could see."""
         return 0 in (*self.query.shape[:3], self.key.shape[1])
 
     @property

@@ -8,7 +8,6 @@ jax/_src/cudnn/fused_attention_stablehlo.py of jax 0.11.2 and 0.12.0.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +65,7 @@ def unsupported(call: Call) -> str | None:
     for refused, reason in refusals:
         if refused:
             return reason
-    for name, x in _given(call):
+    for name in _given(call):
         if name not in _TAKEN:
             return _REASONS.get(name, f"it has no {name}")
     return _installation_reason()
@@ -89,14 +88,14 @@ _REASONS = {
 }
 
 
-def _given(call: Call) -> Iterator[tuple[str, Any]]:
-    """Names and values of what a call has beside the defaults."""
+def _given(call: Call) -> Iterator[str]:
+    """Names of the fields in which a call is not as by default."""
     for part in (call.visibility, call):
         for field in dataclasses.fields(part):
             x = getattr(part, field.name)
             is_static = x is None or isinstance(x, (bool, int, float, tuple))
             if not is_static or x != field.default:
-                yield field.name, x
+                yield field.name
 
 
 def attention(call: Call) -> tuple[jax.Array, None]:

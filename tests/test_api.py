@@ -502,7 +502,7 @@ def test_checks_come_before_any_implementation(monkeypatch):
 
 
 def test_ids_that_int32_cannot_hold_are_refused():
-    with jax.enable_x64(True), pytest.raises(ValueError, match="query_segment_ids: .* int32"):
+    with jax.enable_x64(True), pytest.raises(ValueError, match=r"query_segment_ids: .* int32"):
         jax_flash.attention(
             Q,
             KV,

@@ -340,7 +340,6 @@ def test_splits_fill_the_gpu_and_no_more(batch, capacity, width, itemsize):
         (dict(scale=0.0), "scale 0.0"),
         (dict(num_splits=129), "num_splits 129"),
         (dict(logits_soft_cap=1e4), r"logits_soft_cap 10000.0 is not in"),
-        (dict(T=0), "empty"),
     ],
 )
 def test_refusals(change, reason):
