@@ -126,7 +126,8 @@ def attention(
     values), in the LSE (there rounded to the input dtype, and not differentiable), and in refusing
     what makes no sense (an integer bias, a negative window, inputs of unlike ranks).
 
-    It can be transformed by jit, grad, vmap over any axes, checkpoint, scan, shard_map and export.
+    It can be transformed by jit, grad, vmap over any axes, checkpoint, scan, shard_map and export,
+    on "xla" also with symbolic sizes, of which all rows are computed at once, as by jax.nn's.
     Under jit, operands may be sharded over batch and heads; for a sharded sequence there is
     `jax_flash.ring_attention`.
     `implementation="xla"` also has forward-mode and higher derivatives.
@@ -136,6 +137,8 @@ def attention(
 
     What decides what is computed is static, no traced value: the flags, `local_window_size`,
     `logits_soft_cap`, `dropout_rate`, `implementation` and `config`.
+    Integers may be of any dtype if int32 holds them; where values are traced, larger lengths and
+    offsets count as the largest that int32 holds, and ids modulo 2^32.
 
     Args:
       query: `[B, T, N, H]`, or `[T, N, H]` without a batch; bfloat16, float16, float32 or float64.
@@ -396,13 +399,14 @@ def _checked(
     )
     if query_segment_ids is not None:
         given_query_segment_ids = query_segment_ids
-        query_segment_ids = _per_batch("query_segment_ids", query_segment_ids, (B, T), has_batch)
+        of_ids = functools.partial(_per_batch, has_batch=has_batch, saturated=False)
+        query_segment_ids = of_ids("query_segment_ids", query_segment_ids, (B, T))
         # One array for both stays one: then every position has its own id on the other side.
         is_one = key_value_segment_ids is given_query_segment_ids and T == S
         key_value_segment_ids = (
             query_segment_ids
             if is_one
-            else _per_batch("key_value_segment_ids", key_value_segment_ids, (B, S), has_batch)
+            else of_ids("key_value_segment_ids", key_value_segment_ids, (B, S))
         )
     if _is_number(query_offset, numbers.Integral):
         query_offset = int(query_offset)
@@ -561,26 +565,44 @@ def _array(name: str, x) -> jax.Array:
         raise ValueError(f"{name}: got {x}; needs numbers within int32.") from error
 
 
-def _int32(name: str, x) -> jax.Array:
-    """`x` as int32, refused where that could change a value."""
-    if isinstance(x, np.ndarray) and x.dtype.kind in "iu" and x.size:
-        bounds = jnp.iinfo(jnp.int32)
-        _need(bounds.min <= x.min() and x.max() <= bounds.max, name, x, "integers within int32")
+def _int32(name: str, x, *, saturated: bool = True) -> jax.Array:
+    """`x` as int32, refused where that would change a value, as far as values can be seen.
+
+    Args:
+      saturated: whether traced integers of other dtypes, as JAX makes them with jax_enable_x64, are
+        brought within int32 by its bounds; else they wrap round.
+    """
+    bounds = np.iinfo(np.int32)
+    leaves = jax.tree.leaves(x)
+    if leaves and all(isinstance(leaf, numbers.Integral) for leaf in leaves):
+        x = np.asarray(x)  # not JAX's own, which is int64 or, for what that cannot hold, an error
+    if not isinstance(x, np.ndarray):
+        x = _array(name, x)
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer) or (x.dtype == object and x.size)
+    _need(is_integer, name, x.dtype, "int32, or integers that it holds", TypeError)
+    if x.dtype != object and np.can_cast(x.dtype, np.int32):
+        return jnp.asarray(x, np.int32)
+    if isinstance(x, np.ndarray) or _is_readable(x):
+        values = np.asarray(x)
+        fits = not values.size or (bounds.min <= values.min() and values.max() <= bounds.max)
+        _need(fits, name, values, "integers within int32")
         return jnp.asarray(x.astype(np.int32))
-    x = _array(name, x)
-    _need(
-        jnp.issubdtype(x.dtype, jnp.integer) and np.can_cast(x.dtype, np.int32),
-        name,
-        x.dtype,
-        "int32 or a dtype that int32 holds",
-        TypeError,
-    )
-    return x.astype(jnp.int32)
+    if saturated:
+        x = jnp.minimum(x, jnp.asarray(bounds.max, x.dtype))
+        if jnp.issubdtype(x.dtype, jnp.signedinteger):
+            x = jnp.maximum(x, jnp.asarray(bounds.min, x.dtype))
+    return x.astype(np.int32)
 
 
-def _per_batch(name: str, x, shape: tuple[int, ...], has_batch: bool) -> jax.Array:
+def _is_readable(x: jax.Array) -> bool:
+    return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+
+
+def _per_batch(
+    name: str, x, shape: tuple[int, ...], has_batch: bool, *, saturated: bool = True
+) -> jax.Array:
     """Integers of a shape `[B, ...]`, where without a batch the first axis may be left out."""
-    x = _int32(name, x)
+    x = _int32(name, x, saturated=saturated)
     if not has_batch and x.ndim == len(shape) - 1:
         x = x[None]
     _need(x.shape == shape, name, f"shape {x.shape}", f"{shape}")
@@ -625,7 +647,7 @@ def _simplest(
     left, right = window or (math.inf, math.inf)
     if is_causal:
         right = 0
-    if isinstance(query_offset, int):
+    if all(isinstance(x, int) for x in (query_offset, T, S)):  # not a symbol of jax.export
         if left >= T - 1 + query_offset:
             left = math.inf
         if right >= S - 1 - query_offset:

@@ -45,8 +45,7 @@ _ROW_MULTIPLE = 8  # TMA tiles are 8 rows high: other lengths are padded here
 
 def unsupported(call: Call) -> str | None:
     """Why the kernels cannot do this call, or None if they can; devices are dispatch's business."""
-    batch, query_length, heads, width = call.query.shape
-    key_length, value_width = call.key.shape[1], call.value.shape[-1]
+    width, value_width = call.query.shape[-1], call.value.shape[-1]
     reasons = {
         f"dtype {call.query.dtype}: the kernels take bfloat16 and float16": (
             call.query.dtype not in _DTYPES
@@ -57,7 +56,7 @@ def unsupported(call: Call) -> str | None:
         f"value width {value_width}: the kernels take multiples of 8 up to 256": (
             value_width not in SUPPORTED_WIDTHS
         ),
-        "an empty batch, head or sequence axis": 0 in (batch, heads, query_length, key_length),
+        "symbolic sizes: kernels are made for sizes that are known": call.is_symbolic,
         "scale as an array": not isinstance(call.scale, (int, float)),
         # The exponent's multiplier is a float32, and -LSE / scale is added up in one.
         f"scale {call.scale} is not in {_SCALES}": isinstance(call.scale, (int, float))
@@ -137,7 +136,7 @@ def _prepared(call: Call):
     if call.sinks is not None:
         # For each batch entry, as vmap makes the batch longer, and sharded as the query is.
         batch_and_heads = jnp.zeros_like(call.query[:, 0, :, 0], jnp.float32)
-        sinks = (batch_and_heads + call.sinks.astype(jnp.float32),)
+        sinks = (batch_and_heads + call.sinks.astype(jnp.float32)[None],)
     query, key, value = call.query, call.key, call.value
     problem = settings.problem(query, key, value)
     if has_mask:
@@ -164,22 +163,16 @@ def _words(call: Call) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     query_words = dropout.query_words(
         call.dropout_key,
         call.batch_entries[:, None, None],
-        call.query_heads[:, None],
+        call.query_heads[None, :, None],
         query_length,
         dropout.steps_of(call.dropout_rate),
     )
     # For each batch entry, as vmap makes the batch longer.
-    key_words = dropout.columns_of_keys(call.dropout_key, jnp.arange(key_length))
+    key_words = dropout.columns_of_keys(call.dropout_key, jnp.arange(key_length, dtype=jnp.int32))
     key_words = jnp.broadcast_to(key_words, (batch, key_length))
     # Of their own dtype, for which kernels have loads.
     as_int = lambda x: lax.bitcast_convert_type(x, jnp.int32)
     return (as_int(query_words),), (as_int(key_words),)
-
-
-def _are_static(see: Visibility) -> bool:
-    """Whether the keys that each query sees, but for ids and mask, are known before run time."""
-    lengths = see.query_seq_lengths, see.key_value_seq_lengths
-    return isinstance(see.query_offset, int) and lengths == (None, None)
 
 
 def _intervals(call: Call) -> tuple[int | None, int | None, tuple[jax.Array, ...]]:
@@ -189,8 +182,8 @@ def _intervals(call: Call) -> tuple[int | None, int | None, tuple[jax.Array, ...
         call.query.shape[:2],
         call.key.shape[1],
     )
-    if _are_static(see):
-        assert isinstance(see.query_offset, int)  # as it is static
+    if see.are_bounds_static:
+        assert isinstance(see.query_offset, int)
         return *_bounds(see, see.query_offset, query_length, key_length), ()
     bounds = see.row_intervals(query_length, key_length)
     whole = [jnp.broadcast_to(x, (batch, query_length)).astype(jnp.int32) for x in bounds]
@@ -582,10 +575,20 @@ def _folding_vmap(run, leading: int = 0):
             jax.tree.map(spread_element if isinstance(arg, Elements) else spread, arg, batched)
             for arg, batched in zip(args, in_batched, strict=True)
         )
-        out = _folding_vmap(run, leading + 1)(*spread_args)
+        if axis_size == 0:  # no device has a batch to run a kernel on
+            out = _mapped_zero_times(functools.partial(run, leading), in_batched, args)
+        else:
+            out = _folding_vmap(run, leading + 1)(*spread_args)
         return out, jax.tree.map(lambda _: True, out)
 
     return function
+
+
+def _mapped_zero_times(run, in_batched, args):
+    """The results of `run(*args)` with a leading axis of 0, like the arguments that are mapped."""
+    one = lambda x, is_mapped: jax.ShapeDtypeStruct(x.shape[is_mapped:], x.dtype)
+    types = jax.eval_shape(run, *jax.tree.map(one, tuple(args), tuple(in_batched)))
+    return vary_alike(jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), types), args)
 
 
 def _on_hopper(kernel, out_types, *args):

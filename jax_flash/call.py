@@ -5,6 +5,9 @@
     unsupported(call) -> str | None     why it cannot do the call, None if it can
     attention(call) -> (out, lse)       out `[B, T, N, h]`, LSE `[B, T, N]` float32, or None where
                                         an implementation without one refuses return_residual
+
+and is run of what is not empty (`dispatch`), on mesh axes of type Explicit by each device of its
+own part (`by_device`).
 """
 
 import dataclasses
@@ -75,8 +78,8 @@ class Call:
         N]`, `[B, blocks, K]` and `[B, blocks, K]`; see `quantization.Quantized`.
       block_sizes: rows of query, key and value that share a scale, where there are scales.
       largest: magnitudes that no entry of query and key exceeds, where there are scales.
-      origin: which batch entry and which query head are the first here, of those that dropout
-        counts: not 0 where a device has a part of the call (`sharding.by_device`).
+      first_batch_entry, first_query_head: which are the first here, of those that dropout counts:
+        not 0 where a device has a part of the call (`by_device`).
     """
 
     query: jax.Array
@@ -95,7 +98,8 @@ class Call:
     scales: tuple[jax.Array, jax.Array, jax.Array] | None = None
     block_sizes: tuple[int, int, int] = (1, 1, 1)
     largest: tuple[float, float] = (math.inf, math.inf)
-    origin: tuple[int | jax.Array, int | jax.Array] = (0, 0)
+    first_batch_entry: int | jax.Array = 0
+    first_query_head: int | jax.Array = 0
 
     @property
     def out_dtype(self) -> np.dtype:
@@ -103,23 +107,48 @@ class Call:
         return np.dtype(self.query.dtype if self.scales is None else jnp.bfloat16)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute: no row, or no key that one could see."""
+        return 0 in (*self.query.shape[:3], self.key.shape[1])
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size is a symbol of `jax.export.symbolic_shape`."""
+        return not all(isinstance(size, int) for size in (*self.query.shape, *self.value.shape))
+
+    @property
     def arrays(self) -> dict[str, Any]:
-        """Every field, of the visibility too, that holds arrays; `with_arrays` puts them back."""
+        """Every field, of the visibility too, that holds arrays; `with_arrays` puts them back.
+
+        Segment ids that are one array for queries and keys are there once, as those of queries.
+        """
         fields = vars(self) | vars(self.visibility)
-        is_array = lambda x: isinstance(x, jax.Array) or (x is not None and x is self.scales)
-        return {name: x for name, x in fields.items() if is_array(x)}
+        is_array = lambda x: x is not None and not isinstance(x, (int, float))
+        found = {name: x for name, x in fields.items() if name in AXES and is_array(x)}
+        if found.get("key_value_segment_ids", self) is found.get("query_segment_ids"):
+            del found["key_value_segment_ids"]
+        return found
+
+    @property
+    def static(self) -> "Call":
+        """The same call without arrays, which can be hashed: `with_arrays` makes it whole."""
+        return self.with_arrays(dict.fromkeys(self.arrays))
 
     @property
     def batch_entries(self) -> jax.Array:
         """The index of each among those of the whole call."""
-        return _count_from(self.origin[0], self.query.shape[0])
+        return _count_from(self.first_batch_entry, self.query.shape[0])
 
     @property
     def query_heads(self) -> jax.Array:
-        return _count_from(self.origin[1], self.query.shape[2])
+        return _count_from(self.first_query_head, self.query.shape[2])
 
     def with_arrays(self, arrays: dict[str, Any]) -> "Call":
         """The same call with other arrays in fields of these names."""
+        if "query_segment_ids" in arrays and self.visibility.key_value_segment_ids is (
+            self.visibility.query_segment_ids
+        ):
+            arrays = {"key_value_segment_ids": arrays["query_segment_ids"]} | arrays
         seen = {name: x for name, x in arrays.items() if name in vars(self.visibility)}
         own = {name: x for name, x in arrays.items() if name not in seen}
         return dataclasses.replace(
@@ -128,11 +157,25 @@ class Call:
 
 
 def _count_from(first: int | jax.Array, count: int) -> jax.Array:
-    numbers = jnp.arange(count)
+    numbers = jnp.arange(count, dtype=jnp.int32)
     return numbers if isinstance(first, int) and first == 0 else first + numbers
 
 
-# Of `sharding.by_device`: letters of the axes of each array.
+def _flatten(call: Call):
+    return tuple(call.arrays.values()), (tuple(call.arrays), call.static)
+
+
+def _unflatten(structure: tuple[tuple[str, ...], Call], arrays) -> Call:
+    names, static = structure
+    return static.with_arrays(dict(zip(names, arrays, strict=True)))
+
+
+# Of two calls with one structure the arrays alone differ, so that a program of one does for both.
+jax.tree_util.register_pytree_node(Call, _flatten, _unflatten)
+
+
+# Fields that hold arrays, or may: numbers among them are static. Letters of their axes are those of
+# `sharding.by_device`.
 AXES: dict[str, Any] = {
     "query": "b.n.",
     "key": "b.k.",
@@ -142,6 +185,8 @@ AXES: dict[str, Any] = {
     "sinks": "n",
     "dropout_key": ".",
     "scales": ("b.n", "b.k", "b.k"),
+    "first_batch_entry": "",
+    "first_query_head": "",
     "query_offset": "b",
     "query_seq_lengths": "b",
     "key_value_seq_lengths": "b",
@@ -161,15 +206,13 @@ def by_device(run: Callable, call: Call, *more: Any, plain: bool, statics: tuple
       plain: as in `sharding.by_device`, which wants to hash run and statics.
       statics: what is no array.
     """
-    arrays = call.arrays
-    rest = call.with_arrays(dict.fromkeys(arrays))
-    query = arrays.pop("query")
+    arrays, structure = _flatten(call)
     whole = jax.tree.map(lambda x: "." * jnp.ndim(x), more)
-    letters = AXES["query"], {name: AXES[name] for name in arrays}, whole
+    letters = tuple(AXES[name] for name in call.arrays), whole
     return sharding.by_device(
         _run_part,
-        (run, statics, rest),
-        (query, arrays, more),
+        (run, statics, structure),
+        (arrays, more),
         letters,
         ("b.n.", "b.n"),
         plain=plain,
@@ -177,9 +220,10 @@ def by_device(run: Callable, call: Call, *more: Any, plain: bool, statics: tuple
 
 
 def _run_part(static, arrays, origin):
-    run, statics, rest = static
-    query, arrays, more = arrays
-    part = rest.with_arrays(arrays | {"query": query})
+    run, statics, structure = static
+    arrays, more = arrays
+    part = _unflatten(structure, arrays)
     if origin is not None:
-        part = dataclasses.replace(part, origin=origin)
+        entry, head = origin
+        part = dataclasses.replace(part, first_batch_entry=entry, first_query_head=head)
     return run(*statics, part, *more)

@@ -30,10 +30,10 @@ from jax_flash.api import (
     _soft_cap,
     _window,
 )
-from jax_flash.autodiff import _keep_apart, _on_hopper
+from jax_flash.autodiff import _keep_apart, _mapped_zero_times, _on_hopper
 from jax_flash.call import Call, without_derivative
 from jax_flash.masks import Visibility
-from jax_flash.sharding import by_device, over_devices, vary_alike
+from jax_flash.sharding import by_device, over_devices
 from pallas_kernels import combine
 from pallas_kernels import decode as kernel
 
@@ -100,16 +100,21 @@ class DecodeCall:
     num_splits: int | None
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no token, or no room for any key."""
+        return 0 in (*self.query.shape, self.capacity)
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size is a symbol of `jax.export.symbolic_shape`."""
+        return not all(isinstance(x, int) for x in (*self.query.shape, *self.value_cache.shape))
+
+    @property
     def capacity(self) -> int:
         """S: tokens of a sequence that the cache has room for."""
         if self.page_table is None:
             return self.key_cache.shape[1]
         return self.page_table.shape[1] * self.key_cache.shape[1]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no token, or no room for any key."""
-        return 0 in (*self.query.shape, self.capacity)
 
 
 class DecodeOptions(TypedDict, total=False):
@@ -276,7 +281,7 @@ def explain_decode(*args, **kwargs) -> dispatch.Explanation:
 def _attend(implementation: str, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
     """Output and LSE, by the implementation of that name."""
     if call.is_empty:
-        return _nothing(call)
+        return _nothing(call, call.query.dtype)
     known = _letters(call.page_table)
     letters = {name: axes for name, axes in known.items() if getattr(call, name) is not None}
     return by_device(
@@ -520,20 +525,6 @@ def _per_head(name: str, x, heads: int) -> jax.Array | None:
     return x.astype(jnp.float32)
 
 
-def _nothing(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
-    """Output and LSE where no token sees a key."""
-    query = call.query
-    arrays = [x for x in vars(call).values() if isinstance(x, jax.Array)]
-    return _of_nothing(query, call.value_cache.shape[3], query.dtype, arrays)
-
-
-def _of_nothing(query, width: int, dtype, arrays) -> tuple[jax.Array, jax.Array]:
-    """Zeros `[..., T, N, width]` and LSE -inf, sharded as results of these arrays are."""
-    lse = jnp.full_like(query[..., 0], -jnp.inf, jnp.float32)
-    out = jnp.broadcast_to(jnp.zeros_like(query[..., :1], dtype), (*lse.shape, width))
-    return vary_alike((out, lse), arrays)
-
-
 def _choose(call: DecodeCall, implementation: str | None) -> dispatch.Explanation:
     """The implementation that runs the call, as in `dispatch.choose`."""
     here = device.device_of(call.query)
@@ -553,6 +544,8 @@ def _choose(call: DecodeCall, implementation: str | None) -> dispatch.Explanatio
 
 def _unsupported(call: DecodeCall) -> str | None:
     """Why the kernel cannot do this call, or None if it can; devices are dispatch's business."""
+    if call.is_symbolic:
+        return "symbolic sizes: the kernel is made for sizes that are known"
     width, value_width = call.query.shape[-1], call.value_cache.shape[-1]
     reasons = {
         f"dtype {call.query.dtype}: the kernel takes bfloat16 and float16": (
@@ -654,11 +647,8 @@ def _folding_vmap(run):
     def _(axis_size, in_batched, of_entries, shared):
         mapped_entries, mapped_shared = in_batched
         mapped_out = (True, True)
-        if axis_size == 0:  # it takes no kernel
-            query = of_entries["query"]
-            query = query if mapped_entries["query"] else jnp.zeros((0, *query.shape), query.dtype)
-            arrays = [*of_entries.values(), *shared.values()]
-            return _of_nothing(query, query.shape[-1], query.dtype, arrays), mapped_out
+        if axis_size == 0:  # no device has a batch to run a kernel on
+            return _mapped_zero_times(run, in_batched, (of_entries, shared)), mapped_out
         if any(mapped_shared.values()):
             leaves, tree = jax.tree.flatten((of_entries, shared))
             mapped = jax.tree.leaves(in_batched)
@@ -718,11 +708,16 @@ def _plain(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
     first, end = jnp.int32(0), jnp.minimum(lengths.max(), S)
     if call.window is not None:
         first = jnp.clip(lengths.min() - T - min(call.window, 2**30), 0, S) // chunk
-    start = _nothing(dataclasses.replace(call, query=call.query.astype(jnp.float32)))
-    out, lse = lax.fori_loop(first, (end + chunk - 1) // chunk, step, start)
+    nothing = _nothing(call, jnp.float32)
+    out, lse = lax.fori_loop(first, (end + chunk - 1) // chunk, step, nothing)
     if call.sinks is not None:
         out, lse = xla.with_sinks(out, lse, call.sinks)
     return out.astype(call.query.dtype), lse
+
+
+def _nothing(call: DecodeCall, dtype) -> tuple[jax.Array, jax.Array]:
+    """Output and LSE where no token sees a key."""
+    return xla.nothing_visible(call.query, call.value_cache.shape[3], dtype, call)
 
 
 def _read(call: DecodeCall, cache, scale, start, size: int) -> jax.Array:

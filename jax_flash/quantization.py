@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
+
+from jax_flash.call import without_derivative
 
 FLOAT8 = jnp.float8_e4m3fn
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -93,6 +94,11 @@ class Quantized:
         return (self.values.astype(jnp.float32) * scales[..., None]).astype(dtype)
 
 
+def accumulator(dtype) -> np.dtype:
+    """What sums of this floating dtype are held in: float32 at least."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
 def largest_of_rows(width: int) -> float:
     """The largest e4m3 number with which a product of two rows is still within float16."""
     numbers = np.arange(127, dtype=np.uint8).view(FLOAT8).astype(np.float64)
@@ -108,7 +114,13 @@ def halvings(query_largest: float, key_largest: float, width: int) -> tuple[int,
 
 def scales_of_rows(scales: jax.Array, block_size: int, num_rows: int) -> jax.Array:
     """The scale of each row: `[..., blocks, N]` to `[..., num_rows, N]`."""
-    return jnp.repeat(scales, min(block_size, num_rows), axis=-2)[..., :num_rows, :]
+    size = _rows_of_block(block_size, num_rows)
+    return jnp.repeat(scales, size, axis=-2)[..., :num_rows, :]
+
+
+def _rows_of_block(block_size: int, num_rows: int) -> int:
+    """block_size, or what there is: where num_rows is a symbol of jax.export, that is not known."""
+    return max(1, min(block_size, num_rows)) if isinstance(num_rows, int) else block_size
 
 
 def quantize_fp8(
@@ -159,22 +171,13 @@ def quantize_fp8(
                 " both are multiplied by the same matrix."
             )
 
-    run = functools.partial(_quantize, size)
-    refusing = without_derivative(run, "quantize_fp8 has no derivative")
-    return refusing(query, key, value, incoherent_key)
+    return _quantize(size, query, key, value, incoherent_key)
 
 
-def without_derivative(function: Callable, reason: str) -> Callable:
-    """The same function, which says so where it is differentiated."""
-    refusing = jax.custom_jvp(function)
-
-    @refusing.defjvp
-    def _(primals, tangents):
-        raise NotImplementedError(f"{reason}: jax_flash.attention_fp8 is FP8 with gradients.")
-
-    return refusing
-
-
+@without_derivative(
+    "quantize_fp8 has no derivative: jax_flash.attention_fp8 is FP8 with gradients.",
+    static_argnums=(0,),
+)
 @functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit are fused too
 def _quantize(block_size: int, query, key, value, incoherent_key):
     if incoherent_key is not None:
@@ -191,8 +194,9 @@ def rotate(x: jax.Array, key: jax.Array) -> jax.Array:
     are exact there, and are added up in float32.
     """
     width = x.shape[-1]
-    accum = jnp.promote_types(x.dtype, jnp.float32)
-    x = x * jax.random.rademacher(key, (width,), jnp.int8).astype(x.dtype)
+    accum = accumulator(x.dtype)
+    signs = jax.random.rademacher(key, (width,), jnp.int8).astype(x.dtype)
+    x = x * lax.broadcast_to_rank(signs, x.ndim)
     for matrix in _factors(width):
         if x.dtype.itemsize == 2 and np.abs(matrix).max() > 1:
             x = x.astype(accum)
@@ -228,7 +232,7 @@ def _quantized(
 ) -> Quantized:
     *lead, num_rows, heads, width = x.shape
     x = x.astype(jnp.float32)
-    size = max(1, min(block_size, num_rows))
+    size = _rows_of_block(block_size, num_rows)
     num_blocks = -(-num_rows // size)
     missing = num_blocks * size - num_rows
     magnitudes = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
@@ -237,7 +241,7 @@ def _quantized(
     scales = jnp.maximum(found / largest, _SMALLEST_SCALE)
     if power_of_two:
         fraction, exponent = jnp.frexp(scales)
-        scales = jnp.ldexp(jnp.float32(1), exponent - (fraction == 0.5))
+        scales = jnp.ldexp(jnp.float32(1), exponent - (fraction == 0.5).astype(exponent.dtype))
     scales = jnp.where(found > 0, scales, 1)
     values = x / scales_of_rows(scales, size, num_rows)[..., None]
     # The cast itself would make NaN of what is too large.

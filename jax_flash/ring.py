@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 
 from jax_flash import api, autodiff, dispatch, xla
 from jax_flash.call import Call, named
+from jax_flash.quantization import accumulator
 from jax_flash.sharding import vary_alike
 from pallas_kernels.config import Config
 
@@ -762,7 +763,7 @@ def _merged(merge, before, *parts):
 
 def _sum(*parts):
     """In float32 at least."""
-    dtype = jnp.promote_types(parts[0].dtype, jnp.float32)
+    dtype = accumulator(parts[0].dtype)
     return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
 
 
@@ -774,7 +775,8 @@ def _part_gradients(call: Call, implementation: str | None, out, lse, d_out, d_l
       implementation: as for `jax_flash.attention`.
       out, lse, d_out, d_lse: results over all keys, and their cotangents.
     """
-    if dispatch.choose(call, implementation).implementation == "mosaic_gpu":
+    chosen = dispatch.choose(call, implementation).implementation
+    if chosen == "mosaic_gpu" and not call.is_empty:
         return autodiff.gradients(call, out, lse, d_out, d_lse)
 
     def attention(query, key, value):

@@ -397,7 +397,7 @@ def by_device(
       ValueError: of kernels, arrays are sharded in a way that no device could work on alone.
       NotImplementedError: of kernels, there are axes of type Auto beside the Explicit ones.
     """
-    leaves, tree = jax.tree.flatten(arrays)
+    leaves = jax.tree.leaves(arrays)
     mesh = next((mesh for mesh in map(_explicit_mesh, leaves) if mesh is not None), None)
     if mesh is None:
         return function(static, arrays, None)
@@ -416,32 +416,20 @@ def by_device(
             f"implementation='mosaic_gpu': beside the Explicit mesh axes, {_CANNOT_SPLIT} the"
             f" Auto ones, {', '.join(others)}. Use axes of one type, or implementation='xla'."
         )
-    # What stands in two places stays one, as the kernels do less for it.
-    places = {id(x): i for i, x in reversed(list(enumerate(leaves)))}
-    own = sorted(places.values())
-    order = tuple(own.index(places[id(x)]) for x in leaves)
-    return _by_device(
-        function,
-        static,
-        (tree, order),
-        tuple(letters[i] for i in own),
-        results,
-        mesh,
-        [leaves[i] for i in own],
-    )
+    return _by_device(function, static, tuple(letters), results, mesh, arrays)
 
 
-@functools.partial(jax.jit, static_argnums=range(6))
-def _by_device(function, static, structure, letters, results, mesh, leaves):
-    tree, order = structure
+@functools.partial(jax.jit, static_argnums=range(5))
+def _by_device(function, static, letters, results, mesh, arrays):
+    leaves, tree = jax.tree.flatten(arrays)
     # No names stand for all, but for those that split an axis which vmap maps.
     explicit = set(_axes(mesh, AxisType.Explicit))
     split, _ = _explicit_split(mesh, leaves, letters)
     specs = split.specs(letters, leaves)
 
     def run(*leaves):
-        own = list(map(split.own_heads, leaves, letters))
-        return function(static, jax.tree.unflatten(tree, [own[i] for i in order]), split.origin())
+        own = map(split.own_heads, leaves, letters)
+        return function(static, jax.tree.unflatten(tree, own), split.origin())
 
     return jax.shard_map(
         run,

@@ -360,7 +360,6 @@ REFUSED = {
     "dropout in FP8": (FULL, {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}),
     "scale as an array": (FULL, {"scale": jnp.float32(0.1)}),
     "key in blocks of 96 rows: the FP8 kernel takes multiples of 128": (FULL, {"block_size": 96}),
-    "an empty batch": ((1, 0, 20, 2, 1, 64, 64), {}),
 }
 
 
