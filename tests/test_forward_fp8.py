@@ -97,7 +97,7 @@ def with_sinks(lead, first, T=64, S=384, N=1, width=64, sinks=2):
 
 # `(B, T, S, N, K, H, h)` and options.
 CASES = {
-    "full": ((1, 70, 300, 1, 1, 64, 64), {}),
+    "full": ((1, 70, 300, 4, 2, 64, 64), {}),
     "causal": ((1, 201, 170, 2, 1, 64, 64), {"is_causal": True, "query_offset": -17}),
     "window": ((1, 150, 301, 1, 1, 64, 64), {"local_window_size": (60, 20), "query_offset": 130}),
     "lengths": (

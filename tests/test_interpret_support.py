@@ -194,7 +194,15 @@ def test_a_kernel_that_hangs_is_ended(tmp_path):
     root = pathlib.Path(__file__).parents[1]
     test = tmp_path / "test_hang.py"
     test.write_text(A_TEST_THAT_HANGS)
-    command = [sys.executable, "-m", "pytest", "-c", str(root / "pyproject.toml"), "-o", "timeout=3"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        str(root / "pyproject.toml"),
+        "-o",
+        "timeout=3",
+    ]
     run = subprocess.run(
         [*command, "-p", "no:cacheprovider", str(test)],
         cwd=root,

@@ -12,6 +12,7 @@ import jax_flash
 from pallas_kernels import config
 from pallas_kernels.columns import Columns
 from tests.support.interpret import interpret_mode
+from tests.support.nonzero import assert_none_is_zero
 from tests.test_kernels import check, few_thread_blocks, inputs, with_a_jump
 
 attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
@@ -95,6 +96,7 @@ def check_that_other_heads_do_not_leak(T, S, H, h):
         return [x[:, :, 1].astype(jnp.float32) for x in (out, *vjp(dout))]
 
     clean, got = results(*arrays), results(*poisoned)
+    assert_none_is_zero(clean)
     chex.assert_tree_all_finite(got)
     chex.assert_trees_all_close(got, clean, atol=1e-2)
 
@@ -115,6 +117,7 @@ def test_vmap_and_grad():
     with interpret_mode():
         expected = jax.grad(loss, (0, 1, 2))(query, key, value)
         unbatched = jax.vmap(jax.grad(loss, (0, 1, 2)))(query, key, value)
+    assert_none_is_zero(expected)
     chex.assert_trees_all_equal(unbatched, expected)
     assert [x.shape[-1] for x in expected] == [24, 24, 16]
 
