@@ -221,17 +221,24 @@ def of_sizes(query, key, value):
     return query, key, value.astype(jnp.float32) * sizes[:, None, None]
 
 
-@pytest.mark.parametrize("order", ["large first", "small first"])
-@pytest.mark.fast_cases(1)
-def test_values_of_blocks_with_very_different_scales(order):
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("order", "options"),
+    [
+        ("large first", {"is_causal": True, "query_offset": 60}),
+        ("small first", {"is_causal": True, "query_offset": 60}),
+        ("large first", {"local_window_size": (50, 20), "query_offset": 300}),
+        ("small first", {}),
+    ],
+)
+def test_values_of_blocks_with_very_different_scales(order, options):
     query, key, value = of_sizes(*inputs(1, 64, 512, 1, 1, 64))
     if order == "small first":
         value = value[:, ::-1]
     arrays = jax_flash.quantize_fp8(query, key, value)
     assert len(set(arrays[2].scales[0, :, 0].tolist())) == 4
-    # Rows that see small values alone too.
-    interpreted(arrays, is_causal=True, query_offset=60)
-    interpreted(arrays)
+    # Rows that see small values alone too, and with a window tiles that do not end with block 0.
+    interpreted(arrays, **options)
 
 
 @pytest.mark.fast_cases(1)

@@ -46,7 +46,7 @@ def test_widths_in_interpret_mode(H, h):
         check(arrays, is_causal=case % 4 > 0, query_offset=0 if case % 4 < 2 else S - T)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "h", "options"),
     [
@@ -61,7 +61,7 @@ def test_deterministic_gradients(H, h, options):
         check(arrays, **options, deterministic=True)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "h", "options"),
     [

@@ -333,8 +333,8 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offs
         check(arrays, **options, config=settings)
 
 
-@pytest.mark.fast_cases(3)
-@pytest.mark.parametrize("sections", [(1, 1, 1), (2, 1), ()], ids=str)
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("sections", [(2, 1), (), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize(
     "options", [dict(is_causal=True), dict(local_window_size=(20, 30))], ids=["causal", "window"]
 )
@@ -353,6 +353,7 @@ def test_sections_of_heads_at_width_256(sections, options):
         check(arrays, **options, config=settings)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 256])
 def test_an_lse_that_nothing_differentiates(H):
     """Its gradient is left out, not made of zeros."""
@@ -387,12 +388,14 @@ def test_gradients_do_not_depend_on_thread_blocks(H, options):
     *arrays, dout, _ = inputs(1, 150, 277, 2, 1, H, jnp.bfloat16)
 
     def gradients(thread_blocks, deterministic):
+        settings = config.default(H)
+        backward = dataclasses.replace(settings.backward, thread_blocks=thread_blocks)
         attention = functools.partial(
             jax_flash.attention,
             **options,
             implementation="mosaic_gpu",
             deterministic=deterministic,
-            config=few_thread_blocks(H, thread_blocks),
+            config=dataclasses.replace(settings, backward=backward),
         )
         return jax.vjp(attention, *arrays)[1](dout)
 
