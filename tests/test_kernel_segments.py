@@ -59,7 +59,7 @@ IDS = {
     "interleaved": (np.tile(np.arange(200) % 3, (BATCH, 1)).astype(np.int32),) * 2,
     "at random": (at_random(260, (-2, 3)), at_random(150, (-1, 4), seed=1)),
     # Two stretches of whole blocks that need no mask.
-    "there and back": (packed([192] * 3, [192] * 3) % 2, packed([128] * 3, [128] * 3) % 2),
+    "there and back": (packed([192] * 3, [192] * 3) % 2, packed([128] * 4, [128] * 4) % 2),
     "short": (np.tile(np.arange(300) // 7, (BATCH, 1)).astype(np.int32),) * 2,
 }
 BOUNDS = {"all": (None, None), "causal": (None, 0), "window": (-50, 20), "nothing": (None, -1000)}
