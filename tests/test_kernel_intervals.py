@@ -18,6 +18,7 @@ from pallas_kernels.key_tiles import KeyTiles, Walk
 from tests import oracle
 from tests.support.interpret import interpret_mode
 from tests.support.key_tiles import check_query_blocks
+from tests.support.nonzero import assert_none_is_zero
 from tests.test_kernels import (
     check,
     check_that_rows_alone_do_not_count,
@@ -454,6 +455,7 @@ def test_one_compilation_serves_all_lengths():
             got = with_length(jnp.array([length]))
             expected = attention(query, key[:, :length], value[:, :length])
             chex.assert_trees_all_close(got, expected, atol=1e-2)
+            assert_none_is_zero(expected)
     assert len(traces) == 1
 
 
