@@ -1,5 +1,9 @@
 """Interpret mode as the tests use it: right where stock JAX stops, and able to fail."""
 
+import pathlib
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,3 +199,46 @@ def test_too_few_threads_are_refused(monkeypatch):
     monkeypatch.setenv("NPROC", "2")
     with pytest.raises(RuntimeError, match="NPROC=16"), interpret_mode():
         pass
+
+
+A_TEST_THAT_HANGS = """
+import jax.numpy as jnp
+from tests.support.interpret import interpret_mode
+from tests.test_interpret_support import wait_for_nothing
+
+
+def test_hang():
+    with interpret_mode():
+        print(wait_for_nothing(jnp.ones((64,))))
+"""
+
+
+def wait_for_nothing(x):
+    def body(x_gmem, out_gmem, barrier):
+        plgpu.barrier_wait(barrier)
+        out_gmem[...] = x_gmem[...]
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_types=(plgpu.Barrier(),),
+        num_threads=2,  # of one, the main thread would wait in Python
+        thread_name="warpgroup",
+    )(x)
+
+
+def test_a_kernel_that_hangs_is_ended(tmp_path):
+    """By the timeout that pyproject.toml chooses, while the main thread waits in C++."""
+    root = pathlib.Path(__file__).parents[1]
+    test = tmp_path / "test_hang.py"
+    test.write_text(A_TEST_THAT_HANGS)
+    options = ["-c", str(root / "pyproject.toml"), "-o", "timeout=3", "-p", "no:cacheprovider"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(test)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 1
+    assert "Timeout" in run.stdout + run.stderr

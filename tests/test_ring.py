@@ -156,8 +156,18 @@ def test_ring_on_the_kernels_in_interpret_mode():
         )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize(
+    ("devices", "dtype"),
+    [
+        (2, jnp.float32),
+        (2, jnp.bfloat16),
+        (4, jnp.bfloat16),
+        (4, jnp.float32),
+        (8, jnp.float32),
+        (8, jnp.bfloat16),
+    ],
+)
 def test_causal_in_zigzag_order(devices, dtype):
     """Devices before the one that keys are from have another hop than those behind it."""
     arrays = operands(heads=(2, 1), dtype=dtype)

@@ -363,7 +363,7 @@ def test_kernels_inside_shard_map_in_interpret_mode(H, options):
     )
     lengths, sinks = jnp.array([20]), jnp.zeros(2)
 
-    def attention(query, key, value, sinks, lengths):
+    def attention(query, key, value, sinks, lengths, implementation="mosaic_gpu"):
         return jax_flash.attention(
             query,
             key,
@@ -371,7 +371,7 @@ def test_kernels_inside_shard_map_in_interpret_mode(H, options):
             sinks=sinks,
             key_value_seq_lengths=lengths,
             **options,
-            implementation="mosaic_gpu",
+            implementation=implementation,
         )
 
     def gradients(attention):
@@ -384,7 +384,12 @@ def test_kernels_inside_shard_map_in_interpret_mode(H, options):
         attention, mesh=mesh, in_specs=(P("x"), P("x"), P("x"), P(), P("x")), out_specs=P("x")
     )
     with interpret_mode():
-        chex.assert_trees_all_equal(gradients(sharded), gradients(attention))
+        got = gradients(sharded)
+    # As without shard_map, which would compile every kernel once more.
+    expected = gradients(functools.partial(attention, implementation="xla"))
+    for actual, exact in zip(got, expected, strict=True):
+        actual, exact = (np.asarray(x, np.float32) for x in (actual, exact))
+        np.testing.assert_allclose(actual, exact, atol=0.02 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
