@@ -584,8 +584,10 @@ def _int32(name: str, x, *, saturated: bool = True) -> jax.Array:
         return jnp.asarray(x, np.int32)
     if isinstance(x, np.ndarray) or _is_readable(x):
         values = np.asarray(x)
-        fits = not values.size or (bounds.min <= values.min() and values.max() <= bounds.max)
-        _need(fits, name, values, "integers within int32")
+        if values.size:
+            least, most = values.min(), values.max()
+            fits = bounds.min <= least and most <= bounds.max
+            _need(fits, name, f"{least} to {most}", "integers within int32")
         return jnp.asarray(x.astype(np.int32))
     if saturated:
         x = jnp.minimum(x, jnp.asarray(bounds.max, x.dtype))

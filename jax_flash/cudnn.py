@@ -73,7 +73,8 @@ def unsupported(call: Call) -> str | None:
 
 # Fields of `Call` and `Visibility` that it takes, within what `unsupported` asks. Any other, also a
 # new one that nobody has thought of here, is refused where a call has it.
-_TAKEN = ("query", "key", "value", "visibility", "is_causal", "window", "scale", "config")
+_TAKEN = {"query", "key", "value", "visibility", "is_causal", "window", "scale", "config"}
+_TAKEN |= {"first_batch_entry", "first_query_head"}  # of dropout alone
 _LENGTHS = "with lengths some row may see no key, and what it gives such rows is not defined"
 _REASONS = {
     "query_seq_lengths": _LENGTHS,

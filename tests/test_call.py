@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_flash import autodiff, cudnn, xla
-from jax_flash.call import Call
+from jax_flash.call import AXES, Call
 from jax_flash.masks import Visibility
 from pallas_kernels import config
 
@@ -41,6 +41,8 @@ CALL: dict[str, Any] = {
     "return_residual": True,
     "deterministic": True,
     "config": config.default(H),
+    "first_batch_entry": jnp.int32(3),
+    "first_query_head": jnp.int32(5),
 }
 # Of float8 calls alone.
 CALL_FP8: dict[str, Any] = {
@@ -67,6 +69,11 @@ def with_field(name: str) -> Call:
 def test_every_field_has_a_value_here():
     assert set(VISIBILITY) == {field.name for field in dataclasses.fields(Visibility)}
     assert set(CALL | CALL_FP8) == {field.name for field in dataclasses.fields(Call)}
+
+
+def test_every_field_of_arrays_has_letters():
+    fields = [field for kind in (Call, Visibility) for field in dataclasses.fields(kind)]
+    assert set(AXES) == {field.name for field in fields if "jax.Array" in str(field.type)}
 
 
 @pytest.mark.parametrize("name", VISIBILITY)
@@ -100,6 +107,7 @@ def test_what_is_static_is_known_in_numpy(name):
 @pytest.mark.parametrize("name", [*VISIBILITY, *CALL, *CALL_FP8])
 def test_cudnn_takes_or_refuses_it(name):
     is_even = name in ("query", "key", "value", "visibility", "scale", "config", "is_causal")
+    is_even |= name.startswith("first_")  # for dropout, which it refuses
     call = with_field(name) if name != "visibility" else PLAIN
     gpu = mock.Mock(compute_capability=(9, 0))
     with (

@@ -30,7 +30,7 @@ LAYOUTS = {
 
 SHARDED = [call for call in CALLS if not call.is_collective]
 ON_KERNELS = [call for call in SHARDED if call.has_implementation and call.on_kernels]
-ON_KERNELS = [call for call in ON_KERNELS if call.function != "explain"]
+ON_KERNELS = [call for call in ON_KERNELS if not call.function.startswith("explain")]
 
 
 def in_mesh(mesh, inside: bool):

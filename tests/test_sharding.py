@@ -462,7 +462,7 @@ def test_examples_of_the_readme():
     names = {"jax": jax, "jnp": jnp, "jax_flash": jax_flash}
     exec(parallel, names)
     assert names["out"].sharding.spec[0] == ("data", "model")
-    whole = [np.asarray(x) for x in (names["w_qkv"], names["w_out"], names["tokens"])]
+    whole = [np.asarray(x, np.float32) for x in (names["w_qkv"], names["w_out"], names["tokens"])]
 
     def loss(weights, tokens):
         query, key, value = jnp.einsum("btd,xdnh->xbtnh", tokens, weights[0])
@@ -470,15 +470,18 @@ def test_examples_of_the_readme():
         return (jnp.einsum("btnh,nhd->btd", out, weights[1]) ** 2).sum()
 
     expected = jax.grad(loss)(tuple(whole[:2]), whole[2])
-    chex.assert_trees_all_close(names["gradients"], expected, rtol=1e-3, atol=1e-2)
+    for actual, right in zip(names["gradients"], expected, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(actual, np.float32), right, rtol=0, atol=0.02 * np.abs(right).max()
+        )
 
     exec(context, names)
-    query, key, value = jax.random.normal(jax.random.key(6), (3, 1, 1024, 4, 64))
+    query, key, value = jax.random.normal(jax.random.key(6), (3, 1, 1024, 4, 64), jnp.bfloat16)
     ids = jnp.arange(1024)[None] // 300
     expected = jax_flash.attention(
         query, key, value, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids
     )
-    chex.assert_trees_all_close(names["out"], expected, atol=1e-4)
+    chex.assert_trees_all_close(names["out"], expected, atol=0.02)
 
 
 # --- compiled for GPUs ----------------------------------------------------------------------------

@@ -133,6 +133,8 @@ _DECODE = dict(query=Operand("b.n.", (B, 1, N, H)), key_cache=_CACHE, value_cach
 _DECODE |= dict(lengths=_LENGTHS)
 _PAGED = _DECODE | dict(key_cache=_PAGED_CACHE, value_cache=_PAGED_CACHE, page_table=_PAGE_TABLE)
 _UPDATE = dict(key_cache=_CACHE, value_cache=_CACHE, key=_NEW, value=_NEW, lengths=_LENGTHS)
+_PADDED = _UPDATE | dict.fromkeys(("key", "value"), Operand("b.k.", (B, 3, K, H)))
+_PADDED |= dict(num_new=_integers("b", (B,), 0, 4))
 
 
 def _attention(name: str, more: dict[str, Operand] | None = None, *, inputs=_INPUTS, **options):
@@ -156,6 +158,11 @@ def _dropped(query, key, value, dropout_key, **options):
 def _one_id_array(query, key, value, ids, **options):
     own = dict(query_segment_ids=ids, key_value_segment_ids=ids)
     return jax_flash.attention(query, key, value, **own, **options)
+
+
+def _explain_decode(query, key_cache, value_cache, lengths, implementation):
+    jax_flash.explain_decode(query, key_cache, value_cache, lengths, implementation=implementation)
+    return query
 
 
 def _explain(query, key, value, implementation):
@@ -242,7 +249,9 @@ CALLS: tuple[PublicCall, ...] = (
         _UPDATE | dict(key_cache=_PAGED_CACHE, value_cache=_PAGED_CACHE, page_table=_PAGE_TABLE),
         has_implementation=False,
     ),
+    PublicCall("update_cache-padded", jax_flash.update_cache, _PADDED, has_implementation=False),
     PublicCall("explain", _explain, _INPUTS),
+    PublicCall("explain_decode", _explain_decode, _DECODE),
     _ring_call("ring_attention", jax_flash.ring_attention, is_causal=True),
     _ring_call("ulysses_attention", jax_flash.ulysses_attention, is_causal=True),
     _ring_call("all_gather_attention", jax_flash.all_gather_attention, is_causal=True),

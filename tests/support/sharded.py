@@ -86,15 +86,17 @@ def _attention(query, key, value, sinks, intervals, ids, elements, words, *, pro
     lse = lse.transpose(0, 2, 1)
     to_whole_tiles = ((0, 0), (0, 0), (0, -lse.shape[2] % config.block_q))
     filled = functools.partial(jnp.pad, pad_width=to_whole_tiles, constant_values=jnp.nan)
+    references = jnp.full((*lse.shape[:2], 2, filled(lse).shape[2]), jnp.nan)  # of kernels alone
     if sinks is None:
-        return out, filled(lse)
+        return out, filled(lse), references
     with_sinks = jnp.where(lse == -jnp.inf, lse, jnp.logaddexp(lse, sinks[..., None]))
     weight = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - with_sinks))
-    return (out * weight.transpose(0, 2, 1)[..., None]).astype(out.dtype), filled(with_sinks)
+    out = (out * weight.transpose(0, 2, 1)[..., None]).astype(out.dtype)
+    return out, filled(with_sinks), references
 
 
 def _gradients(
-    query, key, value, out, lse, d_out, d_lse, *, problem, intervals, ids, elements, **_
+    query, key, value, out, lse, d_out, d_lse, _, *, problem, intervals, ids, elements, **_options
 ):
     """By the formula, from the LSE that is given, which may be of more keys than these."""
     T = problem.query_length

@@ -37,7 +37,8 @@ def of_decoding(x: jax.Array, residual: bool) -> None:
     assert_type(out, jax.Array)
     assert_type(lse, jax.Array)
     assert_type(jax_flash.decode_attention(x, x, x, x, return_residual=residual), OneOrTwo)
-    assert_type(jax_flash.update_cache(x, x, x, x, x), tuple[jax.Array, jax.Array])
+    assert_type(jax_flash.update_cache(x, x, x, x, x, num_new=x), tuple[jax.Array, jax.Array])
+    assert_type(jax_flash.explain_decode(x, x, x, x, num_splits=2).implementation, str)
 
 
 def over_devices(x: jax.Array, residual: bool) -> None:
@@ -66,5 +67,6 @@ def refused(x: jax.Array) -> None:
     jax_flash.attention(x, x, x, is_causal="yes")  # type: ignore[call-overload]
     jax_flash.attention_fp8(x, x, x, local_window_size=1.5)  # type: ignore[call-overload]
     jax_flash.decode_attention(x, x, x)  # type: ignore[call-overload]
+    jax_flash.update_cache(x, x, x, x, x, num_old=x)  # type: ignore[call-arg]
     jax_flash.ring_attention(x, x, x)  # type: ignore[call-overload]
     jax_flash.all_gather_attention(x, x, x, axis_name="c", query_offset=1)  # type: ignore[call-overload]
