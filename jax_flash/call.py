@@ -209,14 +209,9 @@ def by_device(run: Callable, call: Call, *more: Any, plain: bool, statics: tuple
     arrays, structure = _flatten(call)
     whole = jax.tree.map(lambda x: "." * jnp.ndim(x), more)
     letters = tuple(AXES[name] for name in call.arrays), whole
-    return sharding.by_device(
-        _run_part,
-        (run, statics, structure),
-        (arrays, more),
-        letters,
-        ("b.n.", "b.n"),
-        plain=plain,
-    )
+    static = run, statics, structure
+    results = "b.n.", "b.n"
+    return sharding.by_device(_run_part, static, (arrays, more), letters, results, plain=plain)
 
 
 def _run_part(static, arrays, origin):

@@ -282,16 +282,10 @@ def _attend(implementation: str, call: DecodeCall) -> tuple[jax.Array, jax.Array
     """Output and LSE, by the implementation of that name."""
     if call.is_empty:
         return _nothing(call, call.query.dtype)
-    known = _letters(call.page_table)
-    letters = {name: axes for name, axes in known.items() if getattr(call, name) is not None}
-    return by_device(
-        _attend_part,
-        implementation,
-        call,
-        dataclasses.replace(call, **letters),
-        ("b.n.", "b.n"),
-        plain=implementation == "xla",
-    )
+    letters = dataclasses.replace(call, **_letters(call.page_table))
+    results = "b.n.", "b.n"
+    is_plain = implementation == "xla"
+    return by_device(_attend_part, implementation, call, letters, results, plain=is_plain)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
@@ -428,13 +422,7 @@ def update_cache(
     arrays = (key_cache, value_cache), (key, value), lengths, page_table, num_new
     # Heads of caches and of tokens go together. Every device has all pages: it needs all tokens.
     caches, tokens, entries = ("b.n.", "b.n.", "b") if page_table is None else ("..n.", "*.n.", "*")
-    letters = (
-        caches,
-        tokens,
-        entries,
-        None if page_table is None else "*.",
-        None if num_new is None else entries,
-    )
+    letters = caches, tokens, entries, "*.", entries
     return by_device(_updated, None, arrays, letters, (caches, caches), plain=True)
 
 
@@ -605,7 +593,6 @@ def _on_kernel(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
     return run(of_entries, {name: x for name, x in shared.items() if x is not None})
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
 def _run(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shared):
     """Output and LSE.
 

@@ -388,7 +388,8 @@ def by_device(
       static: what it takes that is no array.
       arrays: a tree. The first array with an axis of query heads, and one that is whole, says how
         all are split.
-      letters: of the axes of each array (see the module): a tree that arrays' begins with.
+      letters: of the axes of each array (see the module): a tree that arrays' begins with, in which
+        those of None do not count.
       results: letters of what it gives, a tuple, of which trailing entries may be None.
       plain: whether function is plain JAX, which XLA splits over axes of type Auto beside these;
         and where arrays are sharded in another way, it is called as it is, by JAX's own rules.

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import monitoring
+from jax.sharding import AxisType, PartitionSpec
 
 import jax_flash
 from jax_flash import xla
 from tests.support.public_calls import CALLS, NOT_CALLED, PublicCall
+from tests.support.sharded import mesh_of, put
 
 
 @contextlib.contextmanager
@@ -125,6 +127,21 @@ def test_compiles_once_outside_of_jit(call, function, chunked, compilations, mon
     function(arrays)
     once = len(compilations)
     function(arrays)
+    assert len(compilations) == once
+
+
+@pytest.mark.parametrize("name", ["attention", "decode_attention", "update_cache"])
+def test_compiles_once_outside_of_jit_on_several_devices(name, compilations):
+    """On axes of type Explicit, of which each device has its part."""
+    (call,) = (call for call in CALLS if call.name == name)
+    mesh = mesh_of((2,), AxisType.Explicit)
+    of_batch = lambda axes: PartitionSpec(*("x" if axis == "b" else None for axis in axes))
+    given = [(x, of_batch(call.operands[name].axes)) for name, x in call.arrays().items()]
+    arrays = dict(zip(call.operands, put(mesh, *given), strict=True))
+    run = call.forward("xla")
+    run(arrays)
+    once = len(compilations)
+    run(arrays)
     assert len(compilations) == once
 
 
