@@ -316,7 +316,7 @@ def any_row(flags: jax.Array) -> jax.Array:
     if interpreting():
         return flags.any()
 
-    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    shape = _result_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(_ROWS,), return_type=shape)
     def vote(_, flags):
@@ -333,7 +333,7 @@ def any_marked(ref) -> jax.Array:
     if interpreting():
         return is_mark(ref[...]).any()
 
-    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    shape = _result_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=shape)
     def vote(_, ref):
@@ -391,7 +391,7 @@ def bounded_columns(
         bounds = jnp.where(jnp.abs(reference) >= far, bound_far, bound)
         return jnp.where(is_mark(marks), jnp.minimum(tile - reference, bounds) - log_sum, tile)
 
-    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+    shape = _result_type(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
     literal = lambda x: f"0f{np.float32(x).view(np.uint32):08x}"
 
     @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType(), plgpu.RefType()), return_type=shape)
