@@ -89,9 +89,9 @@ from pallas_kernels.config import (
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import NO_ELEMENTS, Elements
 from pallas_kernels.elements import masked as masked_by_element
-from pallas_kernels.far_rows import weights_by_key
+from pallas_kernels.far_rows import shared_by_key, weights_by_key
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Section, Walk, per_query, with_words
-from pallas_kernels.online_softmax import spread
+from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     NamedBarriers,
@@ -346,8 +346,10 @@ def _build_main(
     draws = _draws(problem, with_query_gradient)
     # At width 64 causal tiles of few steps would take 5% longer, with dropout the producer spills.
     keeps_numbers = (width > 64 or problem.by_batch) and not has_dropout
-    # With dropout start, words of queries and delta are one array, as copies take registers.
-    together = (3,) if has_dropout else ()
+    # Start and share, and with dropout words of queries and delta, are one array, as copies take
+    # registers.
+    words_row = 1 + int(problem.has_shares)
+    together = words_row + (2 if has_dropout else 0)
     if block_q * width != _CONSUMERS * _DQ_TILE**2:
         raise ValueError(
             f"block_q: got {block_q} at width {width}, needs {_CONSUMERS * _DQ_TILE**2 // width},"
@@ -405,7 +407,7 @@ def _build_main(
             dtype,
             transforms=operand_form(key_columns.box_width),
         ),
-        start_smem=plgpu.SMEM((stages, *together, block_q), jnp.float32),
+        start_smem=plgpu.SMEM((stages, together, block_q), jnp.float32),
         k_full=plgpu.Barrier(num_arrivals=key_columns.tiles, num_barriers=_K_SLOTS),
         v_full=plgpu.Barrier(num_arrivals=value_columns.tiles),
         q_full=plgpu.Barrier(num_arrivals=key_columns.tiles + 1, num_barriers=stages),
@@ -501,11 +503,11 @@ def _build_main(
 
             def compute(dk_acc, dv_acc, s_acc, dp_acc, dq_acc=None):
                 def load_start(slot):
-                    start = start_smem.at[slot, 0] if has_dropout else start_smem.at[slot]
-                    return per_query(plgpu.load(start, layout=QUERIES), _KEYS)
+                    start = plgpu.load(start_smem.at[slot, 0], layout=QUERIES)
+                    return per_query(start, _KEYS)
 
                 def load_query_words(slot):
-                    words = plgpu.load(start_smem.at[slot, 1], layout=QUERIES)
+                    words = plgpu.load(start_smem.at[slot, words_row], layout=QUERIES)
                     return lax.bitcast_convert_type(words, jnp.int32)
 
                 def issue_logits(slot, index):
@@ -520,10 +522,24 @@ def _build_main(
                     value_columns.contract(dp_acc, v, o_smem.at[slot])
 
                 def load_weights(loaded, j, *, wait_n):
-                    slot = lax.rem(j + fresh_zero(), jnp.int32(stages))
-                    start = start_smem.at[slot, 0] if has_dropout else start_smem.at[slot]
+                    """Weights, of rows far from 0 what `shared` makes weights of if it is due."""
                     products = plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n)
+                    if problem.has_shares:
+                        weights = jnp.exp2(products * (problem.scale * LOG2E))
+                        return shared(weights, j) if has_dropout else weights  # before signs
+                    start = start_smem.at[slot_anew(j), 0]
                     return weights_by_key(products, loaded, problem, start, far_ref)
+
+                def shared(weights, j):
+                    return shared_by_key(weights, start_smem.at[slot_anew(j)], problem)
+
+                def shared_late(weights, j):
+                    """Where a wait for an mbarrier ends a block of code anyway."""
+                    is_due = problem.has_shares and not has_dropout
+                    return shared(weights, j) if is_due else weights
+
+                def slot_anew(j):
+                    return lax.rem(j + fresh_zero(), jnp.int32(stages))
 
                 def masked(weights, mask, j, equal_ids, loaded, fill=0.0):
                     if mask is not None:
@@ -550,7 +566,9 @@ def _build_main(
 
                 def load_ds(weights, slot):
                     d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=value_columns.tiles)
-                    minus_delta = start_smem.at[slot, 2] if has_dropout else delta_smem.at[slot]
+                    minus_delta = (
+                        start_smem.at[slot, words_row + 1] if has_dropout else delta_smem.at[slot]
+                    )
                     minus_delta = plgpu.load(minus_delta, layout=QUERIES)
                     minus_delta = per_query(minus_delta, _KEYS)
                     return d_logits(weights, d_weights, minus_delta, problem).astype(dtype)
@@ -662,10 +680,12 @@ def _build_main(
                     if early_weights:
                         # A wait here keeps ptxas from computing the weights after dQ.
                         await_d_out(o_slot, mask, j)
+                        weights = shared_late(weights, j)
                         hand_over_dq()
                     else:
                         hand_over_dq()
                         await_d_out(o_slot, mask, j)
+                        weights = shared_late(weights, j)
                     if width > 64:
                         weights = dropped(weights, key_words, slot)
                     if mask is not None and has_dropout:  # only now are there registers for it
@@ -695,7 +715,7 @@ def _build_main(
                             loaded, mask, j, equal_ids, o_slot, key_words, wait_n=wait_n
                         )
                     else:
-                        weights = load_weights(loaded, j, wait_n=wait_n)
+                        weights = shared_late(load_weights(loaded, j, wait_n=wait_n), j)
                     if weights_first:
                         await_d_out(o_slot, mask, j)
                         issue_d_weights(o_slot)
@@ -829,7 +849,7 @@ def _build_main(
                         columns.load(source, buffer.at[slot], full.at[slot])
                         if row_buffer is None:  # delta comes with start
                             continue
-                        part = (pl.ds(0, 3), rows) if has_dropout else (rows,)
+                        part = (pl.ds(0, together), rows) if row_ref is start_ref else (rows,)
                         row_source = row_ref.at[batch, head, *part]
                         plgpu.copy_gmem_to_smem(row_source, row_buffer.at[slot], full.at[slot])
                     if prefetches:  # or the first to add waits for zeros from beyond L2
@@ -1016,7 +1036,7 @@ def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: 
             for n, of_tile in enumerate(column_tiles)
         ]
         for start_ref in start_refs:
-            rows_of_head = start_ref.at[batch, head]
+            rows_of_head = start_ref.at[batch, head, 0]
             seeing = load_rows(rows_of_head, row_tile * _DQ_TILE, padded_rows - 1) != -jnp.inf
             tiles = [jnp.where(spread(seeing, tile.shape), tile, 0.0) for tile in tiles]
         for of_tile, tile in zip(column_tiles, tiles, strict=True):

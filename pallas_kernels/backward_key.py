@@ -59,9 +59,9 @@ from pallas_kernels.config import (
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import NO_ELEMENTS, Elements
 from pallas_kernels.elements import masked as masked_by_element
-from pallas_kernels.far_rows import weights_by_key
+from pallas_kernels.far_rows import shared_by_key, weights_by_key
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Section, Walk, per_query
-from pallas_kernels.online_softmax import spread
+from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     NamedBarriers,
     commit_smem,
@@ -114,10 +114,10 @@ def key_value_gradients(
         problem.query_length on zero. d_out is finite in rows that see no key.
       key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite in rows that no query
         sees.
-      start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / unit; -inf for rows
-        that see no key or are beyond the end; with dropout of `key_tiles.with_words`.
-      minus_delta: in the shape of start, dLSE - rowsum(d_out * out), times problem.delta_unit; 0
-        where start is -inf.
+      start: of `row_statistics` and `key_tiles.with_words`, of T up to a multiple of
+        config.block_q: -LSE / unit; -inf for rows that see no key or are beyond the end.
+      minus_delta: `[B, N, as start]` float32, dLSE - rowsum(d_out * out), times
+        problem.delta_unit; 0 where start is -inf.
       far: of rows far from 0, as `far_rows.far_shape` has it.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
@@ -220,7 +220,9 @@ def _build(
     has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
     # Registers are short then.
     crowded = problem.has_elements or (has_cap and (has_dropout or problem.segmented))
-    both = (2,) if has_dropout else ()  # the words of queries come with their start
+    # The words of queries come with their start, as does their share.
+    words_row = 1 + int(problem.has_shares)
+    together = words_row + int(has_dropout)
     tiles = key_tiles(problem, config)
 
     weights_sent = NamedBarriers(first=_CONSUMERS + 2, count=1, arrivers=1)
@@ -247,7 +249,7 @@ def _build(
         late_smem=left_key.smem(_STAGES + 1, block_q, dtype=dtype),  # left columns of Q
         q_smem=right_key.smem(_STAGES, block_q, dtype=dtype),  # right columns of Q
         o_smem=value_parts.smem(_STAGES, block_q, dtype=dtype),
-        start_smem=plgpu.SMEM((_STAGES, *both, block_q), jnp.float32),
+        start_smem=plgpu.SMEM((_STAGES, together, block_q), jnp.float32),
         delta_smem=plgpu.SMEM((_STAGES, block_q), jnp.float32),
         mail=plgpu.SMEM(mail_shape(block_q, jnp.float32), jnp.int32),
         k_full=plgpu.Barrier(num_arrivals=key_parts.tiles),
@@ -283,11 +285,11 @@ def _build(
             return lax.rem(j + (_STAGES + 1), jnp.int32(_STAGES + 1))
 
         def load_start(slot):
-            start = start_smem.at[slot, 0] if has_dropout else start_smem.at[slot]
-            return per_query(plgpu.load(start, layout=QUERIES), block_kv)
+            start = plgpu.load(start_smem.at[slot, 0], layout=QUERIES)
+            return per_query(start, block_kv)
 
         def load_query_words(slot):
-            words = plgpu.load(start_smem.at[slot, 1], layout=QUERIES)
+            words = plgpu.load(start_smem.at[slot, words_row], layout=QUERIES)
             return lax.bitcast_convert_type(words, jnp.int32)
 
         def dropped(weights, key_words, slot):
@@ -379,8 +381,12 @@ def _build(
                         send_tile(weights_mail, logits)
                         operand, _ = capped_weights(logits, slot, key_words)
                     else:
-                        start = start_smem.at[slot, 0] if has_dropout else start_smem.at[slot]
-                        weights = weights_by_key(logits, loaded, problem, start, far_ref)
+                        if problem.has_shares:
+                            weights = jnp.exp2(logits * (problem.scale * LOG2E))
+                            weights = shared_by_key(weights, start_smem.at[slot], problem)
+                        else:
+                            start = start_smem.at[slot, 0]
+                            weights = weights_by_key(logits, loaded, problem, start, far_ref)
                         weights = masked(weights, mask, j, loaded)
                         weights = dropped(weights, key_words, slot)
                         send_tile(weights_mail, weights)
@@ -552,8 +558,7 @@ def _build(
                 def _():
                     source = q_ref.at[batch, rows, head]
                     right_key.load(source, q_smem.at[slot], q_full.at[slot])
-                    place = (pl.ds(0, 2), rows) if has_dropout else (rows,)
-                    row_source = start_ref.at[batch, head, *place]
+                    row_source = start_ref.at[batch, head, pl.ds(0, together), rows]
                     plgpu.copy_gmem_to_smem(row_source, start_smem.at[slot], q_full.at[slot])
 
             def load_d_out(slot, index, batch, rows, head):

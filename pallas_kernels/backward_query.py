@@ -50,8 +50,8 @@ from pallas_kernels.dropout import DropoutRefs, Words, d_logits
 from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements
 from pallas_kernels.elements import masked as masked_by_element
-from pallas_kernels.far_rows import weights_by_query
-from pallas_kernels.online_softmax import spread
+from pallas_kernels.far_rows import shared_by_query, weights_by_query
+from pallas_kernels.online_softmax import LOG2E, spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     NamedBarriers,
@@ -95,10 +95,10 @@ def query_gradient(
         problem.query_length on zero. d_out is finite in rows that see no key.
       key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, rows from problem.key_length
         on zero, finite where no query sees them.
-      start: `[B, N, T up to a multiple of config.block_q]` float32, -LSE / unit; -inf for rows
-        that see no key or are beyond the end.
-      minus_delta: in the shape of start, dLSE - rowsum(d_out * out), times problem.delta_unit; 0
-        where start is -inf.
+      start: of `row_statistics`, of T up to a multiple of config.block_q: -LSE / unit; -inf for
+        rows that see no key or are beyond the end.
+      minus_delta: `[B, N, as start]` float32, dLSE - rowsum(d_out * out), times
+        problem.delta_unit; 0 where start is -inf.
       far: of rows far from 0, as `far_rows.far_shape` has it.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
@@ -350,10 +350,9 @@ def _build(
         def _consumer():
             plgpu.set_max_registers(config.registers[0], action="increase")
 
-            def per_row(ref):
-                batch, head = batch_and_head()
-                rows = pl.ds(first_row_of(warpgroup), _ROWS)
-                return plgpu.load(ref.at[batch, head, rows], layout=_PER_ROW, optimized=False)
+            def per_row(ref, *more):
+                place = *batch_and_head(), *more, pl.ds(first_row_of(warpgroup), _ROWS)
+                return plgpu.load(ref.at[*place], layout=_PER_ROW, optimized=False)
 
             def compare_ids(j):
                 """Where keys of step j and rows have equal segment ids; None if there are none."""
@@ -379,7 +378,7 @@ def _build(
                 return weights if equal_ids is None else keep_bits(weights, equal_ids, fill)
 
             def compute(dq_acc, s_acc, dp_acc):
-                start = per_row(start_ref)
+                start = per_row(start_ref, 0)
                 minus_delta = per_row(delta_ref)
                 query_words = None
                 if problem.dropout:
@@ -428,7 +427,16 @@ def _build(
                         _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
                     else:
                         place = lambda: (*batch_and_head(), first_row_of(warpgroup))
-                        weights = weights_by_query(logits, loaded, problem, start, far_ref, place)
+                        if problem.has_shares:
+                            factor = problem.scale * LOG2E
+                            of_rows = spread(start * factor, logits.shape)
+                            weights = jnp.exp2(logits * factor + of_rows)
+                            share = lambda: per_row(start_ref, 1)
+                            weights = shared_by_query(weights, start, share, problem)
+                        else:
+                            weights = weights_by_query(
+                                logits, loaded, problem, start, far_ref, place
+                            )
                         if needs_mask:
                             weights = masked(weights, key_block_of(j), equal_ids)
                         weights = masked_by_element(weights, loaded, 0.0)

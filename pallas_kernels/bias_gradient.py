@@ -96,10 +96,10 @@ def bias_gradient(
         problem.query_length on zero. Both are finite in rows that see no key.
       key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite where no query sees
         them.
-      start: `[B, N, T up to a multiple of BLOCK_Q]` float32, -LSE / unit; -inf for rows that see
-        no key or are beyond the end.
-      minus_delta: in the shape of start, dLSE - rowsum(d_out * out), times problem.delta_unit; 0
-        where start is -inf.
+      start: of `row_statistics`, of T up to a multiple of BLOCK_Q: -LSE / unit; -inf for rows that
+        see no key or are beyond the end.
+      minus_delta: `[B, N, as start]` float32, dLSE - rowsum(d_out * out), times
+        problem.delta_unit; 0 where start is -inf.
       far: of rows far from 0, as `far_rows.far_shape` has it.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic.
@@ -309,8 +309,11 @@ def _build(pieces: _Pieces, interpret: bool):
                         batch, head, first_row, first_key = own = own_place(step)
                         rows, slot = pl.ds(first_row, _ROWS), slot_of(j + step) + fresh_zero()
                         start, minus_delta = (
-                            plgpu.load(ref.at[batch, head, rows], layout=_PER_ROW, optimized=False)
-                            for ref in (start_ref, delta_ref)
+                            plgpu.load(ref, layout=_PER_ROW, optimized=False)
+                            for ref in (
+                                start_ref.at[batch, head, 0, rows],
+                                delta_ref.at[batch, head, rows],
+                            )
                         )
                         plgpu.barrier_wait(full.at[slot])
                         # Both before the first product, or ptxas injects a wait.

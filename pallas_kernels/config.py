@@ -97,6 +97,11 @@ class Problem:
         return self.has_bias and self.soft_cap is None
 
     @property
+    def has_shares(self) -> bool:
+        """Whether rows far from 0 have a share in the backward (`far_rows.py`)."""
+        return not self.has_bias and self.soft_cap is None
+
+    @property
     def bias_shift(self) -> int:
         """By how many powers of 2 a bias far from 0 comes nearer (`elements.compressed`)."""
         lowest = 2  # in log2 units it stays within float32

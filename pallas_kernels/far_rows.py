@@ -2,19 +2,24 @@
 
 A weight is exp(logit - LSE). An LSE of -1e30, as of a row whose keys are all hidden by a bias, has
 no bits left for the log of how many keys there are, and each of them would weigh 1. So from
-`LEAST_LSE` on a row has no start but a mark in its place, which is as good as 0: products of query
-and key begin there as in the forward, and weights are those of the forward:
+`LEAST_LSE` on weights are made of what the forward knows of a row (`online_softmax.py`), behind a
+branch, which costs a step the look at its rows:
 
-    2^(min(logit in log2 units - reference, bound) - log_sum)         (`online_softmax.py`)
+    2^(min(logit in log2 units - reference, bound) - log_sum)
 
-That is behind a branch, which costs a step the reading of its marks. Reference and log_sum are in
-tables of 64 rows, of which a mark is the number.
+Without a bias the start of such a row is the reference, and a share, which comes with it, makes
+weights of what steps get by that: `min(x, 1) * share`, once they have time.
+
+A bias may be as far from 0 as float32 goes, and its logits would not survive. There a mark takes
+the place of the start, which is as good as 0, so that products of query and key begin as in the
+forward. Reference and log_sum are in tables of 64 rows, of which a mark is the number.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -22,6 +27,7 @@ from pallas_kernels.config import Problem
 from pallas_kernels.elements import Loaded, biased, compressed
 from pallas_kernels.online_softmax import LOG2E, Range, bounds_of, is_far, spread, weight_range
 from pallas_kernels.primitives import (
+    any_far,
     any_marked,
     any_row,
     bounded_columns,
@@ -41,20 +47,63 @@ def far_shape(problem: Problem, padded_rows: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((tables, 2, ROWS), jnp.float32)
 
 
-def marked(
-    start: jax.Array, lse: jax.Array, number: jax.Array, problem: Problem
-) -> tuple[jax.Array, jax.Array]:
-    """The start of rows, or what marks them; and which are marked, `(64,)` bool.
+def is_far_in_backward(lse: jax.Array) -> jax.Array:
+    """Which rows, by their LSE."""
+    distance = jnp.abs(lse)
+    return (distance >= LEAST_LSE) & (distance < jnp.inf)
+
+
+def marked(start: jax.Array, is_marked: jax.Array, number: jax.Array) -> jax.Array:
+    """The start of rows, or what marks them.
 
     Args:
       number: of their table; what fits into memory has fewer than marks have numbers.
     """
     start = jnp.where(jnp.abs(start) < _LEAST_START, 0.0, start)
-    if problem.soft_cap is not None:  # it bounds logits
-        return start, jnp.zeros_like(lse, bool)
-    distance = jnp.abs(lse)
-    is_marked = (distance >= LEAST_LSE) & (distance < jnp.inf)
-    return jnp.where(is_marked, mark(number), start), is_marked
+    return jnp.where(is_marked, mark(number), start)
+
+
+def start_and_share(
+    reference: jax.Array, log_sum: jax.Array, problem: Problem
+) -> tuple[jax.Array, jax.Array]:
+    """Of rows far from 0, without a bias.
+
+    What steps get is at most 1: what share brings back, or where logits are rounded by more than
+    weights have room for, the row's largest logits and no others.
+    """
+    unit, allowed = problem.scale * LOG2E, _allowed(problem)
+    exact = reference + log_sum
+    below = (-exact - jnp.abs(exact) * 2.0**-22) * (1.0 / unit)
+    above = (jnp.abs(reference) * 2.0**-21 - reference) * (1.0 / unit)
+    is_out = is_far(reference, allowed)
+    share = jnp.where(is_out, -allowed.headroom, -(reference + below * unit)) - log_sum
+    return jnp.where(is_out, above, below), jnp.exp2(share)
+
+
+def shared_by_key(weights: jax.Array, rows_ref: Any, problem: Problem) -> jax.Array:
+    """Weights of a tile of keys and queries, of what steps make of starts.
+
+    Args:
+      rows_ref: `(2 or more, n)` in shared memory: starts and shares.
+    """
+
+    def share(weights):
+        share = plgpu.load(rows_ref.at[1], layout=plgpu.Layout.WGMMA.reduce(0))
+        return jnp.minimum(weights, 1.0) * lax.broadcast_in_dim(share, weights.shape, [1])
+
+    least = LEAST_LSE / problem.scale
+    return lax.cond(any_far(rows_ref.at[0], least), share, lambda x: x, weights)
+
+
+def shared_by_query(weights: jax.Array, start: jax.Array, share: Any, problem: Problem):
+    """The same of a tile of queries and keys; share loads what `(64,)` start comes with."""
+    distance, least = jnp.abs(start), LEAST_LSE / problem.scale
+    is_any = any_row((distance >= least) & (distance < jnp.inf))
+
+    def shared(weights):
+        return jnp.minimum(weights, 1.0) * spread(share(), weights.shape)
+
+    return lax.cond(is_any, shared, lambda x: x, weights)
 
 
 def reference_of(
@@ -65,7 +114,7 @@ def reference_of(
     Far from 0 the reference is a little lower than in the forward, where logits may have been
     rounded otherwise.
     """
-    if not given:
+    if not given:  # then it is as good as a reference
         nats = compressed(lse, problem) if problem.adds_bias else lse
         given = nats * LOG2E, jnp.zeros_like(lse)
     reference, log_sum = given

@@ -886,17 +886,18 @@ def with_words(words: Words | None, start: jax.Array, *statistics: jax.Array) ->
 
     Args:
       words: of dropout, or None.
-      start, *statistics: `[B, N, R]` float32.
+      start: `[B, N, 1 or 2, R]` float32, with the share of rows.
+      *statistics: `[B, N, R]` float32.
 
     Returns:
-      Without words start; with them `[B, N, 2 or more, R]` float32 of start, the bits of the words
-      of queries, and the other statistics.
+      Without words start; with them `[B, N, more, R]` float32 of start, the bits of the words of
+      queries, and the other statistics.
     """
     if words is None:
         return start
-    query_words = jnp.pad(words[0], ((0, 0), (0, 0), (0, start.shape[2] - words[0].shape[2])))
+    query_words = jnp.pad(words[0], ((0, 0), (0, 0), (0, start.shape[3] - words[0].shape[2])))
     query_words = lax.bitcast_convert_type(query_words, jnp.float32)
-    return jnp.stack([start, query_words, *statistics], axis=2)
+    return jnp.concatenate([start, *(x[:, :, None] for x in (query_words, *statistics))], axis=2)
 
 
 @dataclasses.dataclass(frozen=True)

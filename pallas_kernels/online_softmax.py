@@ -104,9 +104,13 @@ def start(
     bounded: bool | jax.Array = False,
 ) -> tuple[jax.Array, RowState]:
     """The first tile of a row: its weights and the state. `(64,)` factors are those of rows."""
-    reference = _reference_of(jnp.maximum(logits.max(axis=1) * factor, NOTHING_SEEN), allowed)
-    weights = _weights(logits, factor, reference, allowed, bounded)
-    return weights, RowState(reference, _partial_sums(weights))
+
+    def start(bounded):
+        reference = _reference_of(jnp.maximum(logits.max(axis=1) * factor, NOTHING_SEEN), allowed)
+        weights = _weights(logits, factor, reference, allowed if bounded else None)
+        return weights, RowState(reference, _partial_sums(weights))
+
+    return _either(start, bounded)
 
 
 def close(state: RowState, seeing: jax.Array) -> RowState:
@@ -135,12 +139,26 @@ def advance(
     bounded: bool | jax.Array = False,
 ) -> tuple[jax.Array, jax.Array, RowState]:
     """A further tile: its weights, what earlier weights must be multiplied with, and the state."""
-    maximum = logits.max(axis=1) * factor
-    reference = risen(state.reference, maximum, allowed)
-    correction = jnp.exp2(state.reference - reference)
-    weights = _weights(logits, factor, reference, allowed, bounded)
-    sums = state.sums * spread(correction, state.sums.shape) + _partial_sums(weights)
-    return weights, correction, RowState(reference, sums)
+
+    def advance(bounded):
+        maximum = logits.max(axis=1) * factor
+        reference = risen(state.reference, maximum, allowed)
+        correction = jnp.exp2(state.reference - reference)
+        weights = _weights(logits, factor, reference, allowed if bounded else None)
+        sums = state.sums * spread(correction, state.sums.shape) + _partial_sums(weights)
+        return weights, correction, RowState(reference, sums)
+
+    return _either(advance, bounded)
+
+
+def _either(compute: Callable, bounded: bool | jax.Array):
+    """`compute(bounded)`, in branches where that is known at run time only.
+
+    All of it, as ptxas moves nothing over a branch.
+    """
+    if isinstance(bounded, bool):
+        return compute(bounded)
+    return lax.cond(bounded, lambda: compute(True), lambda: compute(False))
 
 
 def risen(reference: jax.Array, maximum: jax.Array, allowed: Range) -> jax.Array:
@@ -262,23 +280,14 @@ def normalised(
     return RowEnd(inverse, nats + log, log_sum)
 
 
-def _weights(logits, factor, reference, allowed=None, bounded=False):
-    """Weights, and where `bounded` none beyond the bound of its row.
-
-    A branch if that is known at run time only, as it is not so but in rare rounds.
-    """
+def _weights(logits, factor, reference, allowed: Range | None = None):
+    """Weights, none of them beyond the bound of its row if it is known what is allowed."""
     if not isinstance(factor, float):
         factor = spread(factor, logits.shape)
     exponents = logits * factor - spread(reference, logits.shape)
-    if bounded is not False:
-        bound = lambda x: jnp.minimum(x, spread(bounds_of(reference, allowed), x.shape))
-        is_known = isinstance(bounded, bool)
-        exponents = bound(exponents) if is_known else lax.cond(bounded, bound, _same, exponents)
+    if allowed is not None:
+        exponents = jnp.minimum(exponents, spread(bounds_of(reference, allowed), logits.shape))
     return jnp.exp2(exponents)
-
-
-def _same(x):
-    return x
 
 
 def _partial_sums(weights: jax.Array) -> jax.Array:

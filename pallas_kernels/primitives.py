@@ -332,7 +332,24 @@ def any_marked(ref) -> jax.Array:
     """
     if interpreting():
         return is_mark(ref[...]).any()
+    return _any_in_shared(ref, "sub.s32 {0}, {0}, 1;", _MARKS)
 
+
+def any_far(ref, least: float) -> jax.Array:
+    """Whether any of `(64,)` or `(128,)` float32 in shared memory is finite and at least so far
+    from 0, in each warp alike."""
+    if interpreting():
+        distance = jnp.abs(ref[...])
+        return ((distance >= least) & (distance < jnp.inf)).any()
+
+    first = int(np.float32(least).view(np.int32))
+    infinite = int(np.float32(np.inf).view(np.int32))
+    test = f"and.b32 {{0}}, {{0}}, 0x7fffffff; sub.s32 {{0}}, {{0}}, {first};"
+    return _any_in_shared(ref, test, infinite - first)
+
+
+def _any_in_shared(ref, text: str, limit: int) -> jax.Array:
+    """Whether any word of `(64,)` or `(128,)` shared memory is below a limit after some PTX."""
     shape = _result_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=shape)
@@ -341,16 +358,16 @@ def any_marked(ref) -> jax.Array:
         own = size // 32
         words = [f"w{n}" for n in range(own)]
         tests = "".join(
-            f" sub.s32 {word}, {word}, 1; setp.lt.or.u32 p, {word}, {_MARKS}, p;" for word in words
+            f" {text.format(word)} setp.lt.or.u32 p, {word}, {limit}, p;" for word in words
         )
-        text = (
+        whole = (
             f"{{ .reg .pred p; .reg .b32 a, {', '.join(words)};"
             f" mov.u32 a, %laneid; mad.lo.u32 a, a, {4 * own}, $1;"  # else kept over loops
             f" ld.volatile.shared.v{own}.b32 {{{', '.join(words)}}}, [a]; setp.ne.u32 p, 0, 0;"
             f"{tests} vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }}"
         )
         i32 = ir.IntegerType.get_signless(32)
-        value = _asm(text, "=r,r,~{memory}", [_shared_address(ref)], i32)
+        value = _asm(whole, "=r,r,~{memory}", [_shared_address(ref)], i32)
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     return vote(ref) > 0

@@ -3,8 +3,8 @@
     start        -LSE / unit (`Problem.logit_unit`): -LSE / scale, where the accumulator of the
                  logits starts, or with a soft cap -LSE / cap, which is added later
     minus_delta  dLSE - rowsum(dO * O), times `Problem.delta_unit`
-    far          reference and log_sum of rows far from 0, whose start marks them (`far_rows.py`);
-                 anything in 64 rows of which none is
+    far          with a bias, reference and log_sum of rows far from 0, whose start marks them
+                 (`far_rows.py`); anything in 64 rows of which none is
     dQ           zeros, where thread blocks of the main kernel add to it and none of them zeros it
 
 Rows that see no key, and rows beyond the end, have a start of -inf and a minus_delta of 0, whatever
@@ -71,7 +71,8 @@ def row_statistics(
       zeroed_later: tiles of dQ, by their number, that are not zeroed, and may be anything.
 
     Returns:
-      Start and minus_delta, `[B, N, padded_rows]` float32 each, far as `far_rows.far_shape` has it,
+      Start, `[B, N, 1 or 2, padded_rows]` float32, with the share of each row if the problem
+      `has_shares`, minus_delta, `[B, N, padded_rows]` float32, far as `far_rows.far_shape` has it,
       and if there are dq_columns zeros for B * N * padded_rows rows of dQ: `[row tiles * column
       tiles, *fragment_shape(64)]` float32, in fragment order. A tile of fewer columns is its first
       part.
@@ -106,7 +107,7 @@ def _build(
     def row_statistics(out_ref, lse_ref, do_ref, *refs):
         d_lse_refs, refs = refs[: int(has_d_lse)], refs[int(has_d_lse) :]
         reference_refs, refs = refs[: int(has_references)], refs[int(has_references) :]
-        start_ref, minus_delta_ref, far_ref, *dq_refs = refs
+        start_ref, minus_delta_ref, far_ref, *dq_refs = refs  # far is of problems with a bias
         # From the end on, as the forward may have left O there in L2.
         tile_of_all, head = div_rem(thread_blocks - 1 - lax.axis_index("block"), problem.heads)
         batch, tile = div_rem(tile_of_all, tiles)
@@ -121,19 +122,35 @@ def _build(
         rows = pl.ds(first, _ROWS)
         number = (batch * problem.heads + head) * tiles + tile
         start = lse * (-1.0 / problem.logit_unit)
-        start, is_marked = far_rows.marked(start, lse, number, problem)
-        store_rows(start_ref.at[batch, head, rows], jnp.where(counts, start, -jnp.inf))
+        is_far = counts & far_rows.is_far_in_backward(lse)
 
-        @pl.when(any_row(is_marked & counts))
-        def _():
+        def reference_and_log_sum():
             given = [
                 load_rows(ref.at[batch, head, n], first, last)
                 for ref in reference_refs
                 for n in range(2)
             ]
-            for n, of_rows in enumerate(far_rows.reference_of(lse, given, problem)):
-                store_rows(far_ref.at[number, n], of_rows)
+            return far_rows.reference_of(lse, given, problem)
 
+        if problem.adds_bias:
+
+            @pl.when(any_row(is_far))
+            def _():
+                for n, of_rows in enumerate(reference_and_log_sum()):
+                    store_rows(far_ref.at[number, n], of_rows)
+
+            start = far_rows.marked(start, is_far, number)
+        elif problem.has_shares:
+
+            def of_far_rows():
+                reference, log_sum = reference_and_log_sum()
+                own_start, share = far_rows.start_and_share(reference, log_sum, problem)
+                return jnp.where(is_far, own_start, start), jnp.where(is_far, share, one)
+
+            one = plgpu.layout_cast(jnp.ones((_ROWS,), jnp.float32), _PER_ROW)
+            start, share = lax.cond(any_row(is_far), of_far_rows, lambda: (start, one))
+            store_rows(start_ref.at[batch, head, 1, rows], share)
+        store_rows(start_ref.at[batch, head, 0, rows], jnp.where(counts, start, -jnp.inf))
         minus_delta = jnp.where(counts, d_lse - products, 0.0)
         if problem.dropout:
             minus_delta *= problem.delta_unit
@@ -146,13 +163,17 @@ def _build(
             pl.when(is_due)(functools.partial(zero_fragment, part))
 
     statistics = jax.ShapeDtypeStruct((problem.batch, problem.heads, padded_rows), jnp.float32)
+    of_start = 1 + int(problem.has_shares)
+    starts = jax.ShapeDtypeStruct(
+        (problem.batch, problem.heads, of_start, padded_rows), jnp.float32
+    )
     far = far_rows.far_shape(problem, padded_rows)
     thread_blocks = problem.batch * problem.heads * tiles
     dq_tiles = (thread_blocks * column_tiles, *fragment_shape(64))
     dq = (jax.ShapeDtypeStruct(dq_tiles, jnp.float32),) if dq_columns else ()
     return plgpu.kernel(
         row_statistics,
-        out_type=(statistics, statistics, far, *dq),
+        out_type=(starts, statistics, far, *dq),
         grid=(thread_blocks,),
         grid_names=("block",),
         compiler_params=HAND_ORDERED,
