@@ -2,17 +2,20 @@
 
 Weak scaling: every GPU has `--length` positions, so that n of them attend over n times as many. As
 work grows with the square, what compares is TFLOP/s a GPU, beside those of one GPU with `--length`
-positions. Methods are checked against one GPU that holds the whole sequence, and one GPU, on a
-short sequence, against plain attention in float32. With `--longest`, then, the longest sequence
-that memory holds by XLA's plan, and a run of what of it `--seconds` allow.
+positions under the same mask. Methods are checked against one GPU that holds the whole sequence,
+and one GPU, on a short sequence, against plain attention in float32. With `--longest`, then, the
+longest causal sequence that memory holds by XLA's plan, and a run of what of it `--seconds` allow,
+whose last positions are checked against float32.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import pathlib
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,8 +36,10 @@ METHODS: dict[str, Callable] = {
     "ulysses": jax_flash.ulysses_attention,
     "all-gather": jax_flash.all_gather_attention,
 }
+MASKS = ("causal", "window", "documents")  # the latter two are causal too
 TOLERANCE = 1e-2  # of the norm of what it should be
 _CHECKED_LENGTH = 512  # positions, beside plain attention
+_LAST = 16  # positions of the longest sequence that are checked
 _SEQUENCE = P(None, "x")
 
 
@@ -43,32 +48,41 @@ def mesh_of(devices: int) -> Mesh:
 
 
 def lowered(name: str, row: Row, devices: int, implementation: str | None) -> Any:
-    """What gives the output and the gradients of a row's inputs, sharded over devices.
+    """What gives the output and the gradients of `inputs_of(row)`, sharded over devices.
 
     Args:
       name: one of METHODS, which one device does without.
     """
     options: dict[str, Any] = {"is_causal": True, "implementation": implementation}
+    if row.window is not None:
+        options["local_window_size"] = (row.window, 0)
+    method: Callable = jax_flash.attention
+    if devices > 1:
+        method = functools.partial(METHODS[name], axis_name="x")
+
+    def attend(query, key, value, ids=None):
+        both = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+        return method(query, key, value, **both, **options)
+
     mesh = mesh_of(devices)
-    if devices == 1:
-        attend = functools.partial(jax_flash.attention, **options)
-    else:
-        attend = jax.shard_map(
-            functools.partial(METHODS[name], axis_name="x", **options),
-            mesh=mesh,
-            in_specs=_SEQUENCE,
-            out_specs=_SEQUENCE,
-        )
+    if devices > 1:
+        attend = jax.shard_map(attend, mesh=mesh, in_specs=_SEQUENCE, out_specs=_SEQUENCE)
     sharding = NamedSharding(mesh, _SEQUENCE)
     shapes = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        for x in jax.eval_shape(row.inputs)
+        for x in jax.eval_shape(functools.partial(inputs_of, row))
     ]
     return jax.jit(functools.partial(with_gradients, attend)).lower(*shapes)
 
 
-def with_gradients(attend: Callable, query, key, value, d_out):
-    out, vjp = jax.vjp(attend, query, key, value)
+def inputs_of(row: Row) -> tuple[jax.Array, ...]:
+    """Those of `Row.inputs`, and the document of each position where there are some."""
+    documents = row.document_lengths
+    return row.inputs() + (() if documents is None else (attention.segment_ids(documents),))
+
+
+def with_gradients(attend: Callable, query, key, value, d_out, *ids):
+    out, vjp = jax.vjp(lambda *operands: attend(*operands, *ids), query, key, value)
     return out, *vjp(d_out)
 
 
@@ -81,12 +95,14 @@ def sharded(x: jax.Array, name: str, devices: int) -> jax.Array:
 
 def error_of_one(row: Row, implementation: str | None) -> float:
     """That of one GPU on a short sequence, beside plain attention in float32."""
-    short = dataclasses.replace(row, length=_CHECKED_LENGTH)
-    inputs = short.inputs()
+    window = None if row.window is None else min(row.window, _CHECKED_LENGTH // 4)
+    short = dataclasses.replace(row, length=_CHECKED_LENGTH, window=window)
+    inputs = inputs_of(short)
     results = lowered("", short, 1, implementation).compile()(*inputs)
-    plain = functools.partial(jax_flash.attention, is_causal=True, implementation="xla")
-    inputs = tuple(x.astype(jnp.float32) for x in inputs)
-    expected = jax.jit(functools.partial(with_gradients, plain))(*inputs)
+    inputs = tuple(x.astype(jnp.float32) for x in inputs[:4]) + inputs[4:]
+    plain = attention.jax_flash_with("xla")
+    attend = functools.partial(plain, **short.mask)
+    expected = jax.jit(functools.partial(with_gradients, attend))(*inputs[:4])
     return float(attention.relative_error(results, expected))
 
 
@@ -116,7 +132,7 @@ def measure(
     """
     result: dict[str, Any] = {"method": name, "row": row.name, "devices": devices}
     try:
-        inputs = row.inputs()
+        inputs = inputs_of(row)
         if devices == 1:
             result["error"] = error_of_one(row, options.implementation)
         else:
@@ -129,6 +145,10 @@ def measure(
         if options.kernels:
             launched = timing.kernels(timing.Bound(run.result(), inputs), iterations=1)
             result["kernels"] = by_name(launched)
+        if options.profile:
+            result["profile"] = [
+                exposed(events) for events in events_of_devices(run.result(), inputs)
+            ]
     except (jax.errors.JaxRuntimeError, ValueError) as failure:
         return result | {"failed": str(failure).splitlines()[0]}
     flops = row.flops("both") / devices
@@ -141,6 +161,77 @@ def by_name(kernels: list[tuple[str, float]]) -> dict[str, list[float]]:
     for name, microseconds in kernels:
         times.setdefault(name, []).append(microseconds / 1e3)
     return dict(sorted(times.items(), key=lambda item: -sum(item[1])))
+
+
+def events_of_devices(run: Callable, inputs: tuple) -> list[list[tuple[str, float, float]]]:
+    """What one call runs on each GPU: names, and milliseconds of beginnings and ends."""
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            jax.block_until_ready(run(*inputs))
+        (path,) = pathlib.Path(directory).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        return [
+            [
+                (event.name, event.start_ns / 1e6, (event.start_ns + event.duration_ns) / 1e6)
+                for line in plane.lines
+                if line.name.startswith("Stream")
+                for event in line.events
+            ]
+            for plane in planes
+            if plane.name.startswith("/device:GPU")
+        ]
+
+
+def exposed(events: list[tuple[str, float, float]]) -> dict[str, Any]:
+    """Which transfers of one GPU no kernel hides.
+
+    Returns:
+      Milliseconds of the whole call and of its kernels, and for each transfer its name, when it
+      begins, how long it takes, and for how much of that no kernel runs.
+    """
+    events = sorted(events, key=lambda event: event[1])
+    kernels: list[list[float]] = []  # intervals without overlap
+    for _, start, end in (event for event in events if not _is_transfer(event[0])):
+        if kernels and start <= kernels[-1][1]:
+            kernels[-1][1] = max(end, kernels[-1][1])
+        else:
+            kernels.append([start, end])
+    begin = events[0][1] if events else 0.0
+
+    def hidden(start: float, end: float) -> float:
+        return sum(max(0.0, min(end, last) - max(start, first)) for first, last in kernels)
+
+    return {
+        "milliseconds": max((end for _, _, end in events), default=0.0) - begin,
+        "of_kernels": sum(end - start for start, end in kernels),
+        "transfers": [
+            (name, start - begin, end - start, end - start - hidden(start, end))
+            for name, start, end in events
+            if _is_transfer(name)
+        ],
+    }
+
+
+def _is_transfer(name: str) -> bool:
+    return any(part in name.lower() for part in ("nccl", "memcpy"))
+
+
+def profile_lines(result: dict[str, Any]) -> list[str]:
+    """What `exposed` found for each GPU of a result, the longest that is not hidden by itself."""
+    lines = []
+    for i, found in enumerate(result.get("profile", [])):
+        transfers = found["transfers"]
+        line = (
+            f"{result['method']}, {result['row']}, GPU {i} of {result['devices']}: "
+            f"{found['milliseconds']:.1f} ms, kernels {found['of_kernels']:.1f}, {len(transfers)} "
+            f"transfers {sum(x[2] for x in transfers):.1f}, not hidden "
+            f"{sum(x[3] for x in transfers):.1f}"
+        )
+        if transfers:
+            name, start, length, alone = max(transfers, key=lambda x: x[3])
+            line += f", most of {name} at {start:.1f}: {alone:.1f} of {length:.1f}"
+        lines.append(line)
+    return lines
 
 
 def bytes_of(compiled: jax.stages.Compiled) -> int:
@@ -159,29 +250,121 @@ def longest(result: dict[str, Any], options: argparse.Namespace, memory: int) ->
       memory: bytes that a device has.
     """
     name, devices = result["method"], result["devices"]
+
+    def compiled(length: int) -> jax.stages.Compiled:
+        row = row_of(options, "causal", length)
+        return lowered(name, row, devices, options.implementation).compile()
+
     measured = options.length * devices
-    fits, planned = measured, result["bytes_a_device"]
+    fits, run, planned = measured, None, result["bytes_a_device"]
     wanted = int(fits * memory / planned) // measured * measured
     while wanted != fits and wanted >= measured:  # planned memory may grow faster than the length
-        fits = wanted
-        plan = lowered(name, row_of(options, fits), devices, options.implementation).compile()
-        planned = bytes_of(plan)
+        fits, run = wanted, compiled(wanted)
+        planned = bytes_of(run)
         if planned > memory:
             wanted = min(fits - measured, int(fits * memory / planned) // measured * measured)
     found = {"method": name, "devices": devices, "fits": fits, "bytes_a_device": planned}
-    ran = measured
-    while 2 * ran <= fits and result["milliseconds"] * (2 * ran / measured) ** 2 < (
-        1e3 * options.seconds
-    ):
-        ran *= 2
-    row = row_of(options, ran)
-    run = lowered(name, row, devices, options.implementation).compile()
-    inputs = sharded_inputs(row, devices)
+    ran = min(fits, measured * times_as_long(result["milliseconds"], options.seconds))
+    if ran != fits or run is None:
+        run = compiled(ran)
+    inputs = sharded_inputs(row_of(options, "causal", ran), devices)
     start = time.perf_counter()
     outputs = jax.block_until_ready(run(*inputs))
     seconds = time.perf_counter() - start
     finite = all(bool(jnp.isfinite(x).all()) for x in outputs)
-    return found | {"ran": ran, "seconds": seconds, "finite": finite}
+    error = error_of_last(inputs, outputs, "zigzag" in name)
+    return found | {"ran": ran, "seconds": seconds, "finite": finite, "error": error}
+
+
+def times_as_long(milliseconds: float, seconds: float) -> int:
+    """A causal sequence that takes so many seconds, beside one that took so many milliseconds."""
+    return max(1, math.isqrt(int(1e3 * seconds / milliseconds)))
+
+
+def error_of_last(inputs: tuple, outputs: tuple, zigzag: bool) -> float:
+    """That of the last positions under a causal mask, for one key head, beside float32.
+
+    They see all keys, and nothing else sees them.
+
+    Args:
+      inputs: query, key, value and d_out of one sequence, sharded over devices.
+      outputs: the output, and the gradients of query, key and value.
+      zigzag: the last positions are the first device's.
+    """
+    heads = inputs[0].shape[2] // inputs[1].shape[2]
+    owner = 0 if zigzag else -1
+
+    def last(x, heads: int) -> jax.Array:
+        return jnp.asarray(jax.device_get(_shards(x)[owner][0, -_LAST:, :heads]), jnp.float32)
+
+    query, d_out = last(inputs[0], heads), last(inputs[3], heads)
+    key, value = (_shards(x) for x in inputs[1:3])
+    parts = []
+    for i in range(len(key)):
+        of_rows = jax.device_put((query, d_out), key[i].device)
+        is_last = i == owner % len(key)
+        parts.append(
+            jax.device_get(_over_keys(*of_rows, key[i][0, :, 0], value[i][0, :, 0], is_last))
+        )
+    lse, *means = (jnp.stack(x) for x in zip(*parts, strict=True))
+    expected = _of_last(query, d_out, *(last(x, 1)[:, 0] for x in inputs[1:3]), lse, *means)
+    actual = [last(x, n) for x, n in zip(outputs, (heads, heads, 1, 1), strict=True)]
+    return float(attention.relative_error(actual, expected))
+
+
+def _shards(x: jax.Array) -> list[jax.Array]:
+    """What each device has of an array that is sharded along positions, in their order."""
+    return [s.data for s in sorted(x.addressable_shards, key=lambda s: s.index[1].start or 0)]
+
+
+@functools.partial(jax.jit, static_argnames="is_last")
+@jax.default_matmul_precision("highest")
+def _over_keys(query, d_out, key, value, is_last: bool):
+    """Of rows `[T, N, H]` over keys `[S, H]`, of which the last T are their own if `is_last`.
+
+    Returns:
+      LSE, and means by weight: of values, of dP * K, of keys.
+    """
+    key, value = key.astype(jnp.float32), value.astype(jnp.float32)
+    logits = _scaled_logits(query, key)
+    if is_last:
+        seen = jnp.tri(query.shape[0], key.shape[0], key.shape[0] - query.shape[0], bool)
+        logits = jnp.where(seen[:, None], logits, -jnp.inf)
+    weights = jax.nn.softmax(logits)
+    d_weights = jnp.einsum("tnh,sh->tns", d_out, value)
+    mean = functools.partial(jnp.einsum, "tns,sh->tnh")
+    return (
+        jax.nn.logsumexp(logits, axis=-1),
+        mean(weights, value),
+        mean(weights * d_weights, key),
+        mean(weights, key),
+    )
+
+
+@jax.jit
+@jax.default_matmul_precision("highest")
+def _of_last(query, d_out, key, value, lses, outs, of_d_weights, keys):
+    """Output and gradients of the last positions, from what `_over_keys` gives for all keys.
+
+    Args:
+      key, value: of the last positions, `[T, H]`.
+    """
+    lse = jax.nn.logsumexp(lses, axis=0)
+    shares = jnp.exp(lses - lse)[..., None]
+    out, of_d_weight, mean_key = ((shares * x).sum(axis=0) for x in (outs, of_d_weights, keys))
+    scale = query.shape[-1] ** -0.5
+    delta = (d_out * out).sum(axis=-1, keepdims=True)
+    d_query = scale * (of_d_weight - delta * mean_key)
+    seen = jnp.tri(query.shape[0], dtype=bool)[:, None]
+    weights = jnp.where(seen, jnp.exp(_scaled_logits(query, key) - lse[..., None]), 0)
+    d_logits = weights * (jnp.einsum("tnh,sh->tns", d_out, value) - delta)
+    d_key = scale * jnp.einsum("tns,tnh->sh", d_logits, query)
+    d_value = jnp.einsum("tns,tnh->sh", weights, d_out)
+    return out, d_query, d_key[:, None], d_value[:, None]
+
+
+def _scaled_logits(query, key):
+    return query.shape[-1] ** -0.5 * jnp.einsum("tnh,sh->tns", query, key)
 
 
 def sharded_inputs(row: Row, devices: int) -> tuple[jax.Array, ...]:
@@ -190,14 +373,22 @@ def sharded_inputs(row: Row, devices: int) -> tuple[jax.Array, ...]:
     return jax.block_until_ready(jax.jit(row.inputs, out_shardings=sharding)())
 
 
-def row_of(options: argparse.Namespace, length: int) -> Row:
-    return Row(1, length, options.heads, options.key_heads, options.width, True)
+def row_of(options: argparse.Namespace, mask: str, length: int) -> Row:
+    """That of a mask; with documents every device has as many, whatever the length."""
+    more: dict[str, Any] = {}
+    if mask == "window":
+        more["window"] = options.window
+    if mask == "documents":
+        more["documents"] = options.documents * (length // options.length)
+    return Row(1, length, options.heads, options.key_heads, options.width, True, **more)
 
 
 def table(results: list[dict[str, Any]]) -> str:
     lines = [["method", "GPUs", "positions", "ms", "TFLOP/s a GPU", "of one GPU", "error"]]
-    alone = results[0].get("teraflops_a_device")
+    alone = None
     for result in results:
+        if result["devices"] == 1:
+            alone = result.get("teraflops_a_device")
         if "failed" in result:
             figures = [result["failed"], "", "", ""]
         else:
@@ -218,23 +409,42 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--key-heads", type=int, default=8)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--devices", type=int, default=len(jax.devices()), help="at most so many")
+    powers = [2**i for i in range(len(jax.devices()).bit_length())]
+    parser.add_argument("--devices", default=",".join(map(str, powers)), help="beside one")
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--masks", default="causal", help=f"of {','.join(MASKS)}")
+    parser.add_argument("--window", type=int, default=4096, help="keys before its own")
+    parser.add_argument("--documents", type=int, default=8, help="packed, of a device")
     parser.add_argument("--implementation", help="as in jax_flash.attention")
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--kernels", action="store_true", help="also the times of kernels (CUPTI)")
-    parser.add_argument("--longest", action="store_true", help="also the longest that fits")
+    parser.add_argument(
+        "--profile", action="store_true", help="also which transfers no kernel hides"
+    )
+    parser.add_argument(
+        "--longest", const="", nargs="?", help="also the longest that fits, of these methods or all"
+    )
     parser.add_argument("--seconds", type=float, default=30, help="that its run may take")
     parser.add_argument("--memory", type=float, help="GB of a device, if not all that JAX has")
     parser.add_argument("--results", type=pathlib.Path, default=attention.RESULTS)
     options = parser.parse_args(argv)
-    if options.kernels and not timing.on_gpu():
-        parser.error("--kernels needs NVIDIA GPUs")
+    for name in ("kernels", "profile"):
+        if getattr(options, name) and not timing.on_gpu():
+            parser.error(f"--{name} needs NVIDIA GPUs")
     options.methods = options.methods.split(",")
-    if unknown := {*options.methods} - {*METHODS}:
+    options.masks = options.masks.split(",")
+    if unknown := {*options.methods} - {*METHODS} | {*options.masks} - {*MASKS}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    if not 1 <= options.devices <= len(jax.devices()):
+    counts = options.devices.split(",")
+    if not all(count.isdecimal() and 1 <= int(count) <= len(jax.devices()) for count in counts):
         parser.error(f"--devices: got {options.devices}; there are {len(jax.devices())}")
+    options.devices = sorted({1, *map(int, counts)})
+    if options.longest is not None:
+        options.longest = options.longest.split(",") if options.longest else options.methods
+        if missing := {*options.longest} - {*options.methods}:
+            parser.error(f"--longest: not in --methods: {', '.join(sorted(missing))}")
+        if "causal" not in options.masks:
+            parser.error("--longest: needs the mask causal")
     if options.longest and not options.memory:
         stats = jax.devices()[0].memory_stats()
         if not stats:
@@ -245,50 +455,67 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    counts = [2**i for i in range(1, options.devices.bit_length())]
-    todo = [("one GPU", 1), *((name, count) for count in counts for name in options.methods)]
-    rows = {count: row_of(options, options.length * count) for count in (1, *counts)}
+    counts = options.devices
+    rows = {
+        (mask, count): row_of(options, mask, options.length * count)
+        for mask in options.masks
+        for count in counts
+    }
+    todo = [
+        (name, mask, count)
+        for mask, count in rows
+        for name in (["one GPU"] if count == 1 else options.methods)
+    ]
     with concurrent.futures.ThreadPoolExecutor() as pool:
 
         def compiled(name: str, row: Row, devices: int) -> concurrent.futures.Future:
             return pool.submit(lowered(name, row, devices, options.implementation).compile)
 
-        whole = {count: compiled("", row, 1) for count, row in rows.items()}
+        whole = {key: compiled("", row, 1) for key, row in rows.items()}
         runs = [
-            whole[1] if count == 1 else compiled(name, rows[count], count)
-            for name, count in timing.progress(todo, "lower")
+            whole[mask, 1] if count == 1 else compiled(name, rows[mask, count], count)
+            for name, mask, count in timing.progress(todo, "lower")
         ]
         concurrent.futures.wait([*whole.values(), *runs])
-    results = [
-        measure(name, rows[count], count, run, whole[count], options)
-        for (name, count), run in timing.progress(zip(todo, runs, strict=True), "distributed")
-    ]
-    record = attention.provenance() | {"devices": options.devices, "results": results}
-    title = f"distributed {options.devices}"
-    path = attention.write(options.results, title, record)
+    title = f"distributed {counts[-1]}"
+    if options.masks != ["causal"]:
+        title += f" {' '.join(options.masks)}"
+    results: list[dict[str, Any]] = []
+    compiled_todo = zip(todo, runs, strict=True)
+    for (name, mask, count), run in timing.progress(compiled_todo, "distributed"):
+        results.append(measure(name, rows[mask, count], count, run, whole[mask, count], options))
+        record = attention.provenance() | {"devices": counts[-1], "results": results}
+        # After each, so that a run that is cut short leaves what it found.
+        path = attention.write(options.results, title, record)
     print(f"\n{table(results)}", flush=True)
     for result in results:
         for name, times in result.get("kernels", {}).items():
             who = f"{result['method']} on {result['devices']}: {name}"
             each = f"{len(times)} launches of {min(times):.3f} to {max(times):.3f} ms"
             print(f"{who}, {each}, {sum(times):.1f} in all")
-    wrong = [result for result in results if result.get("error", 0) > TOLERANCE]
+        print("\n".join(profile_lines(result)), end="\n" * ("profile" in result))
+    wrong = [result for result in results if not result.get("error", 0) <= TOLERANCE]
     for result in wrong:
         print(f"{result['method']} on {result['devices']} is off by {result['error']:.1e}")
     if options.longest:
         memory = int(1e9 * options.memory)
         found = [
             longest(result, options, memory)
-            for result in results
-            if result["devices"] == options.devices and "failed" not in result
+            for (name, mask, count), result in zip(todo, results, strict=True)
+            if (mask, count) == ("causal", counts[-1])
+            and name in options.longest
+            and "failed" not in result
         ]
         path = attention.write(options.results, title, record | {"longest": found})
         for result in found:
             print(
                 f"{result['method']}: {result['fits']} positions fit in {options.memory:.1f} GB a "
-                f"device; {result['ran']} ran in {result['seconds']:.1f} s"
+                f"device; {result['ran']} ran in {result['seconds']:.1f} s, off by "
+                f"{result['error']:.1e}"
             )
-        wrong += [result for result in found if not result["finite"]]
+        wrong += [
+            result for result in found if not (result["finite"] and result["error"] <= TOLERANCE)
+        ]
     print(f"written: {path}")
     return 1 if wrong or any("failed" in result for result in results) else 0
 

@@ -1,7 +1,8 @@
 """Exact attention for JAX: Pallas kernels for Hopper GPUs, cuDNN or plain XLA elsewhere."""
 
 from jax_flash.api import attention, explain
-from jax_flash.decode import decode_attention, update_cache
+from jax_flash.call import CHECKPOINT_NAMES
+from jax_flash.decode import decode_attention, explain_decode, update_cache
 from jax_flash.fp8 import attention_fp8
 from jax_flash.quantization import Quantized, quantize_fp8
 from jax_flash.ring import (
@@ -13,12 +14,14 @@ from jax_flash.ring import (
 )
 
 __all__ = [
+    "CHECKPOINT_NAMES",
     "Quantized",
     "all_gather_attention",
     "attention",
     "attention_fp8",
     "decode_attention",
     "explain",
+    "explain_decode",
     "from_zigzag",
     "quantize_fp8",
     "ring_attention",

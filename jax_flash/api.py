@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import numbers
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,70 @@ from jax.typing import ArrayLike
 from jax_flash import dispatch
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
-from jax_flash.quantization import FLOAT8, LARGEST, Quantized
+from jax_flash.quantization import FLOAT8, LARGEST, Quantized, key_words
 from pallas_kernels import dropout
 from pallas_kernels.config import DROPOUT_STEPS, Config
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+class Options(TypedDict, total=False):
+    """What `attention` takes by name, but for return_residual: for type checkers alone."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int, int] | None
+    implementation: str | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    query_offset: ArrayLike
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    dropout_rate: float
+    dropout_key: jax.Array | None
+    deterministic: bool
+    config: Config | None
+
+
+@overload
+def attention(
+    query: ArrayLike | Quantized,
+    key: ArrayLike | Quantized,
+    value: ArrayLike | Quantized,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+
+
+@overload
+def attention(
+    query: ArrayLike | Quantized,
+    key: ArrayLike | Quantized,
+    value: ArrayLike | Quantized,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention(
+    query: ArrayLike | Quantized,
+    key: ArrayLike | Quantized,
+    value: ArrayLike | Quantized,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: bool,
+    **options: Unpack[Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def attention(
@@ -67,10 +126,19 @@ def attention(
     values), in the LSE (there rounded to the input dtype, and not differentiable), and in refusing
     what makes no sense (an integer bias, a negative window, inputs of unlike ranks).
 
-    It can be transformed by jit, grad, vmap over any axes, checkpoint, scan, shard_map and export.
+    It can be transformed by jit, grad, vmap over any axes, checkpoint, scan, shard_map and export,
+    on "xla" also with symbolic sizes, of which all rows are computed at once, as by jax.nn's.
     Under jit, operands may be sharded over batch and heads; for a sharded sequence there is
     `jax_flash.ring_attention`.
     `implementation="xla"` also has forward-mode and higher derivatives.
+    Under `jax.checkpoint`, the policy
+    `jax.checkpoint_policies.save_only_these_names(*jax_flash.CHECKPOINT_NAMES)` keeps output and
+    LSE, so that the forward pass is not run again; on "cudnn" it is, whatever the policy.
+
+    What decides what is computed is static, no traced value: the flags, `local_window_size`,
+    `logits_soft_cap`, `dropout_rate`, `implementation` and `config`.
+    Integers may be of any dtype if int32 holds them; where values are traced, larger lengths and
+    offsets count as the largest that int32 holds, and ids modulo 2^32.
 
     Args:
       query: `[B, T, N, H]`, or `[T, N, H]` without a batch; bfloat16, float16, float32 or float64.
@@ -137,6 +205,12 @@ def attention(
 def explain(*args, **kwargs) -> dispatch.Explanation:
     """Says which implementation `attention` would run with the same arguments, and why.
 
+    With `implementation="mosaic_gpu"` it says whether a Hopper GPU would run the call, also on a
+    machine without a GPU: where not, it raises NotImplementedError with the reason.
+
+    `attention` says the same in the log "jax_flash", once, where it passes an implementation over:
+    a warning on a Hopper GPU, else for information.
+
     Args:
       *args, **kwargs: as for `attention`; any array may be a `jax.ShapeDtypeStruct`.
 
@@ -147,21 +221,24 @@ def explain(*args, **kwargs) -> dispatch.Explanation:
     Raises:
       Whatever `attention` raises before it computes anything.
     """
-    bound = inspect.signature(attention).bind(*args, **kwargs)
+
+    def choose(**arguments):
+        return dispatch.choose(_checked(**arguments), arguments["implementation"])
+
+    return _explained(inspect.signature(attention), choose, args, kwargs)
+
+
+def _explained(signature: inspect.Signature, choose, args, kwargs) -> dispatch.Explanation:
+    """What `choose` says of the arguments by name, of which any array may be a ShapeDtypeStruct."""
+    bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
     is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)
     shapes = {k: x for k, x in arguments.items() if any(map(is_shape, jax.tree.leaves(x)))}
+    if not shapes:  # untraced, so that the query's own device counts
+        return choose(**arguments)
     explanations = []
-
-    def choose(arrays):
-        call = _checked(**arguments | arrays)
-        explanations.append(dispatch.choose(call, arguments["implementation"]))
-
-    if shapes:
-        jax.eval_shape(choose, shapes)
-    else:  # untraced, so that the query's own device counts
-        choose({})
+    jax.eval_shape(lambda arrays: explanations.append(choose(**arguments | arrays)), shapes)
     return explanations[0]
 
 
@@ -195,9 +272,10 @@ def _checked(
         ("return_residual", return_residual),
         ("deterministic", deterministic),
     ):
+        _need_static(name, flag)
         _need(isinstance(flag, bool | np.bool_), name, flag, "True or False", TypeError)
     _need(
-        implementation in (None, *dispatch.IMPLEMENTATIONS),
+        implementation is None or _is_name(implementation, dispatch.IMPLEMENTATIONS),
         "implementation",
         repr(implementation),
         f"None or one of {', '.join(dispatch.IMPLEMENTATIONS)}",
@@ -236,7 +314,7 @@ def _checked(
     )
     dtype = query.dtype
     if quantized:
-        _need(dtype == FLOAT8, "query", f"values in {dtype}", FLOAT8.dtype, TypeError)
+        _need(dtype == FLOAT8, "query", f"values in {dtype}", FLOAT8.dtype.name, TypeError)
     else:
         _need(dtype.name in DTYPES, "query", dtype, f"one of {', '.join(DTYPES)}", TypeError)
     _need(key.dtype == dtype, "key", key.dtype, f"the dtype of query, {dtype}", TypeError)
@@ -257,12 +335,7 @@ def _checked(
     _need(key.shape[3] == H, "key", f"head width {key.shape[3]}", f"that of query, {H}")
     _need(key.shape[1] == S, "value", f"length {S}", f"that of key, {key.shape[1]}")
     _need(key.shape[2] == K, "value", f"{K} heads", f"as many as key, {key.shape[2]}")
-    _need(
-        N > 0 and K > 0 and N % K == 0,
-        "query",
-        f"{N} heads",
-        f"a positive multiple of the key heads, {K}",
-    )
+    _need_heads_that_fit(query, key)
 
     in_float8: dict[str, Any] = {}
     if quantized:
@@ -283,7 +356,10 @@ def _checked(
         bias = _broadcastable("bias", bias, (B, N, T, S))
     if mask is not None:
         mask = _array("mask", mask)
-        _need(mask.dtype == jnp.bool_, "mask", mask.dtype, "bool", TypeError)
+        needs = "bool: mask.astype(bool), if it is 0 where a key is hidden"
+        if jnp.issubdtype(mask.dtype, jnp.floating):
+            needs += ", or bias=mask, if it is to be added to logits"
+        _need(mask.dtype == jnp.bool_, "mask", mask.dtype, needs, TypeError)
         mask = _broadcastable("mask", mask, (B, N, T, S))
     if sinks is not None:
         sinks = _array("sinks", sinks)
@@ -295,7 +371,8 @@ def _checked(
     if scale is None:
         scale = 1 / math.sqrt(H)
     elif _is_number(scale, numbers.Real):
-        scale = float(scale)
+        scale = _float("scale", scale)
+        _need(math.isfinite(scale), "scale", scale, "a finite number")
     else:
         scale = _array("scale", scale)
         _need(
@@ -322,13 +399,14 @@ def _checked(
     )
     if query_segment_ids is not None:
         given_query_segment_ids = query_segment_ids
-        query_segment_ids = _per_batch("query_segment_ids", query_segment_ids, (B, T), has_batch)
+        of_ids = functools.partial(_per_batch, has_batch=has_batch, saturated=False)
+        query_segment_ids = of_ids("query_segment_ids", query_segment_ids, (B, T))
         # One array for both stays one: then every position has its own id on the other side.
         is_one = key_value_segment_ids is given_query_segment_ids and T == S
         key_value_segment_ids = (
             query_segment_ids
             if is_one
-            else _per_batch("key_value_segment_ids", key_value_segment_ids, (B, S), has_batch)
+            else of_ids("key_value_segment_ids", key_value_segment_ids, (B, S))
         )
     if _is_number(query_offset, numbers.Integral):
         query_offset = int(query_offset)
@@ -345,6 +423,7 @@ def _checked(
     window = None if local_window_size is None else _window(local_window_size)
     is_causal, window, query_offset = _simplest(bool(is_causal), window, query_offset, T, S)
 
+    _need_static("dropout_rate", dropout_rate)
     _need(
         _is_number(dropout_rate, numbers.Real),
         "dropout_rate",
@@ -388,7 +467,8 @@ def _checked(
 
 def _scales(name: str, x: Quantized, shape: tuple[int, ...], has_batch: bool) -> jax.Array:
     """The scales of an array of shape `[B, T, N, H]`, as float32 `[B, blocks, N]`."""
-    block_size, scales = x.block_size, _array(name, x.scales)
+    block_size, scales = x.block_size, _array(f"{name}, scales", x.scales)
+    given_shape = scales.shape
     _need(
         _is_number(block_size, numbers.Integral) and block_size > 0,
         name,
@@ -412,7 +492,7 @@ def _scales(name: str, x: Quantized, shape: tuple[int, ...], has_batch: bool) ->
         and scales.shape[0] in (1, B)
         and scales.shape[2] in (1, N),
         name,
-        f"scales of shape {x.scales.shape}",
+        f"scales of shape {given_shape}",
         f"{whole if has_batch else whole[1:]}, where batch and heads may be 1,"
         f" for blocks of {block_size} rows",
     )
@@ -425,11 +505,32 @@ def _need(holds: bool, name: str, got: object, needs: str, error: type = ValueEr
         raise error(f"{name}: got {got}; needs {needs}.")
 
 
+def _need_static(name: str, x) -> None:
+    """Raises an error where x, which decides what is traced, is traced itself."""
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
+    needs = "a static value: name it in static_argnames of jax.jit, or close over it"
+    _need(not is_traced, name, "a traced value", needs, TypeError)
+
+
+def _need_heads_that_fit(query: jax.Array, key: jax.Array) -> None:
+    """Raises an error unless the heads of `[B, T, N, H]` are a multiple of those of the keys."""
+    fit = lambda N, K: N > 0 and K > 0 and N % K == 0
+    needs = f"a positive multiple of the key heads, {key.shape[2]}"
+    if fit(query.shape[1], key.shape[1]):
+        needs += "; axes are [B, T, N, H], and if these are [B, N, T, H], swap axes 1 and 2 of all"
+    _need(fit(query.shape[2], key.shape[2]), "query", f"{query.shape[2]} heads", needs)
+
+
 def _is_number(x, kind: type) -> bool:
     return isinstance(x, kind) and not isinstance(x, bool)
 
 
+def _is_name(x, names) -> bool:
+    return isinstance(x, str) and x in names
+
+
 def _need_number_or_none(name: str, x) -> None:
+    _need_static(name, x)
     number = x is None or _is_number(x, numbers.Real)
     _need(number, name, type(x).__name__, "None or a number", TypeError)
 
@@ -438,13 +539,21 @@ def _soft_cap(logits_soft_cap) -> float | None:
     _need_number_or_none("logits_soft_cap", logits_soft_cap)
     if logits_soft_cap is None:
         return None
+    cap = _float("logits_soft_cap", logits_soft_cap)
     _need(
-        0 < logits_soft_cap < math.inf,
+        0 < cap < math.inf,
         "logits_soft_cap",
         logits_soft_cap,
         "a finite number above 0, or None for no cap",
     )
-    return float(logits_soft_cap)
+    return cap
+
+
+def _float(name: str, x) -> float:
+    try:
+        return float(x)
+    except OverflowError as error:
+        raise ValueError(f"{name}: got an integer beyond all floats; needs a number.") from error
 
 
 def _array(name: str, x) -> jax.Array:
@@ -452,28 +561,50 @@ def _array(name: str, x) -> jax.Array:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name}: got {type(x).__name__}; needs an array.") from error
+    except OverflowError as error:
+        raise ValueError(f"{name}: got {x}; needs numbers within int32.") from error
 
 
-def _int32(name: str, x) -> jax.Array:
-    """`x` as int32, refused where that could change a value."""
-    if isinstance(x, np.ndarray) and x.dtype.kind in "iu" and x.size:
-        bounds = jnp.iinfo(jnp.int32)
-        _need(bounds.min <= x.min() and x.max() <= bounds.max, name, x, "integers within int32")
+def _int32(name: str, x, *, saturated: bool = True) -> jax.Array:
+    """`x` as int32, refused where that would change a value, as far as values can be seen.
+
+    Args:
+      saturated: whether traced integers of other dtypes, as JAX makes them with jax_enable_x64, are
+        brought within int32 by its bounds; else they wrap round.
+    """
+    bounds = np.iinfo(np.int32)
+    leaves = jax.tree.leaves(x)
+    if leaves and all(isinstance(leaf, numbers.Integral) for leaf in leaves):
+        x = np.asarray(x)  # not JAX's own, which is int64 or, for what that cannot hold, an error
+    if not isinstance(x, np.ndarray):
+        x = _array(name, x)
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer) or (x.dtype == object and x.size)
+    _need(is_integer, name, x.dtype, "int32, or integers that it holds", TypeError)
+    if x.dtype != object and np.can_cast(x.dtype, np.int32):
+        return jnp.asarray(x, np.int32)
+    if isinstance(x, np.ndarray) or _is_readable(x):
+        values = np.asarray(x)
+        if values.size:
+            least, most = values.min(), values.max()
+            fits = bounds.min <= least and most <= bounds.max
+            _need(fits, name, f"{least} to {most}", "integers within int32")
         return jnp.asarray(x.astype(np.int32))
-    x = _array(name, x)
-    _need(
-        jnp.issubdtype(x.dtype, jnp.integer) and np.can_cast(x.dtype, np.int32),
-        name,
-        x.dtype,
-        "int32 or a dtype that int32 holds",
-        TypeError,
-    )
-    return x.astype(jnp.int32)
+    if saturated:
+        x = jnp.minimum(x, jnp.asarray(bounds.max, x.dtype))
+        if jnp.issubdtype(x.dtype, jnp.signedinteger):
+            x = jnp.maximum(x, jnp.asarray(bounds.min, x.dtype))
+    return x.astype(np.int32)
 
 
-def _per_batch(name: str, x, shape: tuple[int, ...], has_batch: bool) -> jax.Array:
+def _is_readable(x: jax.Array) -> bool:
+    return not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+
+
+def _per_batch(
+    name: str, x, shape: tuple[int, ...], has_batch: bool, *, saturated: bool = True
+) -> jax.Array:
     """Integers of a shape `[B, ...]`, where without a batch the first axis may be left out."""
-    x = _int32(name, x)
+    x = _int32(name, x, saturated=saturated)
     if not has_batch and x.ndim == len(shape) - 1:
         x = x[None]
     _need(x.shape == shape, name, f"shape {x.shape}", f"{shape}")
@@ -489,6 +620,7 @@ def _broadcastable(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array
 
 
 def _window(local_window_size) -> tuple[int, int]:
+    _need_static("local_window_size", local_window_size)
     sides = local_window_size
     if _is_number(sides, numbers.Integral):
         sides = (sides, sides)
@@ -517,7 +649,7 @@ def _simplest(
     left, right = window or (math.inf, math.inf)
     if is_causal:
         right = 0
-    if isinstance(query_offset, int):
+    if all(isinstance(x, int) for x in (query_offset, T, S)):  # not a symbol of jax.export
         if left >= T - 1 + query_offset:
             left = math.inf
         if right >= S - 1 - query_offset:
@@ -534,11 +666,7 @@ def _simplest(
 
 def _key_words(key) -> jax.Array:
     """The two uint32 words of a JAX random key, typed or not."""
-    if hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        words = jax.random.key_data(key)
-    else:
-        words = _array("dropout_key", key)
-        _need(words.dtype == jnp.uint32, "dropout_key", words.dtype, "a JAX random key", TypeError)
+    words = key_words("dropout_key", key)
     _need(
         words.shape in ((2,), (4,)),
         "dropout_key",

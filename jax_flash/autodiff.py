@@ -4,9 +4,8 @@ The gradient is written by hand (`jax.custom_vjp`): the backward kernel recomput
 query, key and the LSE, so that what is kept between forward and backward is linear in the sequence
 (Dao 2023, "FlashAttention-2", section 3.1). Reverse mode only.
 
-Output and LSE carry the checkpoint names `OUT_NAME` and `LSE_NAME`, so that under `jax.checkpoint`
-a policy such as `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)` keeps them and
-the forward kernel is not run again.
+Output and LSE carry names (`call.named`) inside the forward rule, whose residuals they are, so that
+under `jax.checkpoint` a policy that saves them keeps the forward kernel from running again.
 """
 
 import dataclasses
@@ -22,9 +21,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_flash.call import Call
+from jax_flash.call import LSE_NAME, Call, named
 from jax_flash.masks import Visibility
-from jax_flash.sharding import over_devices, placed, vary_alike
+from jax_flash.sharding import over_devices, vary_alike
 from pallas_kernels import backward, dropout, forward, segments
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels.config import (
@@ -38,10 +37,6 @@ from pallas_kernels.config import (
 from pallas_kernels.elements import BIAS_DTYPES, Elements
 from pallas_kernels.primitives import interpreting
 
-OUT_NAME = "jax_flash_out"
-LSE_NAME = "jax_flash_lse"
-CHECKPOINT_NAMES = (OUT_NAME, LSE_NAME)
-
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 _SCALES = (1e-30, 1e4)
 _SOFT_CAPS = (1e-3, 1e6)
@@ -50,8 +45,7 @@ _ROW_MULTIPLE = 8  # TMA tiles are 8 rows high: other lengths are padded here
 
 def unsupported(call: Call) -> str | None:
     """Why the kernels cannot do this call, or None if they can; devices are dispatch's business."""
-    batch, query_length, heads, width = call.query.shape
-    key_length, value_width = call.key.shape[1], call.value.shape[-1]
+    width, value_width = call.query.shape[-1], call.value.shape[-1]
     reasons = {
         f"dtype {call.query.dtype}: the kernels take bfloat16 and float16": (
             call.query.dtype not in _DTYPES
@@ -62,7 +56,7 @@ def unsupported(call: Call) -> str | None:
         f"value width {value_width}: the kernels take multiples of 8 up to 256": (
             value_width not in SUPPORTED_WIDTHS
         ),
-        "an empty batch, head or sequence axis": 0 in (batch, heads, query_length, key_length),
+        "symbolic sizes: kernels are made for sizes that are known": call.is_symbolic,
         "scale as an array": not isinstance(call.scale, (int, float)),
         # The exponent's multiplier is a float32, and -LSE / scale is added up in one.
         f"scale {call.scale} is not in {_SCALES}": isinstance(call.scale, (int, float))
@@ -142,7 +136,7 @@ def _prepared(call: Call):
     if call.sinks is not None:
         # For each batch entry, as vmap makes the batch longer, and sharded as the query is.
         batch_and_heads = jnp.zeros_like(call.query[:, 0, :, 0], jnp.float32)
-        sinks = (batch_and_heads + call.sinks.astype(jnp.float32),)
+        sinks = (batch_and_heads + call.sinks.astype(jnp.float32)[None],)
     query, key, value = call.query, call.key, call.value
     problem = settings.problem(query, key, value)
     if has_mask:
@@ -150,7 +144,7 @@ def _prepared(call: Call):
     if not (settings.all_count or problem.forward_ignores_unseen):
         query, key, value = _zero_all_unseen(query, key, value, problem, intervals, ids)
     operands = query, key, value, sinks, intervals, ids, *_words(call), elements
-    return settings, placed(operands, _OPERANDS)
+    return settings, vary_alike(operands)
 
 
 def _segment_ids(call: Call) -> tuple[jax.Array, ...]:
@@ -158,35 +152,27 @@ def _segment_ids(call: Call) -> tuple[jax.Array, ...]:
     query_ids, key_ids = call.visibility.query_segment_ids, call.visibility.key_value_segment_ids
     if query_ids is None or key_ids is None:
         return ()
-    # Sharded alike, as those of one side are searched for those of the other.
-    *_, ids = placed((call.query, call.key, (query_ids, key_ids)), (_QUERY, _KEY, _IDS))
-    return ids
+    return vary_alike((query_ids, key_ids), (call.query, call.key))
 
 
 def _words(call: Call) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Words of dropout of queries and of keys (`dropout.Words`), one array each, or none."""
     if call.dropout_key is None:
         return (), ()
-    (batch, query_length, heads, _), key_length = call.query.shape, call.key.shape[1]
+    (batch, query_length, _, _), key_length = call.query.shape, call.key.shape[1]
     query_words = dropout.query_words(
         call.dropout_key,
-        jnp.arange(batch)[:, None, None],
-        jnp.arange(heads)[:, None],
+        call.batch_entries[:, None, None],
+        call.query_heads[None, :, None],
         query_length,
         dropout.steps_of(call.dropout_rate),
     )
     # For each batch entry, as vmap makes the batch longer.
-    key_words = dropout.columns_of_keys(call.dropout_key, jnp.arange(key_length))
+    key_words = dropout.columns_of_keys(call.dropout_key, jnp.arange(key_length, dtype=jnp.int32))
     key_words = jnp.broadcast_to(key_words, (batch, key_length))
     # Of their own dtype, for which kernels have loads.
     as_int = lambda x: lax.bitcast_convert_type(x, jnp.int32)
     return (as_int(query_words),), (as_int(key_words),)
-
-
-def _are_static(see: Visibility) -> bool:
-    """Whether the keys that each query sees, but for ids and mask, are known before run time."""
-    lengths = see.query_seq_lengths, see.key_value_seq_lengths
-    return isinstance(see.query_offset, int) and lengths == (None, None)
 
 
 def _intervals(call: Call) -> tuple[int | None, int | None, tuple[jax.Array, ...]]:
@@ -196,8 +182,8 @@ def _intervals(call: Call) -> tuple[int | None, int | None, tuple[jax.Array, ...
         call.query.shape[:2],
         call.key.shape[1],
     )
-    if _are_static(see):
-        assert isinstance(see.query_offset, int)  # as it is static
+    if see.are_bounds_static:
+        assert isinstance(see.query_offset, int)
         return *_bounds(see, see.query_offset, query_length, key_length), ()
     bounds = see.row_intervals(query_length, key_length)
     whole = [jnp.broadcast_to(x, (batch, query_length)).astype(jnp.int32) for x in bounds]
@@ -380,8 +366,8 @@ class _Static:
 def _attention_forward(settings, *operands):
     run = _folding_vmap(functools.partial(_run_forward, settings))
     out, lse, references = run(*operands)
-    out = checkpoint_name(out, OUT_NAME)
-    lse, references = (checkpoint_name(x, LSE_NAME) for x in (lse, references))
+    out, lse = named(out, lse)
+    references = checkpoint_name(references, LSE_NAME)
     return (out, _of_rows(lse, out)), (*operands, out, lse, references)
 
 
@@ -589,10 +575,20 @@ def _folding_vmap(run, leading: int = 0):
             jax.tree.map(spread_element if isinstance(arg, Elements) else spread, arg, batched)
             for arg, batched in zip(args, in_batched, strict=True)
         )
-        out = _folding_vmap(run, leading + 1)(*spread_args)
+        if axis_size == 0:  # no device has a batch to run a kernel on
+            out = _mapped_zero_times(functools.partial(run, leading), in_batched, args)
+        else:
+            out = _folding_vmap(run, leading + 1)(*spread_args)
         return out, jax.tree.map(lambda _: True, out)
 
     return function
+
+
+def _mapped_zero_times(run, in_batched, args):
+    """The results of `run(*args)` with a leading axis of 0, like the arguments that are mapped."""
+    one = lambda x, is_mapped: jax.ShapeDtypeStruct(x.shape[is_mapped:], x.dtype)
+    types = jax.eval_shape(run, *jax.tree.map(one, tuple(args), tuple(in_batched)))
+    return vary_alike(jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), types), args)
 
 
 def _on_hopper(kernel, out_types, *args):

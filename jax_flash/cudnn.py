@@ -6,6 +6,9 @@ is not known to be right is refused here, with the reason. What it takes was rea
 jax/_src/cudnn/fused_attention_stablehlo.py of jax 0.11.2 and 0.12.0.
 """
 
+import dataclasses
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo
@@ -21,7 +24,9 @@ _MAX_ELEMENTS = 2**31  # indices are int32: beyond it gradients are silently wro
 
 def unsupported(call: Call) -> str | None:
     """Why cuDNN cannot do the call, None if it can."""
-    B, T, _, H = call.query.shape
+    if call.is_symbolic:
+        return "it takes no symbolic sizes"
+    T, _, H = call.query.shape[1:]
     S, _, h = call.value.shape[1:]
     seen = call.visibility
     capability = device.device_of(call.query).compute_capability or (0, 0)
@@ -38,7 +43,6 @@ def unsupported(call: Call) -> str | None:
             f"it takes head widths up to 128 on GPUs other than Hopper, not {H}",
         ),
         (capability < (8, 0), f"it needs compute capability 8.0, not {capability}"),
-        (0 in (B, T, S), f"it takes no empty axis; B, T, S are {B}, {T}, {S}"),
         # cuDNN 9.18 release notes (S = 1; T = 1, causal, with fewer key heads) and
         # NVIDIA/cudnn-frontend#1072 (T = 1: dK and dV are NaN where a row's LSE is below -88).
         (1 in (T, S), f"its gradients are wrong for a length of 1; T, S are {T}, {S}"),
@@ -50,16 +54,6 @@ def unsupported(call: Call) -> str | None:
             max(call.query.size, call.key.size) >= _MAX_ELEMENTS,
             "its gradients are wrong beyond 2**31 elements",
         ),
-        (seen.mask is not None, "it has no mask, only a bias made of one, as large as the mask"),
-        (
-            seen.query_seq_lengths is not None or seen.key_value_seq_lengths is not None,
-            "with lengths some row may see no key, and what it gives such rows is not defined",
-        ),
-        (seen.query_segment_ids is not None, "it has no segment ids"),
-        (
-            not isinstance(seen.query_offset, int) or seen.query_offset != 0,
-            "it has no query_offset",
-        ),
         # jax-ml/jax#39576: a window (L, 0) would see the future, and others are refused.
         (seen.window is not None and not seen.is_causal, "it has windows only with is_causal"),
         (
@@ -67,18 +61,42 @@ def unsupported(call: Call) -> str | None:
             f"with a window some row may see no key where T != S, as in {T} != {S}",
         ),
         (not isinstance(call.scale, float), "it takes a scale known at compile time"),
-        # It subtracts very negative numbers as NaN: see get_large_negative_number in jax's file.
-        (call.bias is not None, "a bias that masks with very negative numbers may give NaN"),
-        (call.logits_soft_cap is not None, "it has no logits_soft_cap"),
-        (call.sinks is not None, "it has no sinks"),
-        (call.dropout_rate > 0, "it would drop other weights than the dropout key decides"),
-        (call.return_residual, "its LSE is not differentiable"),
-        (call.deterministic, "its gradients are not reproducible bit by bit"),
     ]
     for refused, reason in refusals:
         if refused:
             return reason
+    for name in _given(call):
+        if name not in _TAKEN:
+            return _REASONS.get(name, f"it has no {name}")
     return _installation_reason()
+
+
+# Fields of `Call` and `Visibility` that it takes, within what `unsupported` asks. Any other, also a
+# new one that nobody has thought of here, is refused where a call has it.
+_TAKEN = {"query", "key", "value", "visibility", "is_causal", "window", "scale", "config"}
+_TAKEN |= {"first_batch_entry", "first_query_head"}  # of dropout alone
+_LENGTHS = "with lengths some row may see no key, and what it gives such rows is not defined"
+_REASONS = {
+    "query_seq_lengths": _LENGTHS,
+    "key_value_seq_lengths": _LENGTHS,
+    "query_segment_ids": "it has no segment ids",
+    "mask": "it has no mask, only a bias made of one, as large as the mask",
+    # It subtracts very negative numbers as NaN: see get_large_negative_number in jax's file.
+    "bias": "a bias that masks with very negative numbers may give NaN",
+    "dropout_rate": "it would drop other weights than the dropout key decides",
+    "return_residual": "its LSE is not differentiable",
+    "deterministic": "its gradients are not reproducible bit by bit",
+}
+
+
+def _given(call: Call) -> Iterator[str]:
+    """Names of the fields in which a call is not as by default."""
+    for part in (call.visibility, call):
+        for field in dataclasses.fields(part):
+            x = getattr(part, field.name)
+            is_static = x is None or isinstance(x, (bool, int, float, tuple))
+            if not is_static or x != field.default:
+                yield field.name
 
 
 def attention(call: Call) -> tuple[jax.Array, None]:

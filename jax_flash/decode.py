@@ -6,10 +6,11 @@ of the keys are combined by their LSE (flash decoding, `reference.py`).
 
 import dataclasses
 import functools
+import inspect
 import logging
 import math
 import numbers
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +21,19 @@ from jax.typing import ArrayLike
 from jax_flash import device, dispatch, xla
 from jax_flash.api import (
     _array,
+    _explained,
     _int32,
     _is_number,
     _need,
+    _need_heads_that_fit,
     _need_number_or_none,
     _soft_cap,
     _window,
 )
-from jax_flash.autodiff import _keep_apart, _on_hopper
-from jax_flash.call import Call
+from jax_flash.autodiff import _keep_apart, _mapped_zero_times, _on_hopper
+from jax_flash.call import Call, without_derivative
 from jax_flash.masks import Visibility
-from jax_flash.sharding import over_devices, vary_alike
+from jax_flash.sharding import by_device, over_devices
 from pallas_kernels import combine
 from pallas_kernels import decode as kernel
 
@@ -42,10 +45,32 @@ _SCALES = (1e-30, 1e4)
 _SOFT_CAPS = (1e-3, 1e3)  # 1 - 2 / (1 + exp(2x)) is right to 1e-7 of the cap
 _CHUNK = 4096  # keys that plain JAX reads at a time
 
+# Of `sharding`: letters of the axes of each array of a call.
+_LETTERS: dict[str, Any] = {
+    "query": "b.n.",
+    "key_cache": "b.k.",
+    "value_cache": "b.k.",
+    "lengths": "b",
+    "page_table": "b.",
+    "sinks": "n",
+    "key_scale": "k",
+    "value_scale": "k",
+}
 
+
+def _letters(page_table) -> dict[str, Any]:
+    of_caches = {"key_cache": "..k.", "value_cache": "..k."}  # a page may be of any sequence
+    return _LETTERS if page_table is None else _LETTERS | of_caches
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=list(_LETTERS),
+    meta_fields=["scale", "window", "logits_soft_cap", "num_splits"],
+)
 @dataclasses.dataclass(frozen=True)
 class DecodeCall:
-    """Checked arguments of one decode_attention.
+    """Checked arguments of one decode_attention: a pytree, whose leaves are the arrays.
 
     Attributes:
       query: `[B, T, N, H]`, the last T tokens of each sequence.
@@ -75,11 +100,71 @@ class DecodeCall:
     num_splits: int | None
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no token, or no room for any key."""
+        return 0 in (*self.query.shape, self.capacity)
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size is a symbol of `jax.export.symbolic_shape`."""
+        return not all(isinstance(x, int) for x in (*self.query.shape, *self.value_cache.shape))
+
+    @property
     def capacity(self) -> int:
         """S: tokens of a sequence that the cache has room for."""
         if self.page_table is None:
             return self.key_cache.shape[1]
         return self.page_table.shape[1] * self.key_cache.shape[1]
+
+
+class DecodeOptions(TypedDict, total=False):
+    """What `decode_attention` takes by name, but for return_residual: for type checkers alone."""
+
+    page_table: ArrayLike | None
+    scale: float | None
+    local_window_size: int | tuple[int, int] | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    num_splits: int | None
+    key_scale: ArrayLike | None
+    value_scale: ArrayLike | None
+    implementation: str | None
+
+
+@overload
+def decode_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[DecodeOptions],
+) -> jax.Array: ...
+
+
+@overload
+def decode_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[DecodeOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def decode_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    return_residual: bool,
+    **options: Unpack[DecodeOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def decode_attention(
@@ -107,10 +192,18 @@ def decode_attention(
     Where lengths[b] < T, the first tokens have negative positions: they do not exist. Such a token,
     and each of a sequence of length 0, has output 0 and LSE -inf.
 
+    With `num_splits` set, what a sequence gets does not depend on the others in the batch, nor on
+    how many they are, bit for bit: decoding is batch invariant.
+
     The cache holds the keys and values of the T tokens already: call `update_cache` before. What it
     holds from lengths[b] on, or before a window, does not matter, be it NaN. Lengths and page table
     may change from call to call of a compiled program. There is jit, vmap and export, but no
-    gradients.
+    derivative: NotImplementedError says so.
+
+    Where tokens are padded on the right, num_new[b] of T being tokens, call with
+    lengths + T - num_new: then row t stands where `update_cache(..., num_new=num_new)` puts it.
+    Rows of padding get what means nothing, and what the cache holds at their positions must be
+    finite, as zeros or an older token are.
 
     Products, soft cap, sinks and LSE are as in `jax_flash.attention`.
 
@@ -120,7 +213,8 @@ def decode_attention(
         `[pages, page_size, K, H]`, page_size a power of two from 16 on. Of the query's dtype, or
         float8_e4m3fn.
       value_cache: as key_cache, of the same dtype; its width h need not be H.
-      lengths: integers `[B]`, tokens of each sequence, the T new ones included; 0 for none.
+      lengths: integers `[B]`, tokens of each sequence, the T new ones included; 0 for none, which
+        is what a negative one counts as.
       page_table: integers `[B, max_pages]`: token j of sequence b stands in page
         page_table[b, j // page_size] at j % page_size. Entries of pages that no token stands in may
         be anything.
@@ -130,12 +224,13 @@ def decode_attention(
       logits_soft_cap: cap > 0: logits become cap * tanh(logits / cap).
       sinks: floating `[N]`: a logit per query head that takes weight but has no value.
       num_splits: parts that the kernel splits the keys of each sequence into, to be worked on at
-        the same time; None for as many as fill the GPU. With a number of your own, what a sequence
-        gets does not depend on the others in the batch, bit for bit. "xla" does without.
+        the same time; None for as many as fill the GPU, which depends on the batch. "xla" does
+        without.
       key_scale: floating `[K]`: keys are key_cache * key_scale; None for 1.
       value_scale: floating `[K]`, likewise.
       return_residual: also return the LSE.
-      implementation: None for the fastest that can do the call on this device, or
+      implementation: None for the fastest that can do the call on this device (`explain_decode`
+        says which, and why not the kernel; so does the log "jax_flash" on a Hopper GPU), or
           "mosaic_gpu", a Pallas kernel for Hopper GPUs (H100, H200), or
           "xla", plain JAX, on any device.
 
@@ -150,6 +245,74 @@ def decode_attention(
 
     Sources: Dao et al. 2023 (flash decoding); Kwon et al. 2023 (paged caches).
     """
+    call = _checked(**locals())
+    out, lse = _attend(_choose(call, implementation).implementation, call)
+    return (out, lse) if return_residual else out
+
+
+@functools.wraps(decode_attention, assigned=(), updated=())  # the signature alone
+def explain_decode(*args, **kwargs) -> dispatch.Explanation:
+    """Says which implementation `decode_attention` would run with the same arguments, and why.
+
+    With a `jax.ShapeDtypeStruct` for each array and implementation="mosaic_gpu" it answers on any
+    machine whether the kernel can do the call on a Hopper GPU: it raises what `decode_attention`
+    would raise there.
+
+    Args:
+      *args, **kwargs: as for `decode_attention`; any array may be a `jax.ShapeDtypeStruct`.
+
+    Returns:
+      An `Explanation`: its `implementation`, and `reasons`, which say why the kernel was passed
+      over, if it was. It prints as text. On a Hopper GPU the log "jax_flash" has it too.
+
+    Raises:
+      Whatever `decode_attention` raises before it computes anything.
+    """
+
+    def choose(**arguments):
+        return _choose(_checked(**arguments), arguments["implementation"])
+
+    return _explained(inspect.signature(decode_attention), choose, args, kwargs)
+
+
+@without_derivative(
+    "decode_attention has no derivative: jax_flash.attention has one.", static_argnums=(0,)
+)
+def _attend(implementation: str, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
+    """Output and LSE, by the implementation of that name."""
+    if call.is_empty:
+        return _nothing(call, call.query.dtype)
+    letters = dataclasses.replace(call, **_letters(call.page_table))
+    results = "b.n.", "b.n"
+    is_plain = implementation == "xla"
+    return by_device(_attend_part, implementation, call, letters, results, plain=is_plain)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
+def _attend_part(implementation: str, call: DecodeCall, origin) -> tuple[jax.Array, jax.Array]:
+    """What `_attend` gives, of what one device has."""
+    del origin
+    return _on_kernel(call) if implementation == "mosaic_gpu" else _plain(call)
+
+
+def _checked(
+    *,
+    query,
+    key_cache,
+    value_cache,
+    lengths,
+    page_table,
+    scale,
+    local_window_size,
+    logits_soft_cap,
+    sinks,
+    num_splits,
+    key_scale,
+    value_scale,
+    return_residual,
+    implementation,
+) -> DecodeCall:
+    """Checks the arguments of `decode_attention`, described there."""
     _need(
         implementation in (None, *IMPLEMENTATIONS),
         "implementation",
@@ -157,7 +320,7 @@ def decode_attention(
         f"None or one of {', '.join(IMPLEMENTATIONS)}",
     )
     _need(
-        isinstance(return_residual, bool),
+        isinstance(return_residual, bool | np.bool_),
         "return_residual",
         return_residual,
         "True or False",
@@ -178,12 +341,7 @@ def decode_attention(
     )
     K = key_cache.shape[2]
     _need(key_cache.shape[3] == H, "key_cache", f"width {key_cache.shape[3]}", f"query's, {H}")
-    _need(
-        N > 0 and K > 0 and N % K == 0,
-        "query",
-        f"{N} heads",
-        f"a positive multiple of the key heads, {K}",
-    )
+    _need_heads_that_fit(query, key_cache)
     _need_number_or_none("scale", scale)
     if num_splits is not None:
         _need(
@@ -194,11 +352,11 @@ def decode_attention(
             TypeError,
         )
         _need(num_splits >= 1, "num_splits", num_splits, "at least 1")
-    call = DecodeCall(
+    return DecodeCall(
         query=query,
         key_cache=key_cache,
         value_cache=value_cache,
-        lengths=_checked_lengths(lengths, B),
+        lengths=_per_sequence("lengths", lengths, B),
         page_table=page_table,
         scale=1 / math.sqrt(H) if scale is None else float(scale),
         window=None if local_window_size is None else _window(local_window_size)[0],
@@ -208,9 +366,6 @@ def decode_attention(
         value_scale=_per_head("value_scale", value_scale, K),
         num_splits=None if num_splits is None else int(num_splits),
     )
-    chosen = _choose(call, implementation).implementation
-    out, lse = _on_kernel(call) if chosen == "mosaic_gpu" else _plain(call)
-    return (out, lse) if return_residual else out
 
 
 def update_cache(
@@ -220,12 +375,16 @@ def update_cache(
     value: ArrayLike,
     lengths: ArrayLike,
     page_table: ArrayLike | None = None,
+    *,
+    num_new: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes the last T tokens of each sequence into its cache.
+    """Writes the new tokens of each sequence, its last ones, into its cache.
 
-    Token t goes to position lengths[b] - T + t. A token whose position is negative, or beyond the
-    cache, is not written; nothing else changes. Under jit with the caches donated
-    (`donate_argnums=(0, 1)`) it happens in place.
+    Token t goes to position lengths[b] - T + t. Where fewer than T are new, `num_new` says how
+    many: they are the first rows of key and value, padded on the right, and token t goes to
+    position lengths[b] - num_new[b] + t. A token whose position is negative, or beyond the cache,
+    or in a page that is none, is not written, nor is a row of padding; nothing else changes. Under
+    jit with the caches donated (`donate_argnums=(0, 1)`) it happens in place.
 
     Args:
       key_cache: `[B, S, K, H]`, or `[pages, page_size, K, H]` with a page table; see
@@ -233,9 +392,12 @@ def update_cache(
       value_cache: `[B, S, K, h]`, or `[pages, page_size, K, h]`.
       key: `[B, T, K, H]`, in the dtype of the caches: float8 keys come divided by their scale.
       value: `[B, T, K, h]`.
-      lengths: integers `[B]`, tokens of each sequence, the T new ones included; 0 for none.
-      page_table: integers `[B, max_pages]`. Two sequences may share pages that none of the T tokens
-        goes to.
+      lengths: integers `[B]`, tokens of each sequence, the new ones included and padding not; 0 for
+        none, which is what a negative one counts as.
+      page_table: integers `[B, max_pages]`. Two sequences may share pages that none of the new
+        tokens goes to. A token whose entry is negative, or no page of the cache, is not written.
+      num_new: integers `[B]`: rows 0 to num_new[b] - 1 of key and value are tokens, the others
+        padding. None for T, which is what more counts as; 0 for none, as a negative one.
 
     Returns:
       Both caches.
@@ -252,18 +414,38 @@ def update_cache(
         needs = (B, T, *cache.shape[2:])
         _need(new.shape == needs, name, f"shape {new.shape}", f"{needs}")
         _need(new.dtype == cache.dtype, name, new.dtype, f"the caches' {cache.dtype}", TypeError)
-    new_lengths = _checked_lengths(lengths, B)
+    lengths = _per_sequence("lengths", lengths, B)
+    if num_new is not None:
+        num_new = _per_sequence("num_new", num_new, B)
+    if 0 in (*key.shape, *key_cache.shape) or (page_table is not None and page_table.size == 0):
+        return key_cache, value_cache
+    arrays = (key_cache, value_cache), (key, value), lengths, page_table, num_new
+    # Heads of caches and of tokens go together. Every device has all pages: it needs all tokens.
+    caches, tokens, entries = ("b.n.", "b.n.", "b") if page_table is None else ("..n.", "*.n.", "*")
+    letters = caches, tokens, entries, "*.", entries
+    return by_device(_updated, None, arrays, letters, (caches, caches), plain=True)
 
-    position = new_lengths[:, None] - T + jnp.arange(T, dtype=jnp.int32)
+
+@functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
+def _updated(_, arrays, origin) -> tuple[jax.Array, jax.Array]:
+    """What `update_cache` gives, of what one device has."""
+    del origin
+    (key_cache, value_cache), (key, value), lengths, page_table, num_new = arrays
+    B, T = key.shape[:2]
+    token = jnp.arange(T, dtype=jnp.int32)[None]
+    count = T if num_new is None else jnp.clip(num_new, 0, T)[:, None]
+    position = jnp.maximum(lengths, 0)[:, None] - count + token
     rows = key_cache.shape[1]
+    exists = position >= 0
+    if num_new is not None:
+        exists &= token < count
     if page_table is None:
         entry, row = jnp.arange(B, dtype=jnp.int32)[:, None], position
-        exists = position >= 0
     else:
         column = position // rows
         entry = jnp.take_along_axis(page_table, column, axis=1, mode="clip")
         row = position % rows
-        exists = (position >= 0) & (column < page_table.shape[1]) & (entry >= 0)
+        exists &= (column < page_table.shape[1]) & (entry >= 0)
     # What is out of bounds is dropped, where a negative index would count from the end.
     row = jnp.where(exists, row, rows)
     return (
@@ -310,14 +492,15 @@ def _checked_cache(
         f"pages of {page_size} tokens",
         "a power of two from 16 on",
     )
-    _need(key_cache.shape[0] > 0, "key_cache", "no page", "at least one")
+    has_page = key_cache.shape[0] > 0 or page_table.size == 0
+    _need(has_page, "key_cache", "no page", "at least one, as page_table has entries")
     return key_cache, value_cache, page_table
 
 
-def _checked_lengths(lengths, B: int) -> jax.Array:
-    lengths = _int32("lengths", lengths)
-    _need(lengths.shape == (B,), "lengths", f"shape {lengths.shape}", f"{(B,)}")
-    return lengths
+def _per_sequence(name: str, x, B: int) -> jax.Array:
+    x = _int32(name, x)
+    _need(x.shape == (B,), name, f"shape {x.shape}", f"{(B,)}")
+    return x
 
 
 def _per_head(name: str, x, heads: int) -> jax.Array | None:
@@ -349,6 +532,8 @@ def _choose(call: DecodeCall, implementation: str | None) -> dispatch.Explanatio
 
 def _unsupported(call: DecodeCall) -> str | None:
     """Why the kernel cannot do this call, or None if it can; devices are dispatch's business."""
+    if call.is_symbolic:
+        return "symbolic sizes: the kernel is made for sizes that are known"
     width, value_width = call.query.shape[-1], call.value_cache.shape[-1]
     reasons = {
         f"dtype {call.query.dtype}: the kernel takes bfloat16 and float16": (
@@ -358,8 +543,6 @@ def _unsupported(call: DecodeCall) -> str | None:
             width not in kernel.WIDTHS
         ),
         f"value width {value_width} differs from query width {width}": value_width != width,
-        "an empty batch, token or cache axis": 0 in (*call.query.shape, call.capacity),
-        f"a cache length of {call.capacity}, no multiple of 8": call.capacity % 8 != 0,
         # The exponent's multiplier is a float32, and tells which logit is the greatest.
         f"scale {call.scale} is not in {_SCALES}": not _SCALES[0] <= call.scale <= _SCALES[1],
         f"logits_soft_cap {call.logits_soft_cap} is not in {_SOFT_CAPS}": (
@@ -410,7 +593,6 @@ def _on_kernel(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
     return run(of_entries, {name: x for name, x in shared.items() if x is not None})
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
 def _run(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shared):
     """Output and LSE.
 
@@ -421,23 +603,9 @@ def _run(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shar
       shared: those that have none, None left out.
     """
     local = functools.partial(_local, problem, num_splits)
-    letters = [{name: _LETTERS[name] for name in arrays} for arrays in (of_entries, shared)]
-    if "page_table" in of_entries:  # a page may be of any sequence
-        letters[1] |= {"key_cache": "..k.", "value_cache": "..k."}
+    known = _letters(of_entries.get("page_table"))
+    letters = [{name: known[name] for name in arrays} for arrays in (of_entries, shared)]
     return over_devices(local, tuple(letters), ("b.n.", "b.n"))(of_entries, shared)
-
-
-# Of `sharding.over_devices`.
-_LETTERS = {
-    "query": "b.n.",
-    "key_cache": "b.k.",
-    "value_cache": "b.k.",
-    "lengths": "b",
-    "page_table": "b.",
-    "sinks": "n",
-    "key_scale": "k",
-    "value_scale": "k",
-}
 
 
 def _local(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shared):
@@ -466,6 +634,8 @@ def _folding_vmap(run):
     def _(axis_size, in_batched, of_entries, shared):
         mapped_entries, mapped_shared = in_batched
         mapped_out = (True, True)
+        if axis_size == 0:  # no device has a batch to run a kernel on
+            return _mapped_zero_times(run, in_batched, (of_entries, shared)), mapped_out
         if any(mapped_shared.values()):
             leaves, tree = jax.tree.flatten((of_entries, shared))
             mapped = jax.tree.leaves(in_batched)
@@ -478,10 +648,11 @@ def _folding_vmap(run):
 
         def fold(x, is_mapped):
             x = x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
+            return x.reshape(axis_size * x.shape[1], *x.shape[2:])
 
+        B = of_entries["lengths"].shape[-1]
         results = run(jax.tree.map(fold, of_entries, mapped_entries), shared)
-        return tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in results), mapped_out
+        return tuple(x.reshape(axis_size, B, *x.shape[1:]) for x in results), mapped_out
 
     return run
 
@@ -494,15 +665,10 @@ def _plain(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
 
     Each chunk is attention of its own, in float32, and joins the others by its LSE.
     """
-    B, T = call.query.shape[:2]
-    h, S = call.value_cache.shape[3], call.capacity
-    # Made of the query and typed like all operands, so that they are sharded as results are.
-    rows = jnp.zeros_like(call.query[..., 0], jnp.float32)
-    arrays = [x for x in vars(call).values() if isinstance(x, jax.Array)]
-    out, lse = vary_alike((rows[..., None] + jnp.zeros(h), rows - jnp.inf), arrays)
-    if 0 in (B, T, S):
-        return out.astype(call.query.dtype), lse
-    chunk = min(S, _CHUNK if call.page_table is None else max(_CHUNK, call.key_cache.shape[1]))
+    T, S = call.query.shape[1], call.capacity
+    lengths = jnp.maximum(call.lengths, 0)  # of which positions can be subtracted
+    chunk = max(_CHUNK, 0 if call.page_table is None else call.key_cache.shape[1])
+    chunk = min(S, chunk) if isinstance(S, int) else S  # not a symbol of jax.export
 
     def step(index, carry):
         wanted = index * chunk
@@ -516,8 +682,8 @@ def _plain(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
                 visibility=Visibility(
                     is_causal=True,
                     window=None if call.window is None else (call.window, 0),
-                    query_offset=call.lengths - T - start,
-                    key_value_seq_lengths=call.lengths - start,
+                    query_offset=lengths - T - start,
+                    key_value_seq_lengths=lengths - start,
                     mask=fresh.reshape(1, 1, 1, chunk),
                 ),
                 scale=call.scale,
@@ -526,16 +692,19 @@ def _plain(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
         )
         return xla.joined(carry, part)
 
-    first, end = jnp.int32(0), jnp.minimum(call.lengths.max(), S)
+    first, end = jnp.int32(0), jnp.minimum(lengths.max(), S)
     if call.window is not None:
-        first = (
-            jnp.clip(jnp.maximum(call.lengths, 0).min() - T - min(call.window, 2**30), 0, S)
-            // chunk
-        )
-    out, lse = lax.fori_loop(first, (end + chunk - 1) // chunk, step, (out, lse))
+        first = jnp.clip(lengths.min() - T - min(call.window, 2**30), 0, S) // chunk
+    nothing = _nothing(call, jnp.float32)
+    out, lse = lax.fori_loop(first, (end + chunk - 1) // chunk, step, nothing)
     if call.sinks is not None:
         out, lse = xla.with_sinks(out, lse, call.sinks)
     return out.astype(call.query.dtype), lse
+
+
+def _nothing(call: DecodeCall, dtype) -> tuple[jax.Array, jax.Array]:
+    """Output and LSE where no token sees a key."""
+    return xla.nothing_visible(call.query, call.value_cache.shape[3], dtype, call)
 
 
 def _read(call: DecodeCall, cache, scale, start, size: int) -> jax.Array:
@@ -550,4 +719,4 @@ def _read(call: DecodeCall, cache, scale, start, size: int) -> jax.Array:
         rows = jnp.take(cache, pages, axis=0, mode="clip")
         rows = rows.reshape(pages.shape[0], size, *cache.shape[2:])
     rows = rows.astype(jnp.float32)
-    return rows if scale is None else rows * scale[:, None]
+    return rows if scale is None else rows * scale.reshape(1, 1, -1, 1)

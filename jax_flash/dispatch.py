@@ -13,8 +13,7 @@ import types
 import jax
 
 from jax_flash import autodiff, cudnn, device, kernel_fp8, xla
-from jax_flash.call import Call
-from jax_flash.quantization import without_derivative
+from jax_flash.call import Call, by_device, without_derivative
 
 IMPLEMENTATIONS = {"mosaic_gpu": autodiff, "cudnn": cudnn, "xla": xla}  # fastest first
 
@@ -66,12 +65,23 @@ def choose(call: Call, implementation: str | None) -> Explanation:
 
 def attention(call: Call, implementation: str | None) -> tuple[jax.Array, jax.Array | None]:
     """Runs `call` on the implementation that `choose` names."""
-    module = _module(choose(call, implementation).implementation, call)
-    if call.scales is None:
-        return module.attention(call)
-    run = lambda arrays: module.attention(call.with_arrays(arrays))
-    refusing = without_derivative(run, "attention of Quantized arrays has no derivative")
-    return refusing(call.arrays)
+    chosen = choose(call, implementation).implementation
+    run = _run if call.scales is None else _run_without_derivative
+    return run(chosen, call)
+
+
+def _run(implementation: str, call: Call) -> tuple[jax.Array, jax.Array | None]:
+    if call.is_empty:
+        return xla.nothing_visible(call.query, call.value.shape[-1], call.out_dtype, call.arrays)
+    module = _module(implementation, call)
+    return by_device(module.attention, call, plain=implementation == "xla")
+
+
+_run_without_derivative = without_derivative(
+    "attention of Quantized arrays has no derivative:"
+    " jax_flash.attention_fp8 is FP8 with gradients.",
+    static_argnums=(0,),
+)(_run)
 
 
 def _module(implementation: str, call: Call) -> types.ModuleType:

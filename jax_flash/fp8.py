@@ -1,8 +1,9 @@
 """attention_fp8(): a forward pass in FP8 that a model can be trained with."""
 
 import dataclasses
+import functools
 import inspect
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,53 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash import api, dispatch
-from jax_flash.call import Call
+from jax_flash.call import Call, by_device, named
 from jax_flash.quantization import quantize_fp8
+
+
+@overload
+def attention_fp8(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    block_size: int | None = None,
+    incoherent_key: jax.Array | None = None,
+    return_residual: Literal[False] = False,
+    **options: Unpack[api.Options],
+) -> jax.Array: ...
+
+
+@overload
+def attention_fp8(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    block_size: int | None = None,
+    incoherent_key: jax.Array | None = None,
+    return_residual: Literal[True],
+    **options: Unpack[api.Options],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention_fp8(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    block_size: int | None = None,
+    incoherent_key: jax.Array | None = None,
+    return_residual: bool,
+    **options: Unpack[api.Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def attention_fp8(
@@ -64,7 +110,17 @@ def attention_fp8(
     bound = inspect.signature(api.attention).bind(query, key, value, **options)
     bound.apply_defaults()
     call = api._checked(**bound.arguments)
-    implementation = bound.arguments["implementation"]
+    statics = bound.arguments["implementation"], block_size
+    out, lse = by_device(_attend, call, incoherent_key, statics=statics, plain=True)
+    if jnp.ndim(query) == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if call.return_residual else out
+
+
+def _attend(
+    implementation: str | None, block_size: int | None, call: Call, incoherent_key
+) -> tuple[jax.Array, jax.Array]:
+    """Output `[B, T, N, h]` and LSE `[B, T, N]`."""
     see = call.visibility
     lengths = see.query_seq_lengths, see.key_value_seq_lengths, see.key_value_seq_lengths
     fp8_query, fp8_key, fp8_value = (
@@ -73,7 +129,8 @@ def attention_fp8(
     )
     offset = _offset(call, fp8_value)
     if offset is not None:
-        fp8_value = _zero_beyond(fp8_value - offset, see.key_value_seq_lengths)
+        fp8_value = fp8_value.astype(offset.dtype) - offset
+        fp8_value = _zero_beyond(fp8_value, see.key_value_seq_lengths)
     quantized = quantize_fp8(
         fp8_query, fp8_key, fp8_value, block_size=block_size, incoherent_key=incoherent_key
     )
@@ -92,11 +149,10 @@ def attention_fp8(
     if offset is not None:
         seeing = jnp.logical_not(jnp.isneginf(lse))[..., None]
         of_heads = jnp.repeat(offset, call.query.shape[2] // call.key.shape[2], axis=2)
-        out = out + jnp.where(seeing, of_heads, 0)
-    out, lse = _given(call, implementation, out.astype(call.query.dtype), lse)
-    if jnp.ndim(query) == 3:
-        out, lse = out[0], lse[0]
-    return (out, lse) if call.return_residual else out
+        out = out.astype(of_heads.dtype) + jnp.where(seeing, of_heads, 0)
+    out = out.astype(call.query.dtype)
+    # Named, as the backward pass takes nothing of the forward pass in FP8: it is not run again.
+    return named(*_given(call.static, implementation, call.arrays, out, lse))
 
 
 def _offset(call: Call, value: jax.Array) -> jax.Array | None:
@@ -108,10 +164,10 @@ def _offset(call: Call, value: jax.Array) -> jax.Array | None:
     if call.sinks is not None or call.dropout_rate > 0:
         return None
     total = value.astype(jnp.float32).sum(axis=1, keepdims=True)
-    count: jax.Array | int = max(1, value.shape[1])
+    count: jax.Array | int = 1 if value.shape[1] == 0 else value.shape[1]
     if call.visibility.key_value_seq_lengths is not None:
         count = jnp.clip(call.visibility.key_value_seq_lengths, 1, count).reshape(-1, 1, 1, 1)
-    mean = total / count
+    mean = total / jnp.asarray(count, total.dtype)
     return jnp.where(jnp.isfinite(mean), mean, 0)
 
 
@@ -119,30 +175,34 @@ def _zero_beyond(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """x `[B, T, N, H]` with zeros in the rows from lengths `[B]` on."""
     if lengths is None:
         return x
-    exists = jnp.arange(x.shape[1]) < lengths[:, None]
+    exists = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
     return jnp.where(exists[:, :, None, None], x, 0)
 
 
-def _given(
-    call: Call, implementation: str | None, out: jax.Array, lse: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """out `[B, T, N, h]` and LSE `[B, T, N]`, with the gradients of computing the call again."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _given(call: Call, implementation: str | None, arrays, out: jax.Array, lse: jax.Array):
+    """out `[B, T, N, h]` and LSE `[B, T, N]`, with the gradients of computing the call again.
 
-    @jax.custom_vjp
-    def given(arrays, out, lse):
-        return out, lse
+    Args:
+      call: without its arrays, which are an argument: a closure would leak them.
+    """
+    del call, implementation, arrays
+    return out, lse
 
-    def forward(arrays, out, lse):
-        return (out, lse), arrays
 
-    def backward(arrays, cotangents):
-        is_floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-        floating = {name: x for name, x in arrays.items() if is_floating(x)}
-        run = lambda x: dispatch.attention(call.with_arrays(arrays | x), implementation)
-        (_, lse), vjp = jax.vjp(run, floating)
-        d_out, d_lse = cotangents
-        (gradients,) = vjp((d_out, None if lse is None else d_lse))  # cuDNN gives no LSE
-        return {name: gradients.get(name) for name in arrays}, None, None
+def _given_forward(call: Call, implementation: str | None, arrays, out, lse):
+    del call, implementation
+    return (out, lse), arrays
 
-    given.defvjp(forward, backward)
-    return given(call.arrays, out, lse)
+
+def _given_backward(call: Call, implementation: str | None, arrays, cotangents):
+    is_floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    floating = {name: x for name, x in arrays.items() if is_floating(x)}
+    run = lambda x: dispatch.attention(call.with_arrays(arrays | x), implementation)
+    (_, lse), vjp = jax.vjp(run, floating)
+    d_out, d_lse = cotangents
+    (gradients,) = vjp((d_out, None if lse is None else d_lse))  # cuDNN gives no LSE
+    return {name: gradients.get(name) for name in arrays}, None, None
+
+
+_given.defvjp(_given_forward, _given_backward)

@@ -11,7 +11,7 @@ import numpy as np
 from jax_flash import autodiff
 from jax_flash.call import Call
 from jax_flash.quantization import halvings
-from jax_flash.sharding import over_devices, placed
+from jax_flash.sharding import over_devices, vary_alike
 from pallas_kernels import config, forward_fp8
 from pallas_kernels.config import SUPPORTED_WIDTHS, ForwardFP8Config, Problem
 from pallas_kernels.online_softmax import LOG2E
@@ -25,8 +25,8 @@ _LEAST_SCALES = (1e-20, 1e-15, 1e-30)
 
 def unsupported(call: Call) -> str | None:
     """Why the kernel cannot do this call, or None if it can; devices are dispatch's business."""
-    batch, query_length, heads, width = call.query.shape
     key_length, value_width = call.key.shape[1], call.value.shape[-1]
+    width = call.query.shape[-1]
     is_number = isinstance(call.scale, (int, float))
     least, most = autodiff._SCALES
     reasons = {
@@ -36,7 +36,7 @@ def unsupported(call: Call) -> str | None:
         f"value width {value_width}: the FP8 kernel takes multiples of 16 up to 256": (
             value_width not in _WIDTHS
         ),
-        "an empty batch, head or sequence axis": 0 in (batch, heads, query_length, key_length),
+        "symbolic sizes: kernels are made for sizes that are known": call.is_symbolic,
         "scale as an array": not is_number,
         f"scale {call.scale} is not in {least, most}": is_number
         and not least <= call.scale <= most,
@@ -90,7 +90,7 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     problem = settings.problem(query, key, value)
     query, key, value = autodiff._zero_all_unseen(query, key, value, problem, intervals, ids)
     scales = _scales(call, settings)
-    operands = placed((query, key, value, scales, intervals, ids), _OPERANDS)
+    operands = vary_alike((query, key, value, scales, intervals, ids))
     out, lse = autodiff._folding_vmap(functools.partial(_run, settings))(*operands)
     return out, autodiff._of_rows(lse, out).transpose(0, 2, 1)
 

@@ -14,8 +14,8 @@ from jax import lax
 
 from pallas_kernels import dropout
 
-# A window of this many keys or more has no end on that side. Positions and offsets are below half
-# of it, so that position + offset + window fits int32; an offset array saturates there.
+# Beyond every position, which are below it. No bound of an interval need be further away, so that
+# position + bound fits int32.
 _FAR = 2**30
 
 
@@ -42,6 +42,12 @@ class Visibility:
     query_segment_ids: jax.Array | None = None
     key_value_segment_ids: jax.Array | None = None
     mask: jax.Array | None = None
+
+    @property
+    def are_bounds_static(self) -> bool:
+        """Whether the keys of each query, but for ids and mask, are known before run time."""
+        bounds = self.query_offset, self.query_seq_lengths, self.key_value_seq_lengths
+        return all(x is None or isinstance(x, int) for x in bounds)
 
     def row_intervals(self, num_rows: int, num_keys: int):
         """The keys each query may see by causal, window, offset and lengths alone.
@@ -88,7 +94,7 @@ class Visibility:
             or self.key_value_seq_lengths is not None
         ):
             lo, hi = self._bounds(row_start + jnp.arange(num_rows, dtype=jnp.int32))
-            cols = col_start + jnp.arange(num_cols, dtype=jnp.int32)
+            cols = (col_start + jnp.arange(num_cols, dtype=jnp.int32))[None, None]
             seen = (lo[:, :, None] <= cols) & (cols < hi[:, :, None])
             conditions.append(seen[:, None])
         if self.query_segment_ids is not None and self.key_value_segment_ids is not None:
@@ -105,13 +111,10 @@ class Visibility:
 
     def _bounds(self, rows):
         """Interval of keys of `rows` int32 `[r]`, not clipped to [0, S]: lo, hi `[1 or B, r]`."""
-        static = isinstance(self.query_offset, int) and (
-            self.query_seq_lengths is None and self.key_value_seq_lengths is None
-        )
-        xp = np if static and isinstance(rows, np.ndarray) else jnp
-        rows = xp.asarray(rows)
-        lo = xp.zeros_like(rows)[None]
-        hi = xp.full_like(rows, _FAR)[None]
+        xp = np if self.are_bounds_static and isinstance(rows, np.ndarray) else jnp
+        rows = xp.asarray(rows)[None]
+        lo = xp.zeros_like(rows)
+        hi = xp.full_like(rows, _FAR)
         if self.window is not None:
             left, right = self.window
             lo = rows + _shifted(self.query_offset, -left)
@@ -128,11 +131,16 @@ class Visibility:
 
 
 def _shifted(offset: int | jax.Array, distance: int):
-    """offset + distance, saturated so that a position can be added: int32 `[1, 1]` or `[B, 1]`."""
+    """offset + distance, or _FAR beyond it: int32 `[1, 1]` or `[B, 1]`, to add a position to."""
     if isinstance(offset, int):
         return np.full((1, 1), min(max(offset + distance, -_FAR), _FAR), np.int32)
-    distance = min(max(distance, -_FAR), _FAR)
-    return (jnp.clip(offset, 1 - _FAR // 2, _FAR // 2 - 1) + distance).reshape(-1, 1)
+    bounds = np.iinfo(np.int32)
+    distance = min(max(distance, -_FAR - bounds.max), _FAR - bounds.min)
+    # Offsets whose sum is within _FAR, as far as there are such; it may wrap round on the way.
+    lowest, highest = max(-_FAR - distance, bounds.min), min(_FAR - distance, bounds.max)
+    wrapped = (distance - bounds.min) % 2**32 + bounds.min
+    near = jnp.clip(offset, np.int32(lowest), np.int32(highest))
+    return (near + np.int32(wrapped)).reshape(-1, 1)
 
 
 def slice_axis(x: jax.Array, axis: int, start: int | jax.Array, size: int) -> jax.Array:

@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
+
+from jax_flash.call import without_derivative
 
 FLOAT8 = jnp.float8_e4m3fn
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -86,9 +87,16 @@ class Quantized:
         return self.values.dtype
 
     def dequantize(self, dtype=jnp.bfloat16) -> jax.Array:
-        """What it stands for, as one array of its shape."""
+        """What it stands for, as one array of its shape, in a floating dtype."""
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"dtype: got {dtype}; needs a floating one.")
         scales = scales_of_rows(self.scales, self.block_size, self.shape[-3])
         return (self.values.astype(jnp.float32) * scales[..., None]).astype(dtype)
+
+
+def accumulator(dtype) -> np.dtype:
+    """What sums of this floating dtype are held in: float32 at least."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def largest_of_rows(width: int) -> float:
@@ -106,7 +114,13 @@ def halvings(query_largest: float, key_largest: float, width: int) -> tuple[int,
 
 def scales_of_rows(scales: jax.Array, block_size: int, num_rows: int) -> jax.Array:
     """The scale of each row: `[..., blocks, N]` to `[..., num_rows, N]`."""
-    return jnp.repeat(scales, min(block_size, num_rows), axis=-2)[..., :num_rows, :]
+    size = _rows_of_block(block_size, num_rows)
+    return jnp.repeat(scales, size, axis=-2)[..., :num_rows, :]
+
+
+def _rows_of_block(block_size: int, num_rows: int) -> int:
+    """block_size, or what there is: where num_rows is a symbol of jax.export, that is not known."""
+    return max(1, min(block_size, num_rows)) if isinstance(num_rows, int) else block_size
 
 
 def quantize_fp8(
@@ -149,28 +163,21 @@ def quantize_fp8(
     size = BLOCK_SIZE if block_size is None else _positive("block_size", block_size)
     arrays = [_floating(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
     query, key, value = arrays
-    if incoherent_key is not None and query.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"key: got head width {key.shape[-1]}; needs that of query, {query.shape[-1]}, as both"
-            " are multiplied by the same matrix."
-        )
+    if incoherent_key is not None:
+        incoherent_key = _one_key("incoherent_key", incoherent_key)
+        if query.shape[-1] != key.shape[-1]:
+            raise ValueError(
+                f"key: got head width {key.shape[-1]}; needs that of query, {query.shape[-1]}, as"
+                " both are multiplied by the same matrix."
+            )
 
-    run = functools.partial(_quantize, size)
-    refusing = without_derivative(run, "quantize_fp8 has no derivative")
-    return refusing(query, key, value, incoherent_key)
-
-
-def without_derivative(function: Callable, reason: str) -> Callable:
-    """The same function, which says so where it is differentiated."""
-    refusing = jax.custom_jvp(function)
-
-    @refusing.defjvp
-    def _(primals, tangents):
-        raise NotImplementedError(f"{reason}: jax_flash.attention_fp8 is FP8 with gradients.")
-
-    return refusing
+    return _quantize(size, query, key, value, incoherent_key)
 
 
+@without_derivative(
+    "quantize_fp8 has no derivative: jax_flash.attention_fp8 is FP8 with gradients.",
+    static_argnums=(0,),
+)
 @functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit are fused too
 def _quantize(block_size: int, query, key, value, incoherent_key):
     if incoherent_key is not None:
@@ -187,8 +194,9 @@ def rotate(x: jax.Array, key: jax.Array) -> jax.Array:
     are exact there, and are added up in float32.
     """
     width = x.shape[-1]
-    accum = jnp.promote_types(x.dtype, jnp.float32)
-    x = x * jax.random.rademacher(key, (width,), jnp.int8).astype(x.dtype)
+    accum = accumulator(x.dtype)
+    signs = jax.random.rademacher(key, (width,), jnp.int8).astype(x.dtype)
+    x = x * lax.broadcast_to_rank(signs, x.ndim)
     for matrix in _factors(width):
         if x.dtype.itemsize == 2 and np.abs(matrix).max() > 1:
             x = x.astype(accum)
@@ -224,7 +232,7 @@ def _quantized(
 ) -> Quantized:
     *lead, num_rows, heads, width = x.shape
     x = x.astype(jnp.float32)
-    size = max(1, min(block_size, num_rows))
+    size = _rows_of_block(block_size, num_rows)
     num_blocks = -(-num_rows // size)
     missing = num_blocks * size - num_rows
     magnitudes = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
@@ -233,7 +241,7 @@ def _quantized(
     scales = jnp.maximum(found / largest, _SMALLEST_SCALE)
     if power_of_two:
         fraction, exponent = jnp.frexp(scales)
-        scales = jnp.ldexp(jnp.float32(1), exponent - (fraction == 0.5))
+        scales = jnp.ldexp(jnp.float32(1), exponent - (fraction == 0.5).astype(exponent.dtype))
     scales = jnp.where(found > 0, scales, 1)
     values = x / scales_of_rows(scales, size, num_rows)[..., None]
     # The cast itself would make NaN of what is too large.
@@ -242,11 +250,44 @@ def _quantized(
 
 
 def _positive(name: str, x: Any) -> int:
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{name}: got a traced value; needs a static integer, or None.")
     if isinstance(x, bool) or not isinstance(x, numbers.Integral):
         raise TypeError(f"{name}: got {type(x).__name__}; needs None or an integer.")
     if x < 1:
         raise ValueError(f"{name}: got {x}; needs at least 1.")
     return int(x)
+
+
+def is_typed_key(key) -> bool:
+    return isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+def key_words(name: str, key) -> jax.Array:
+    """The uint32 words of a JAX random key, or of several, typed or not."""
+    if is_typed_key(key):
+        return jax.random.key_data(key)
+    try:
+        words = jnp.asarray(key)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: got {type(key).__name__}; needs a JAX random key.") from error
+    if words.dtype != jnp.uint32:
+        raise TypeError(f"{name}: got {words.dtype}; needs a JAX random key.")
+    return words
+
+
+def _one_key(name: str, key) -> jax.Array:
+    """A JAX random key that jax.random takes, and no batch of them."""
+    words = key_words(name, key)
+    if is_typed_key(key):
+        if key.shape:
+            raise ValueError(f"{name}: got keys of shape {key.shape}; needs one key.")
+        return key
+    # Words do not say of which implementation they are: jax.random takes the default one's.
+    needs = jax.eval_shape(jax.random.PRNGKey, 0).shape
+    if words.shape != needs:
+        raise ValueError(f"{name}: got words of shape {words.shape}; needs one key, {needs}.")
+    return words
 
 
 def _floating(name: str, x) -> jax.Array:
@@ -258,4 +299,6 @@ def _floating(name: str, x) -> jax.Array:
         raise TypeError(f"{name}: got {x.dtype}; needs one of {', '.join(DTYPES)}.")
     if x.ndim not in (3, 4):
         raise ValueError(f"{name}: got {x.shape}; needs [B, T, N, H] or [T, N, H].")
+    if x.shape[-1] == 0:
+        raise ValueError(f"{name}: got head width 0; needs at least 1.")
     return x

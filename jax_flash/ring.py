@@ -10,20 +10,94 @@ import functools
 import inspect
 import itertools
 import math
-from typing import Any
+import numbers
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jax_flash import api, autodiff, dispatch, xla
-from jax_flash.call import Call
+from jax_flash.call import Call, named
+from jax_flash.quantization import accumulator
 from jax_flash.sharding import vary_alike
+from pallas_kernels.config import Config
 
 AxisName = str | tuple[str, ...]
+
+
+class RingOptions(TypedDict, total=False):
+    """What `ring_attention` takes by name, but for return_residual: for type checkers alone."""
+
+    zigzag: bool
+    scale: float | None
+    is_causal: bool
+    local_window_size: int | tuple[int, int] | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    deterministic: bool
+    implementation: str | None
+
+
+class AllGatherOptions(TypedDict, total=False):
+    """The same for `all_gather_attention`."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    local_window_size: int | tuple[int, int] | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    deterministic: bool
+    implementation: str | None
+    config: Config | None
+
+
+class UlyssesOptions(AllGatherOptions, total=False):
+    """The same for `ulysses_attention`."""
+
+    query_offset: ArrayLike
+
+
+@overload
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: Literal[False] = False,
+    **options: Unpack[RingOptions],
+) -> jax.Array: ...
+
+
+@overload
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: Literal[True],
+    **options: Unpack[RingOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: bool,
+    **options: Unpack[RingOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def ring_attention(
@@ -89,10 +163,9 @@ def ring_attention(
     of ring-flash-attention.
     """
     for name, flag in (("zigzag", zigzag), ("is_causal", is_causal)):
-        api._need(isinstance(flag, bool), name, flag, "True or False", TypeError)
+        api._need(isinstance(flag, bool | np.bool_), name, flag, "True or False", TypeError)
     api._need_number_or_none("scale", scale)
-    _arrays(query, key, value)
-    api._need(jnp.ndim(query) == 4, "query", jnp.shape(query), "[B, T, N, H]")
+    query, key, value = _arrays(query, key, value)
     count = _axis_size(axis_name)
     call = _call(
         query,
@@ -116,8 +189,8 @@ def ring_attention(
     ring = _Ring(
         axis_name=axis_name,
         devices=count,
-        zigzag=zigzag,
-        is_causal=is_causal,
+        zigzag=bool(zigzag),
+        is_causal=bool(is_causal),
         window=None if local_window_size is None else api._window(local_window_size),
         scale=float(call.scale),
         logits_soft_cap=call.logits_soft_cap,
@@ -129,6 +202,42 @@ def ring_attention(
     if call.sinks is not None:
         out, lse = xla.with_sinks(out, lse, call.sinks)
     return (out, lse) if return_residual else out
+
+
+@overload
+def ulysses_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: Literal[False] = False,
+    **options: Unpack[UlyssesOptions],
+) -> jax.Array: ...
+
+
+@overload
+def ulysses_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: Literal[True],
+    **options: Unpack[UlyssesOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def ulysses_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: bool,
+    **options: Unpack[UlyssesOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def ulysses_attention(
@@ -175,8 +284,16 @@ def ulysses_attention(
     _check_options(options, _ULYSSES_OPTIONS)
     count = _axis_size(axis_name)
     query, key, value = _arrays(query, key, value)
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        api._need(x.ndim == 4, name, x.shape, "four axes: batch, positions, heads, width")
+    call = _call(
+        query,
+        key,
+        value,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        sinks=sinks,
+        return_residual=return_residual,
+        **options,
+    )
     N, K = query.shape[2], key.shape[2]
     api._need(N % count == 0, "query", f"{N} heads", f"a multiple of the devices, {count}")
     divides = K % count == 0 or count % K == 0
@@ -187,23 +304,59 @@ def ulysses_attention(
     exchange = functools.partial(lax.all_to_all, axis_name=axis_name, tiled=True)
     heads = functools.partial(exchange, split_axis=2, concat_axis=1)
     gathered = _gathered(axis_name)
+    sinks = call.sinks
     if sinks is not None:
-        api._need(jnp.shape(sinks) == (N,), "sinks", jnp.shape(sinks), f"{(N,)}")
         sinks = lax.dynamic_slice_in_dim(
-            jnp.asarray(sinks), lax.axis_index(axis_name) * (N // count), N // count
+            sinks, lax.axis_index(axis_name) * (N // count), N // count
         )
     out, lse = api.attention(
         heads(query),
         heads(key),
         heads(value),
-        query_segment_ids=gathered(query_segment_ids),
-        key_value_segment_ids=gathered(key_value_segment_ids),
+        query_segment_ids=gathered(call.visibility.query_segment_ids),
+        key_value_segment_ids=gathered(call.visibility.key_value_segment_ids),
         sinks=sinks,
         return_residual=True,
         **options,
     )
     out, lse = (exchange(x, split_axis=1, concat_axis=2) for x in (out, lse))
     return (out, lse) if return_residual else out
+
+
+@overload
+def all_gather_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: Literal[False] = False,
+    **options: Unpack[AllGatherOptions],
+) -> jax.Array: ...
+
+
+@overload
+def all_gather_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: Literal[True],
+    **options: Unpack[AllGatherOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def all_gather_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: AxisName,
+    return_residual: bool,
+    **options: Unpack[AllGatherOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def all_gather_attention(
@@ -241,14 +394,14 @@ def all_gather_attention(
     _check_options(options, _ALL_GATHER_OPTIONS)
     _axis_size(axis_name)
     query, key, value = _arrays(query, key, value)
-    api._need(query.ndim == 4, "query", query.shape, "[B, T, N, H]")
+    call = _call(query, key, value, key_value_segment_ids=key_value_segment_ids, **options)
     gathered = _gathered(axis_name)
     offset = lax.axis_index(axis_name) * query.shape[1]
     return api.attention(
         query,
         gathered(key),
         gathered(value),
-        key_value_segment_ids=gathered(key_value_segment_ids),
+        key_value_segment_ids=gathered(call.visibility.key_value_segment_ids),
         query_offset=jnp.full(query.shape[0], offset),
         **options,
     )
@@ -284,13 +437,17 @@ def _check_options(options: dict[str, Any], known: tuple[str, ...]) -> None:
 
 
 def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return api._array("query", query), api._array("key", key), api._array("value", value)
+    query, key, value = (
+        api._array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    api._need(query.ndim == 4, "query", query.shape, "[B, T, N, H]")
+    return query, key, value
 
 
 def _gathered(axis_name: AxisName):
     """A function that gathers `[B, T, ...]` of all devices along positions; None stays None."""
     gather = functools.partial(lax.all_gather, axis_name=axis_name, axis=1, tiled=True)
-    return lambda x: None if x is None else gather(jnp.asarray(x))
+    return lambda x: None if x is None else gather(x)
 
 
 def to_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
@@ -308,27 +465,41 @@ def to_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
     Returns:
       The same, reordered; `from_zigzag` gives x back.
     """
-    return _reordered(x, _zigzag_chunks(devices), axis)
+    x, axis, size = _checked_order(x, devices, axis)
+    first, last = _halves(_split(x, axis, (2, devices, size)), axis)
+    return jnp.stack([first, jnp.flip(last, axis)], axis + 1).reshape(x.shape)
 
 
 def from_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
     """Positions in their own order again, of an array that is not sharded; see `to_zigzag`."""
-    return _reordered(x, np.argsort(_zigzag_chunks(devices)), axis)
+    x, axis, size = _checked_order(x, devices, axis)
+    first, last = _halves(_split(x, axis, (devices, 2, size)), axis + 1)
+    return jnp.concatenate([first, jnp.flip(last, axis)], axis).reshape(x.shape)
 
 
-def _zigzag_chunks(devices: int) -> np.ndarray:
-    """Which of 2n chunks stand where."""
-    first = np.arange(devices)
-    return np.stack([first, 2 * devices - 1 - first], axis=1).reshape(-1)
-
-
-def _reordered(x, chunks: np.ndarray, axis: int):
-    x = jnp.asarray(x)
-    axis = range(x.ndim)[axis]
+def _checked_order(x, devices: int, axis: int) -> tuple[jax.Array, int, int]:
+    """Arguments of `to_zigzag`: x, which of its axes, and how many positions a chunk has."""
+    x = api._array("x", x)
+    for name, number in (("devices", devices), ("axis", axis)):
+        is_integer = api._is_number(number, numbers.Integral)
+        api._need(is_integer, name, repr(number), "an integer", TypeError)
+    api._need(devices >= 1, "devices", devices, "at least 1")
+    api._need(-x.ndim <= axis < x.ndim, "axis", axis, f"one of the {x.ndim} axes of x")
     length = x.shape[axis]
-    api._need(length % chunks.size == 0, "x", f"{length} positions", f"a multiple of {chunks.size}")
-    shape = (*x.shape[:axis], chunks.size, length // chunks.size, *x.shape[axis + 1 :])
-    return jnp.take(x.reshape(shape), chunks, axis=axis).reshape(x.shape)
+    api._need(
+        length % (2 * devices) == 0, "x", f"{length} positions", f"a multiple of {2 * devices}"
+    )
+    return x, int(axis) % x.ndim, length // (2 * int(devices))
+
+
+def _split(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> jax.Array:
+    """x with an axis made into several."""
+    return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
+
+
+def _halves(x: jax.Array, axis: int) -> list[jax.Array]:
+    """Both of an axis of 2."""
+    return [lax.index_in_dim(x, index, axis, keepdims=False) for index in (0, 1)]
 
 
 # --- one hop: the queries of a device and the keys of one -----------------------------------------
@@ -508,8 +679,7 @@ def _attend_forward(ring: _Ring, query, key, value, ids):
         results = ring.of_hop(forward, shift, query, there, ids[:1], results)
         # What arrives is sent on once this hop is done: one is here and one on its way.
         there, results = lax.optimization_barrier((coming, results))
-    out = checkpoint_name(results[0], autodiff.OUT_NAME)
-    lse = checkpoint_name(results[1], autodiff.LSE_NAME)
+    out, lse = named(*results)
     return (out, lse), (query, key, value, ids, out, lse)
 
 
@@ -593,7 +763,7 @@ def _merged(merge, before, *parts):
 
 def _sum(*parts):
     """In float32 at least."""
-    dtype = jnp.promote_types(parts[0].dtype, jnp.float32)
+    dtype = accumulator(parts[0].dtype)
     return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
 
 
@@ -605,7 +775,8 @@ def _part_gradients(call: Call, implementation: str | None, out, lse, d_out, d_l
       implementation: as for `jax_flash.attention`.
       out, lse, d_out, d_lse: results over all keys, and their cotangents.
     """
-    if dispatch.choose(call, implementation).implementation == "mosaic_gpu":
+    chosen = dispatch.choose(call, implementation).implementation
+    if chosen == "mosaic_gpu" and not call.is_empty:
         return autodiff.gradients(call, out, lse, d_out, d_lse)
 
     def attention(query, key, value):
@@ -628,6 +799,14 @@ def _call(*args, **options) -> Call:
 
 
 def _axis_size(axis_name: AxisName) -> int:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    api._need(
+        len(names) > 0 and all(isinstance(name, str) for name in names),
+        "axis_name",
+        repr(axis_name),
+        "the name of a mesh axis, or a tuple of names",
+        TypeError,
+    )
     try:
         return lax.axis_size(axis_name)
     except NameError as error:

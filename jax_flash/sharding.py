@@ -1,13 +1,16 @@
 """Attention of operands that are sharded over batch and heads: each device works on what it holds.
 
-A kernel is one opaque call, which XLA would run on whole operands after it gathered them.
-`over_devices` tells XLA, or with explicit axis types JAX, that batch entries and heads are
-independent, and how grouped heads go with their keys:
+Batch entries and heads are independent. With mesh axes of type Explicit the sharding is part of an
+array's type, and `by_device` runs a whole function, be it of kernels or of plain JAX, under
+`jax.shard_map`. With axes of type Auto XLA decides, and plain JAX is its own business; but a kernel
+is one opaque call, which it would run on whole operands after it gathered them, so `over_devices`
+tells it what is independent. How grouped heads go with their keys is the same for both:
 
     letters of an axis   b    batch, split as that of the query is
                          n    query heads, split as those of the query are
                          k    key heads, split by as many of the same mesh axes as divide them
                          .    whole on every device
+                         *    likewise, and gathered where it is sharded
 
 Where there are fewer key heads than parts of the query heads, devices hold the same key heads, take
 of them what their query heads read, and add up the gradients.
@@ -31,7 +34,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.primitives import interpreting
 
@@ -55,8 +58,7 @@ def over_devices(function: Callable, operands: Any, results: Any, leading: int =
       A function of the same arguments. Under `jax.shard_map` it is the same function.
 
     Raises:
-      NotImplementedError: under a `jax.shard_map` over some mesh axes, where others are left; with
-        operands sharded over axes of type Explicit in a mesh that has axes of type Auto, too.
+      NotImplementedError: under a `jax.shard_map` over some mesh axes, where others are left.
     """
     prefix = "".join(map(str, range(leading)))
 
@@ -75,8 +77,7 @@ def over_devices(function: Callable, operands: Any, results: Any, leading: int =
         if interpreting() or _is_on_one_device():
             out = flat(*arrays)
         else:
-            partition = _explicit if _is_explicit(arrays) else _automatic
-            out = partition(flat, sizes, letters, result_letters)(*arrays)
+            out = _automatic(flat, sizes, letters, result_letters)(*arrays)
         return jax.tree.unflatten(jax.tree.structure(results), out)
 
     return run
@@ -90,29 +91,12 @@ def _is_on_one_device() -> bool:
         return bool(mesh.manual_axes)
     raise NotImplementedError(
         f"implementation='mosaic_gpu': inside a jax.shard_map over {', '.join(mesh.manual_axes)}"
-        f" alone, {_CANNOT_SPLIT} {', '.join(others)}. Name all mesh axes in it, or"
-        " use implementation='xla'."
+        f" alone, {_CANNOT_SPLIT} {', '.join(others)}. Name all mesh axes in it (with Explicit"
+        " axes, jax.vmap maps no axis that is sharded), or use implementation='xla'."
     )
 
 
 _CANNOT_SPLIT = "XLA cannot split kernels over"
-
-
-def placed(args: tuple, operands: Any) -> tuple:
-    """Arguments of a function `over_devices`, of the types that their gradients will have.
-
-    Args:
-      args: arrays, or trees of them.
-      operands: letters of their axes, as for `over_devices`.
-
-    Raises:
-      ValueError: by its explicit type one is sharded in a way that no device could work on alone.
-    """
-    arrays, letters, tree = _flat(args, operands)
-    if _is_explicit(arrays):
-        _, specs = _explicit_split(_Sizes.of(arrays, letters), letters, arrays)
-        arrays = list(map(jax.reshard, arrays, specs))
-    return vary_alike(jax.tree.unflatten(tree, arrays))
 
 
 def _flat(args, operands):
@@ -121,13 +105,17 @@ def _flat(args, operands):
     return arrays, jax.tree.leaves(jax.tree.broadcast(operands, args)), tree
 
 
+_WHOLE = (".", "*")  # letters of axes that are never split
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
     """Whole sizes of what may be split.
 
     Attributes:
-      query: which operand is the query.
-      whole: size of the axes of each letter but ".".
+      query: which operand says how all are split: the first with query heads.
+      whole: size of the axes of each letter but "." and "*". Where no operand has key heads, they
+        are the query's.
     """
 
     query: int
@@ -135,15 +123,15 @@ class _Sizes:
 
     @staticmethod
     def of(arrays, letters) -> "_Sizes":
-        query = next(i for i, axes in enumerate(letters) if {"b", "n"} <= set(axes))
-        keys = next(i for i, axes in enumerate(letters) if "k" in axes)
+        query = next(i for i, axes in enumerate(letters) if "n" in axes and "." in axes)
+        keys = next((i for i, axes in enumerate(letters) if "k" in axes), query)
         whole = {
             axis: size
             for i in (keys, query)
             for axis, size in zip(letters[i], arrays[i].shape, strict=True)
-            if axis != "."
+            if axis not in _WHOLE
         }
-        return _Sizes(query, whole)
+        return _Sizes(query, {"k": whole["n"]} | whole)
 
     @property
     def kv_heads(self) -> int:
@@ -155,7 +143,7 @@ class _Sizes:
 
     def is_split(self, axis: str, size: int) -> bool:
         """Whether an axis of this letter and size is one of those that can be split."""
-        return axis != "." and size == self.whole[axis]
+        return axis not in _WHOLE and size == self.whole[axis]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +166,7 @@ class _Split:
         names = {
             axis: _dividing(_names(entry), mesh, sizes.whole[axis])
             for axis, entry in zip(letters[sizes.query], specs[sizes.query], strict=True)
-            if axis != "."
+            if axis not in _WHOLE
         }
         return _Split(sizes, mesh, names | {"k": _dividing(names["n"], mesh, sizes.kv_heads)})
 
@@ -199,11 +187,21 @@ class _Split:
             for axes, x in zip(letters, arrays, strict=True)
         ]
 
+    def origin(self) -> tuple[int | jax.Array, int | jax.Array]:
+        """Which batch entry and which query head are a device's first."""
+        return self._first("b"), self._first("n")
+
+    def _first(self, axis: str) -> int | jax.Array:
+        names = self.names.get(axis)
+        if not names:
+            return 0
+        return lax.axis_index(names) * (self.sizes.whole[axis] // self._count(axis))
+
     def local(self, function: Callable, letters, result_letters, result_specs) -> Callable:
         """`function` of what one device holds, with collectives where results are sums."""
 
         def run(*arrays):
-            out = function(*(map(self._own_heads, arrays, letters)))
+            out = function(*(map(self.own_heads, arrays, letters)))
             return tuple(map(self._summed, out, result_letters, result_specs))
 
         return run
@@ -216,7 +214,8 @@ class _Split:
         count = 1 if group % heads == 0 else heads
         return (first + jnp.arange(count)) // group
 
-    def _own_heads(self, x, letters: str):
+    def own_heads(self, x, letters: str):
+        """Of key heads those that a device's query heads read, where it holds more."""
         if "k" not in letters or not self.sharing or self._count("k") == self.sizes.kv_heads:
             return x
         return jnp.take(x, self._heads_read(), axis=letters.index("k"), mode="clip")
@@ -368,56 +367,101 @@ _ADVICE = (
 # --- axes of type Explicit: the sharding is part of the type --------------------------------------
 
 
-def _is_explicit(arrays) -> bool:
-    return any(
-        AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
-        and any(entry is not None for entry in jax.typeof(x).sharding.spec)
-        for x in arrays
-    )
+def by_device(
+    function: Callable,
+    static: Any,
+    arrays: Any,
+    letters: Any,
+    results: tuple[str, ...],
+    plain: bool,
+) -> Any:
+    """`function(static, arrays, origin)`, run by each device on its own batch entries and heads.
+
+    That is so where arrays are on mesh axes of type Explicit, inside or outside `jax.set_mesh`; it
+    has all the derivatives that function has. Else function is called as it is.
+
+    Args:
+      function: one that takes every size from the arrays, and gives the same for parts of the batch
+        and of the heads as for the whole. The origin is None, or of a part which batch entry and
+        which query head are its first. It and static can be hashed, as calls outside of jit compile
+        once for each.
+      static: what it takes that is no array.
+      arrays: a tree. The first array with an axis of query heads, and one that is whole, says how
+        all are split.
+      letters: of the axes of each array (see the module): a tree that arrays' begins with, in which
+        those of None do not count.
+      results: letters of what it gives, a tuple, of which trailing entries may be None.
+      plain: whether function is plain JAX, which XLA splits over axes of type Auto beside these;
+        and where arrays are sharded in another way, it is called as it is, by JAX's own rules.
+
+    Raises:
+      ValueError: of kernels, arrays are sharded in a way that no device could work on alone.
+      NotImplementedError: of kernels, there are axes of type Auto beside the Explicit ones.
+    """
+    leaves = jax.tree.leaves(arrays)
+    mesh = next((mesh for mesh in map(_explicit_mesh, leaves) if mesh is not None), None)
+    if mesh is None:
+        return function(static, arrays, None)
+    letters = jax.tree.leaves(jax.tree.broadcast(letters, arrays))
+    split, had = _explicit_split(mesh, leaves, letters)
+    wanted = split.specs(letters, leaves)
+    for x, axes, before, after in zip(leaves, letters, had, wanted, strict=True):
+        gathered = None if "*" in axes else _gathered(x.shape, before, after)
+        if gathered and plain:
+            return function(static, arrays, None)
+        if gathered:
+            raise ValueError(f"attention: got {gathered} {_ADVICE}")
+    others = [name for name in _axes(mesh, AxisType.Auto) if mesh.shape[name] > 1]
+    if others and not plain:
+        raise NotImplementedError(
+            f"implementation='mosaic_gpu': beside the Explicit mesh axes, {_CANNOT_SPLIT} the"
+            f" Auto ones, {', '.join(others)}. Use axes of one type, or implementation='xla'."
+        )
+    return _by_device(function, static, tuple(letters), results, mesh, arrays)
 
 
-def _explicit(function, sizes: _Sizes, letters, result_letters) -> Callable:
-    """`function` under `jax.shard_map`, over the mesh axes of type Explicit."""
+@functools.partial(jax.jit, static_argnums=range(5))
+def _by_device(function, static, letters, results, mesh, arrays):
+    leaves, tree = jax.tree.flatten(arrays)
+    # No names stand for all, but for those that split an axis which vmap maps.
+    explicit = set(_axes(mesh, AxisType.Explicit))
+    split, _ = _explicit_split(mesh, leaves, letters)
+    specs = split.specs(letters, leaves)
 
-    def run(*arrays):
-        split, wanted = _explicit_split(sizes, letters, arrays)
-        mesh = jax.typeof(arrays[sizes.query]).sharding.mesh
-        whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-        out = split.specs(result_letters, jax.eval_shape(function, *whole))
-        explicit = {
-            name
-            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-            if kind == AxisType.Explicit
-        }
-        if others := [x for x in mesh.axis_names if x not in explicit and mesh.shape[x] > 1]:
-            raise NotImplementedError(
-                f"implementation='mosaic_gpu': beside the Explicit mesh axes, {_CANNOT_SPLIT} the"
-                f" Auto ones, {', '.join(others)}. Use axes of one type, or implementation='xla'."
-            )
-        return jax.shard_map(
-            split.local(function, letters, result_letters, out),
-            mesh=mesh,
-            in_specs=tuple(wanted),
-            out_specs=tuple(out),
-            axis_names=explicit,
-            check_vma=False,  # `local` adds up what is a sum
-        )(*map(jax.reshard, arrays, wanted))
+    def run(*leaves):
+        own = map(split.own_heads, leaves, letters)
+        return function(static, jax.tree.unflatten(tree, own), split.origin())
 
-    return run
+    return jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=tuple(
+            PartitionSpec(*(split.names.get(axis) or None for axis in axes)) for axes in results
+        ),
+        axis_names=explicit if explicit < set(mesh.axis_names) else set(),
+    )(*(jax.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, specs, strict=True)))
 
 
-def _explicit_split(sizes: _Sizes, letters, arrays) -> tuple[_Split, list[PartitionSpec]]:
-    """How arrays are to be split, and the spec of each, which is no coarser than it has."""
+def _axes(mesh: AbstractMesh, kind: AxisType) -> list[str]:
+    """Names of the axes of one type."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [name for name, axis_type in types if axis_type == kind]
+
+
+def _explicit_mesh(x) -> AbstractMesh | None:
+    """That of an array on mesh axes of type Explicit, None for others."""
+    mesh = jax.typeof(x).sharding.mesh
+    return mesh if AxisType.Explicit in mesh.axis_types else None
+
+
+def _explicit_split(mesh, arrays, letters) -> tuple[_Split, list[PartitionSpec]]:
+    """How arrays are to be split, and how they are now."""
     types = [jax.typeof(x) for x in arrays]
     had = [
         PartitionSpec(*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))) for x in types
     ]
-    split = _Split.of(sizes, types[sizes.query].sharding.mesh.shape, had, letters)
-    wanted = split.specs(letters, types)
-    for x, before, after in zip(types, had, wanted, strict=True):
-        if gathered := _gathered(x.shape, before, after):
-            raise ValueError(f"attention: got {gathered} {_ADVICE}")
-    return split, wanted
+    return _Split.of(_Sizes.of(types, letters), mesh.shape, had, letters), had
 
 
 # --- inside jax.shard_map -------------------------------------------------------------------------

@@ -13,15 +13,16 @@ are walked in chunks, each of which is attention of its own and joins the others
 exact in bfloat16, so the products are of values alone, and scales multiply logits and weights.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_flash.call import Call
+from jax_flash.call import Call, named
 from jax_flash.masks import Visibility, dropout_keep, slice_axis
-from jax_flash.quantization import scales_of_rows
+from jax_flash.quantization import accumulator, scales_of_rows
 from jax_flash.sharding import vary_alike
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -54,22 +55,56 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
       lse: `[B, T, N]` float32, natural log of the softmax denominator, sinks included; -inf for a
         row that sees nothing.
     """
-    B, T, N, _ = call.query.shape
-    S, h = call.value.shape[1], call.value.shape[3]
-    if 0 in (B, T, N, S):
-        out = jnp.zeros((B, T, N, h), call.out_dtype)
-        return out, jnp.full((B, T, N), -jnp.inf, jnp.float32)
+    return named(*_attention(_tiling(call), call))
 
+
+def nothing_visible(query, width: int, dtype, operands) -> tuple[jax.Array, jax.Array]:
+    """Output `[B, T, N, width]` and LSE where no row sees a key, typed like results of operands."""
+    # Made of the query, so that they are sharded as results are.
+    zeros = jnp.zeros_like(query[..., :1], dtype)
+    out = zeros + jnp.zeros((1, 1, 1, width), dtype)
+    return vary_alike((out, jnp.full_like(query[..., 0], -jnp.inf, jnp.float32)), operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiling:
+    """How a call is cut.
+
+    Attributes:
+      chunks: how many chunks of rows.
+      rows: of each.
+      cols: keys that the rows of a chunk may see.
+      cols_at_once: of those, where keys are walked in chunks too.
+    """
+
+    chunks: int
+    rows: int
+    cols: int
+    cols_at_once: int
+
+
+def _tiling(call: Call) -> _Tiling:
+    B, T, N, _ = call.query.shape
+    S = call.key.shape[1]
+    if call.is_symbolic:  # nothing is known of sizes
+        return _Tiling(1, T, S, S)
     reach = _reach(call.visibility)
     num_keys = S if call.scales is None else min(S, MAX_KEYS)
     num_chunks, rows = _chunks(B * N, T, num_keys, reach)
     num_cols = S if reach is None else min(S, rows + reach)
-    chunk = _chunk_function(call, rows, num_cols, num_chunks)
-    if num_chunks == 1:
+    return _Tiling(num_chunks, rows, num_cols, min(num_cols, MAX_KEYS))
+
+
+@functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit compile once
+def _attention(tiling: _Tiling, call: Call) -> tuple[jax.Array, jax.Array]:
+    T = call.query.shape[1]
+    chunk = _chunk_function(call, tiling)
+    if tiling.chunks == 1:
         return chunk(jnp.int32(0))
     # The last chunk starts early rather than be ragged; its repeated rows are dropped.
-    starts = jnp.minimum(jnp.arange(num_chunks, dtype=jnp.int32) * rows, T - rows)
-    repeated = num_chunks * rows - T
+    starts = jnp.arange(tiling.chunks, dtype=jnp.int32) * tiling.rows
+    starts = jnp.minimum(starts, T - tiling.rows)
+    repeated = tiling.chunks * tiling.rows - T
     out, lse = lax.map(chunk, starts)
     return _rows_in_order(out, repeated), _rows_in_order(lse, repeated)
 
@@ -100,13 +135,14 @@ def _rows_in_order(chunks: jax.Array, repeated: int) -> jax.Array:
     return jnp.concatenate([first, chunks[-1, :, repeated:]], axis=1)
 
 
-def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
+def _chunk_function(call: Call, tiling: _Tiling):
     """A function of a chunk's first row that gives its out `[B, rows, N, h]` and LSE."""
+    rows, num_cols, num_chunks = tiling.rows, tiling.cols, tiling.chunks
     B, T, N, H = call.query.shape
     _, S, K, h = call.value.shape
     quantized = call.scales is not None
     dtype = call.out_dtype
-    accum = jnp.promote_types(dtype, jnp.float32)
+    accum = accumulator(dtype)
     # float32 products on a GPU are TF32 unless asked otherwise.
     precision = None if dtype.itemsize == 2 else lax.Precision.HIGHEST
     visibility = call.visibility
@@ -119,7 +155,7 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
     bias = call.bias
     if bias is not None and bias.shape[2] == 1:
         bias = shared(bias)
-    sinks = None if call.sinks is None else call.sinks.astype(accum).reshape(K, N // K, 1, 1)
+    sinks = None if call.sinks is None else call.sinks.astype(accum).reshape(1, K, N // K, 1, 1)
     scale = jnp.asarray(call.scale, accum)
     row_scales: list[jax.Array] = []
     if call.scales is not None:
@@ -144,7 +180,7 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
 
     def walk(start, first_key):
         """Output and LSE of rows from `start` on, whose num_cols keys are read part by part."""
-        cols = min(num_cols, MAX_KEYS)
+        cols = tiling.cols_at_once
 
         def step(index, total):
             fresh = first_key + index * cols
@@ -152,11 +188,9 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
             begin = jnp.minimum(fresh, first_key + num_cols - cols)
             return joined(total, tile(start, begin, cols, None, fresh if num_cols % cols else None))
 
-        # Made of the query and typed like all operands, so that it is sharded as results are.
-        rows_of_zeros = jnp.zeros_like(slice_axis(call.query, 1, start, rows)[..., 0], accum)
-        nothing = rows_of_zeros[..., None] + jnp.zeros(h, accum), rows_of_zeros - jnp.inf
-        nothing = vary_alike(nothing, (call.arrays, start))
-        out, lse = lax.fori_loop(0, -(-num_cols // cols), step, nothing)
+        queries = slice_axis(call.query, 1, start, rows)
+        nothing = nothing_visible(queries, h, accum, (call.arrays, start))
+        out, lse = lax.fori_loop(jnp.int32(0), jnp.int32(-(-num_cols // cols)), step, nothing)
         return (out, lse) if call.sinks is None else with_sinks(out, lse, call.sinks)
 
     def read(x, start, size):
@@ -175,7 +209,8 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
 
         visible = visibility.tile(start, rows, first_key, num_cols)
         if fresh is not None:
-            is_fresh = (first_key + jnp.arange(num_cols) >= fresh).reshape(1, 1, 1, num_cols)
+            is_fresh = first_key + jnp.arange(num_cols, dtype=jnp.int32) >= fresh
+            is_fresh = is_fresh[None, None, None]
             visible = is_fresh if visible is None else visible & is_fresh
         if visible is not None:
             visible = grouped(visible)
@@ -218,6 +253,7 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
         top = lax.stop_gradient(logits.max(-1, keepdims=True))
         empty = top == -jnp.inf
         if sinks is not None:
+            sinks, takes_all = finite_sinks(sinks)
             top = jnp.maximum(top, lax.stop_gradient(sinks))
         top = jnp.where(empty, 0, top)
         weights = jnp.exp(logits - top)
@@ -226,16 +262,19 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
             total = total + jnp.exp(jnp.where(empty, -jnp.inf, sinks) - top)
         total = jnp.where(empty, 1, total)
         weights = weights / total
-        lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
+        lse = top + jnp.log(total)
+        if sinks is not None:
+            weights, lse = jnp.where(takes_all, 0, weights), jnp.where(takes_all, jnp.inf, lse)
+        lse = jnp.where(empty, -jnp.inf, lse)
 
         if call.dropout_rate > 0:
             keep = dropout_keep(
                 call.dropout_key,
                 call.dropout_rate,
-                jnp.arange(B).reshape(B, 1, 1, 1, 1),
-                jnp.arange(N).reshape(K, N // K, 1, 1),
-                start + jnp.arange(rows)[:, None],
-                first_key + jnp.arange(num_cols),
+                call.batch_entries.reshape(B, 1, 1, 1, 1),
+                call.query_heads.reshape(1, K, N // K, 1, 1),
+                (start + jnp.arange(rows, dtype=jnp.int32)).reshape(1, 1, 1, rows, 1),
+                (first_key + jnp.arange(num_cols, dtype=jnp.int32)).reshape(1, 1, 1, 1, num_cols),
             )
             weights = jnp.where(keep, weights / (1 - call.dropout_rate), 0)
         if quantized:
@@ -262,17 +301,30 @@ def _chunk_function(call: Call, rows: int, num_cols: int, num_chunks: int):
 def joined(*parts) -> tuple[jax.Array, jax.Array]:
     """Output and LSE over the keys of several parts."""
     lse = functools.reduce(jnp.logaddexp, [part_lse for _, part_lse in parts])
-    out = jnp.float32(0.0)
+    outs = []
     for part_out, part_lse in parts:
         weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(part_lse - lse))
-        out += weight[..., None] * part_out
-    return out, lse
+        accum = accumulator(part_out.dtype)
+        outs.append(weight[..., None].astype(accum) * part_out.astype(accum))
+    return functools.reduce(jnp.add, outs), lse
 
 
 def with_sinks(out, lse, sinks) -> tuple[jax.Array, jax.Array]:
     """Output and LSE with one more logit for each head; a row that sees nothing stays so."""
+    sinks, takes_all = finite_sinks(sinks.astype(jnp.float32)[None, None])
     empty = lse == -jnp.inf
     own = jnp.where(empty, 0.0, lse)
-    total = jnp.logaddexp(own, sinks.astype(jnp.float32))
-    weighted = out.astype(jnp.float32) * jnp.exp(own - total)[..., None]
+    total = jnp.logaddexp(own, sinks)
+    share = jnp.where(takes_all, 0.0, jnp.exp(own - total))
+    weighted = out.astype(jnp.float32) * share[..., None]
+    total = jnp.where(takes_all, jnp.inf, total)
     return weighted.astype(out.dtype), jnp.where(empty, -jnp.inf, total)
+
+
+def finite_sinks(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sinks with 0 for what is infinite, and where: there they take all weight, come what may.
+
+    By a formula they would give inf - inf.
+    """
+    takes_all = sinks == jnp.inf
+    return jnp.where(takes_all, 0, sinks), takes_all

@@ -85,7 +85,8 @@ def _build(
         weights = [jnp.exp2((x - top) * LOG2E) for x in logits]
         total = sum(weights[1:], start=weights[0])
         if sinks_ref:
-            total += jnp.exp2((sink - top) * LOG2E)
+            # It may be infinite, and then has all weight.
+            total += jnp.where(sink < top, jnp.exp2((sink - top) * LOG2E), 1.0)
         out = sum(
             (w * x for w, x in zip(weights[1:], parts[1:], strict=True)), weights[0] * parts[0]
         )

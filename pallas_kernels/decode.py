@@ -39,6 +39,12 @@ And as Hopper adds up FP8 products with some 14 bits, those of a step are a prod
 added to the output in float32 registers. The units of queries and the scales of keys go into the
 logits, those of values into the output.
 
+Where a cache's length is no multiple of 8, TMA cannot have it as tiles of 8 rows. But a box of rows
+that is as wide as its swizzle lands as such tiles do. So a slot of K or V is then `boxes` side by
+side, each a copy, and two views of one memory: without tiles for TMA, which knows the true length
+and brings zeros beyond it, and with tiles for products. A product is of a box: logits add up over
+boxes, and each has columns of the output of its own.
+
 Barriers. Full: an mbarrier a slot of K and of V, completed by TMA. Queries come through registers,
 as the rows of a tile do not stand in a row in memory where there are several tokens.
 """
@@ -192,8 +198,21 @@ class DecodeProblem:
         return -(-self.rows // self.tile_rows)
 
     @property
+    def boxes(self) -> int:
+        """Boxes that a key block comes in: 1 where its rows can be tiles."""
+        if self.page_size is not None or self.capacity % 8 == 0:
+            return 1
+        return self.width // box_columns(self.width, self.cache_dtype.itemsize)
+
+    @property
     def key_heads_of_all(self) -> int:
         return self.batch * self.kv_heads
+
+
+def box_columns(width: int, itemsize: int) -> int:
+    """Columns of a box of a cache's rows, which is as wide as TMA swizzles."""
+    tiling, _ = OPERAND if itemsize == 2 else float8_operand(width)
+    return tiling.tiling[1]
 
 
 def splits_for(problem: DecodeProblem) -> int:
@@ -232,7 +251,7 @@ def attention(
 
     Args:
       query: `[B, T, N, H]`.
-      key_cache: `[B, S, K, H]`, S a multiple of 8; or `[pages, page_size, K, H]`.
+      key_cache: `[B, S, K, H]`, or `[pages, page_size, K, H]`.
       value_cache: as key_cache.
       lengths: `[B]` int32, with the new tokens: token t is at position length - tokens + t.
       page_table: None, or `[B, max_pages]` int32. Pages that hold no token within the lengths, or
@@ -267,7 +286,7 @@ def attention(
     if splits == 1:
         return parts[0], lse
     if sinks is not None:
-        lse = jnp.where(lse == -jnp.inf, -jnp.inf, jnp.logaddexp(lse, sinks))
+        lse = jnp.where(lse == -jnp.inf, -jnp.inf, jnp.logaddexp(lse, sinks[None, None]))
     return combine.combine(parts, lse_parts, sinks, kv_heads=p.kv_heads, dtype=p.dtype), lse
 
 
@@ -279,56 +298,67 @@ class _Products:
       q_smem: `(rows, width)`.
       p_smem: `(rows, BLOCK_KV)`, the weights.
       s_acc: `(BLOCK_KV, rows)`.
-      o_acc: `(width, rows)`, which has the output.
+      o_accs: for each box of values `(columns, rows)`, which have the output.
     """
 
     q_smem: Any
     p_smem: Any
     s_acc: Any
-    o_acc: Any
+    o_accs: Any
 
     def logits(self, keys, free) -> jax.Array:
-        """`(BLOCK_KV, rows)`; calls `free` when keys have been read."""
+        """`(BLOCK_KV, rows)`, of keys in boxes; calls `free` when they have been read."""
         self.s_acc[...] = zero_tile(*self.s_acc.shape)
-        plgpu.wgmma(self.s_acc, keys, self.q_smem.transpose((1, 0)))
+        for queries, box in zip(self.query_boxes(len(keys)), keys, strict=True):
+            plgpu.wgmma(self.s_acc, box, queries.transpose((1, 0)))
         logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=0)
         free()
         return logits
 
+    def query_boxes(self, count: int) -> list:
+        """The columns of queries that go with each box of keys."""
+        if count == 1:
+            return [self.q_smem]
+        columns = self.q_smem.shape[1] // count
+        return [self.q_smem.at[:, pl.ds(n * columns, columns)] for n in range(count)]
+
     def no_output(self) -> list[jax.Array]:
-        """The output before the first step, but for what the accumulator has."""
-        self.o_acc[...] = zero_tile(*self.o_acc.shape)
+        """The output before the first step, but for what the accumulators have."""
+        for acc in self.o_accs:
+            acc[...] = zero_tile(*acc.shape)
         return []
 
     def scaled(self, output, factors, is_first) -> list[jax.Array]:
         """The output with each row multiplied by its factor; 0 in the first step of a round."""
-        so_far = plgpu.wgmma_accumulator_load(self.o_acc, wait_n=0)
-        # The round before may have left what overflowed.
-        self.o_acc[...] = jnp.where(is_first, 0.0, so_far * spread(factors, so_far.shape))
+        for acc in self.o_accs:
+            so_far = plgpu.wgmma_accumulator_load(acc, wait_n=0)
+            # The round before may have left what overflowed.
+            acc[...] = jnp.where(is_first, 0.0, so_far * spread(factors, so_far.shape))
         return output
 
     def put_weights(self, weights) -> None:
         self.p_smem.transpose((1, 0))[...] = weights.astype(self.p_smem.dtype)
 
     def add(self, output, values, free) -> list[jax.Array]:
-        """The output and weights values; calls `free` when values have been read."""
+        """The output and weights values, in boxes; calls `free` when values have been read."""
         plgpu.commit_smem()
-        plgpu.wgmma(self.o_acc, values.transpose((1, 0)), self.p_smem.transpose((1, 0)))
+        for acc, box in zip(self.o_accs, values, strict=True):
+            plgpu.wgmma(acc, box.transpose((1, 0)), self.p_smem.transpose((1, 0)))
         plgpu.wgmma_wait(0)
         free()
         return output
 
     def result(self, output) -> list[jax.Array]:
         """The output, as tiles of columns of it, `(columns, rows)`."""
-        return [plgpu.wgmma_accumulator_load(self.o_acc, wait_n=0)]
+        return [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in self.o_accs]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Float8Products(_Products):
     """The same of float8 operands, with queries and weights in two parts.
 
-    Of rows there are twice as many in q_smem, p_smem, s_acc and o_acc, which takes n columns of the
-    output at a time: `(n, 2 * rows)`.
+    Of rows there are twice as many in q_smem, p_smem, s_acc and the one of o_accs, which takes n
+    columns of the output at a time: `(n, 2 * rows)`.
 
     Attributes:
       units_smem: `(rows,)`, which logits are multiplied with.
@@ -345,7 +375,7 @@ class _Float8Products(_Products):
         return logits * spread(units, logits.shape)
 
     def no_output(self) -> list[jax.Array]:
-        part, columns = self.o_acc.shape
+        part, columns = self.o_accs[0].shape
         return [zero_tile(part, columns // 2)] * (self.turned_smem.shape[0] // part)
 
     def scaled(self, output, factors, is_first) -> list[jax.Array]:
@@ -356,17 +386,26 @@ class _Float8Products(_Products):
         store_weights_float8(self.p_smem, weights)
 
     def add(self, output, values, free) -> list[jax.Array]:
-        transpose_float8(self.turned_smem, values)
+        for turned, box in zip(self.turned_boxes(len(values)), values, strict=True):
+            transpose_float8(turned, box)
         plgpu.commit_smem()
-        part, columns = self.o_acc.shape
+        (acc,) = self.o_accs
+        part, columns = acc.shape
         for n in range(len(output)):
             if n == len(output) - 1:
                 free()  # its branch keeps the compiler from zeroing the accumulators of both parts
-            self.o_acc[...] = zero_tile(part, columns)
+            acc[...] = zero_tile(part, columns)
             turned = self.turned_smem.at[pl.ds(n * part, part)]
-            plgpu.wgmma(self.o_acc, turned, self.p_smem.transpose((1, 0)))
-            output[n] += join_parts(plgpu.wgmma_accumulator_load(self.o_acc, wait_n=0))
+            plgpu.wgmma(acc, turned, self.p_smem.transpose((1, 0)))
+            output[n] += join_parts(plgpu.wgmma_accumulator_load(acc, wait_n=0))
         return output
+
+    def turned_boxes(self, count: int) -> list:
+        """Where the columns of each box of values go as rows."""
+        if count == 1:
+            return [self.turned_smem]
+        rows = self.turned_smem.shape[0] // count
+        return [self.turned_smem.at[pl.ds(n * rows, rows)] for n in range(count)]
 
     def result(self, output) -> list[jax.Array]:
         return output
@@ -389,6 +428,8 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
     page_size = p.page_size
     copies = 1 if page_size is None else max(1, BLOCK_KV // page_size)
     rows_of_copy = BLOCK_KV // copies
+    in_boxes = page_size is None and p.capacity % 8 != 0
+    box = width // p.boxes
     # The first key blocks can be loaded before a length is known.
     early = splits == 1 and p.window is None and page_size is None
     blocks_of_cache = -(-p.capacity // BLOCK_KV)
@@ -397,17 +438,26 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
         transforms = float8_operand(shape[-1]) if is_float8 else OPERAND
         return plgpu.SMEM(shape, p.cache_dtype, transforms=transforms)
 
+    def slots():
+        """The circular buffer of K or of V; in boxes, for copies and for products."""
+        if not in_boxes:
+            return smem(stages, BLOCK_KV, width)
+        for_products = smem(stages, p.boxes, BLOCK_KV, box)
+        _, swizzle = for_products.transforms
+        for_copies = dataclasses.replace(for_products, transforms=(swizzle,))
+        return plgpu.RefUnion(for_copies, for_products)
+
     columns = 2 * rows if is_float8 else rows  # of a product: queries in two parts
     # Of the output, as many columns as one product adds to.
-    part = min(width, _MOST_PART // rows) if is_float8 else width
+    part = min(width, _MOST_PART // rows) if is_float8 else box
     scratch: dict[str, Any] = dict(
         q_smem=smem(columns, width),
-        k_smem=smem(stages, BLOCK_KV, width),
-        v_smem=smem(stages, BLOCK_KV, width),
+        k_smem=slots(),
+        v_smem=slots(),
         p_smem=smem(columns, BLOCK_KV),
         reduced_smem=plgpu.SMEM((4 * rows,), jnp.float32),
-        k_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-        v_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        k_full=plgpu.Barrier(num_arrivals=copies * p.boxes, num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=copies * p.boxes, num_barriers=stages),
     )
     if is_float8:
         scratch["turned_smem"] = smem(width, BLOCK_KV)
@@ -434,6 +484,12 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             @pl.when(step < end)
             def _():
                 first, buffer = (begin + step) * BLOCK_KV, buffers.at[slot(step)]
+                if in_boxes:
+                    for n in range(p.boxes):
+                        columns = pl.ds(n * box, box)
+                        source = ref.at[batch, pl.ds(first, BLOCK_KV), head, columns]
+                        plgpu.copy_gmem_to_smem(source, buffer.at[n], full.at[slot(step)])
+                    return
                 for n in range(copies):
                     if page_size is None:
                         source = ref.at[batch, pl.ds(first, BLOCK_KV), head]
@@ -443,7 +499,15 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                     target = buffer.at[pl.ds(n * rows_of_copy, rows_of_copy)]
                     plgpu.copy_gmem_to_smem(source, target, full.at[slot(step)])
 
-        keys, values = (k_ref, k_smem, k_full), (v_ref, v_smem, v_full)
+        k_copies, k_smem = k_smem if in_boxes else (k_smem, k_smem)
+        v_copies, v_smem = v_smem if in_boxes else (v_smem, v_smem)
+        keys, values = (k_ref, k_copies, k_full), (v_ref, v_copies, v_full)
+
+        def boxes_of(buffers, slot):
+            """What a slot has for products."""
+            if not in_boxes:
+                return [buffers.at[slot]]
+            return [buffers.at[slot, n] for n in range(p.boxes)]
 
         def first_loads(end, begin, pages_of):
             for step in map(jnp.int32, range(stages)):
@@ -520,8 +584,8 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                 is_edge |= first < first_position + p.tokens - 1 - p.window
             return lax.cond(is_edge, hidden, lambda: logits)
 
-        def compute(o_acc, s_acc):
-            operands = q_smem, p_smem, s_acc, o_acc
+        def compute(o_accs, s_acc):
+            operands = q_smem, p_smem, s_acc, o_accs
             products = _Products(*operands)
             if is_float8:
                 products = _Float8Products(*operands, units_smem, turned_smem)
@@ -535,7 +599,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                     this = slot(step)
                     plgpu.barrier_wait(k_full.at[this])
                     load_next = lambda cache: load(step + stages, end, begin, pages, *cache)
-                    logits = products.logits(k_smem.at[this], lambda: load_next(keys))
+                    logits = products.logits(boxes_of(k_smem, this), lambda: load_next(keys))
                     if key_scale is not None:
                         logits *= spread(key_scale, logits.shape)
                     logits = masked(capped(logits), first)
@@ -559,16 +623,17 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
                     sums += weights
                     products.put_weights(weights)
                     plgpu.barrier_wait(v_full.at[this])
-                    value = v_smem.at[this]
+                    block = boxes_of(v_smem, this)
 
                     @pl.when((first < first_key) | (first + BLOCK_KV > end_key))
                     def _():
                         # 0 times what stands there may be NaN.
-                        keep_operand_rows(value, first_key - first, end_key - first)
+                        for part_of_block in block:
+                            keep_operand_rows(part_of_block, first_key - first, end_key - first)
                         if is_float8:
                             plgpu.commit_smem()  # before other threads turn it
 
-                    output = products.add(output, value, lambda: load_next(values))
+                    output = products.add(output, block, lambda: load_next(values))
                     return reference, sums, output, pages_of(step + 1 + stages)
 
                 carry = *state, pages_of(jnp.int32(stages))
@@ -613,7 +678,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
 
         pl.run_scoped(
             compute,
-            plgpu.ACC((part, columns), jnp.float32),
+            [plgpu.ACC((part, columns), jnp.float32)] * (1 if is_float8 else p.boxes),
             plgpu.ACC((BLOCK_KV, columns), jnp.float32),
         )
 

@@ -100,7 +100,8 @@ def query_words(key_words, batch, head, query_length: int, steps: int) -> jax.Ar
       key_words, batch, head: as for `rows_of_queries`, the last two with a last axis of 1.
       steps: rate * `DROPOUT_STEPS`.
     """
-    rows = jnp.arange(-(-query_length // (2 * _PAIR)) * 2 * _PAIR)
+    rows = jnp.arange(-(-query_length // (2 * _PAIR)) * 2 * _PAIR, dtype=jnp.int32)
+    rows = rows.reshape((1,) * (jnp.ndim(head) - 1) + rows.shape)
     words = rows_of_queries(key_words, batch, head, rows)
     return jnp.where(rows & _PAIR, _limits(words, steps), words)
 

@@ -102,7 +102,8 @@ def pack(mask: jax.Array, axis: int) -> jax.Array:
     if length == 1:
         return -mask.astype(jnp.int32)
     mask = jnp.pad(mask, ((0, 0),) * 3 + ((0, -length % _TILE_COLUMNS),))
-    bits = mask.reshape(*rest, -1, _WORD).astype(jnp.uint32) << jnp.arange(_WORD, dtype=jnp.uint32)
+    places = lax.broadcast_to_rank(jnp.arange(_WORD, dtype=jnp.uint32), mask.ndim + 1)
+    bits = mask.reshape(*rest, -1, _WORD).astype(jnp.uint32) << places
     return lax.bitcast_convert_type(bits.sum(-1, dtype=jnp.uint32), jnp.int32)
 
 

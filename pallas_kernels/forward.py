@@ -208,7 +208,7 @@ class Tiles:
         all_masked = count  # how many are exact where none is without a mask
         if ids is not None and not self.problem.dynamic:
             # Of the tile's first row.
-            own_block = np.arange(self.per_head, dtype=np.int32) * block_q // block_kv
+            own_block = np.arange(self.per_head, dtype=np.int32)[None] * block_q // block_kv
             all_masked = jnp.where(self._see_themselves(*ids), end - own_block, count)
             all_masked = jnp.clip(all_masked, 1, count)
         exact = jnp.where(any_unmasked, end - unmasked + one_more, all_masked)
@@ -364,7 +364,7 @@ class Tiles:
 
 def _cost(key_blocks: jax.Array) -> jax.Array:
     """Of each tile of a head, `[B, tiles]`, from `Tiles.key_blocks_of`."""
-    return key_blocks[:, :, 0] + _TILE_OVERHEAD
+    return key_blocks[:, :, 0].astype(jnp.float32) + _TILE_OVERHEAD
 
 
 def attention(

@@ -406,7 +406,8 @@ class KeyTiles:
                 key_ids = segments.padded(key_ids, self.block_kv)
                 bounds, ids_are_sorted = segments.intervals(key_ids, query_ids, within)
             blocks = self.seeing_blocks_of(seeing, ids, ids_are_sorted)
-            cost = p.group * (blocks[:-1, :, 1] - blocks[:-1, :, 0]) + _TILE_OVERHEAD
+            steps = p.group * (blocks[:-1, :, 1] - blocks[:-1, :, 0])
+            cost = steps.astype(jnp.float32) + _TILE_OVERHEAD
             if draws:
                 tables = self._tables_to_draw(thread_blocks, cost)
             else:

@@ -50,6 +50,11 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
+def _result_type(shape: tuple[int, ...], dtype: Any, layout: Any) -> plgpu.ShapeDtypeStruct:
+    """What `inline_mgpu` returns. To a type checker jnp.int32 is not the np.dtype that it asks."""
+    return plgpu.ShapeDtypeStruct(shape, dtype, layout)
+
+
 def interpreting() -> bool:
     """Whether kernels traced now run in Pallas's GPU interpret mode."""
     return _interpret_mode.value is not None
@@ -62,8 +67,8 @@ def zero_tile(rows: int, columns: int, dtype=jnp.float32) -> jax.Array:
 
 def div_rem(x, divisor: int):
     """Quotient and remainder of a traced int32 that is not negative."""
-    divisor = jnp.int32(divisor)
-    return lax.div(x, divisor), lax.rem(x, divisor)
+    by = jnp.int32(divisor)
+    return lax.div(x, by), lax.rem(x, by)
 
 
 # --- named barriers ------------------------------------------------------------------------------
@@ -161,7 +166,7 @@ def warpgroup_any(seen: jax.Array, warpgroup) -> jax.Array:
 
 
 def _vote(seen: jax.Array, barrier: jax.Array, threads: int) -> jax.Array:
-    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    shape = _result_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(_ROWS, plgpu.Layout.WG_SPLAT), return_type=shape)
     def vote(_, seen, barrier):
@@ -188,7 +193,7 @@ def draw_ticket(counter, in_turn) -> jax.Array:
     if interpreting():
         return in_turn
 
-    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    shape = _result_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=shape)
     def draw(_, counter):
@@ -292,7 +297,7 @@ def load_shared(ref) -> jax.Array:
     if interpreting():
         return lax.bitcast_convert_type(ref[...], jnp.int32)
 
-    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    shape = _result_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=shape)
     def load(_, ref):
@@ -308,7 +313,7 @@ def vote_any(flags: jax.Array) -> jax.Array:
     if interpreting():
         return flags.max() > 0
 
-    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    shape = _result_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(_COLUMNS,), return_type=shape)
     def vote(_, flags):
@@ -324,7 +329,7 @@ def any_row(flags: jax.Array) -> jax.Array:
     if interpreting():
         return flags.any()
 
-    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    shape = _result_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(_ROWS,), return_type=shape)
     def vote(_, flags):
@@ -358,7 +363,7 @@ def any_far(ref, least: float) -> jax.Array:
 
 def _any_in_shared(ref, text: str, limit: int) -> jax.Array:
     """Whether any word of `(64,)` or `(128,)` shared memory is below a limit after some PTX."""
-    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    shape = _result_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=shape)
     def vote(_, ref):
@@ -416,7 +421,7 @@ def bounded_columns(
         bounds = jnp.where(jnp.abs(reference) >= far, bound_far, bound)
         return jnp.where(is_mark(marks), jnp.minimum(tile - reference, bounds) - log_sum, tile)
 
-    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+    shape = _result_type(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
     literal = lambda x: f"0f{np.float32(x).view(np.uint32):08x}"
 
     @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType(), plgpu.RefType()), return_type=shape)
@@ -577,7 +582,7 @@ def fresh_zero() -> jax.Array:
     if interpreting():
         return jnp.int32(0)
 
-    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    shape = _result_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(return_type=shape)
     def zero(_):
@@ -614,7 +619,7 @@ def fresh_rows() -> jax.Array:
         return lax.iota(jnp.int32, 64)
 
     zeros = plgpu.layout_cast(jnp.zeros((64,), jnp.int32), _ROWS)
-    shape = plgpu.ShapeDtypeStruct((64,), jnp.int32, layout=_ROWS)
+    shape = _result_type((64,), jnp.int32, layout=_ROWS)
 
     @plgpu.inline_mgpu(arg_types=(_ROWS,), return_type=shape)
     def rows(_, like):
@@ -644,7 +649,7 @@ def _over_rows(tile: jax.Array, scratch, combine) -> jax.Array:
     """Combines the rows of a tile, of up to 8 groups of columns, a power of two of them."""
     columns = tile.shape[1]
     like = plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), _COLUMNS)
-    shape = plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=_COLUMNS)
+    shape = _result_type((columns,), jnp.float32, layout=_COLUMNS)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE, _COLUMNS), return_type=shape)
     def over_rows(_, scratch, tile, like):
@@ -722,7 +727,7 @@ def rsqrt(tile: jax.Array) -> jax.Array:
     if interpreting():
         return lax.rsqrt(tile)
 
-    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+    shape = _result_type(tile.shape, jnp.float32, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=shape)
     def compute(_, tile):
@@ -751,7 +756,7 @@ def any_beyond(tile: jax.Array, limit: float) -> jax.Array:
         together = jnp.abs(tile).reshape(*tile.shape[:-1], -1, 2).sum(axis=-1)
         return jnp.logical_not(together < limit).any()
 
-    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    shape = _result_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=shape)
     def vote(_, tile):
@@ -793,7 +798,7 @@ def _keep_columns(tile, bound, fill, predicate, compare):
         keep = compare(bounds, lax.broadcasted_iota(jnp.int32, tile.shape, 1))
         return jnp.where(keep, tile, fill)
 
-    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+    shape = _result_type(tile.shape, jnp.float32, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS), return_type=shape)
     def keep(_, tile, bound):
@@ -829,7 +834,7 @@ def keep_equal_columns(
             keep &= lax.broadcasted_iota(jnp.int32, tile.shape, 1) <= last[:, None]
         return jnp.where(keep, tile, fill)
 
-    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+    shape = _result_type(tile.shape, jnp.float32, layout=_TILE)
     splat = plgpu.Layout.WG_SPLAT
     bounds = () if last is None else (last,)
     layouts = _TILE, _ROWS, plgpu.RefType(), splat, *[_ROWS] * len(bounds)
@@ -880,7 +885,7 @@ def equal_columns(rows: jax.Array, ref, first, columns: int) -> jax.Array:
     if interpreting():
         return rows[:, None] == ref[pl.ds(first, columns)][None, :]
 
-    shape = plgpu.ShapeDtypeStruct((64,), jnp.int32, layout=_ROWS)
+    shape = _result_type((64,), jnp.int32, layout=_ROWS)
     splat = plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(arg_types=(_ROWS, plgpu.RefType(), splat), return_type=shape)
@@ -926,7 +931,7 @@ def bits_to(bits: jax.Array, last: jax.Array) -> jax.Array:
 
 def _bits_masked(bits, bound, flip: int):
     """Bits from bound[row] on, or with flip = -1 those before it."""
-    shape = plgpu.ShapeDtypeStruct((64,), jnp.int32, layout=_ROWS)
+    shape = _result_type((64,), jnp.int32, layout=_ROWS)
 
     @plgpu.inline_mgpu(arg_types=(_ROWS, _ROWS), return_type=shape)
     def mask(_, bits, bound):
@@ -951,7 +956,7 @@ def keep_bits(tile: jax.Array, bits: jax.Array, fill: float) -> jax.Array:
     if interpreting():
         return jnp.where(bits, tile, fill)
 
-    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+    shape = _result_type(tile.shape, jnp.float32, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS), return_type=shape)
     def keep(_, tile, bits):
@@ -1015,7 +1020,7 @@ def dropped_bytes(rows: jax.Array, ref, first, columns: int) -> jax.Array:
         return _dropped_in_numbers(rows, ref[pl.ds(first, columns)])
 
     zeros = plgpu.layout_cast(jnp.zeros((64, columns // 4), jnp.int32), _TILE)
-    shape = plgpu.ShapeDtypeStruct(zeros.shape, jnp.int32, layout=_TILE)
+    shape = _result_type(zeros.shape, jnp.int32, layout=_TILE)
     splat = plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(arg_types=(_ROWS, plgpu.RefType(), splat, _TILE), return_type=shape)
@@ -1042,7 +1047,7 @@ def kept_operand(tile: jax.Array, dropped: jax.Array, dtype) -> jax.Array:
     if interpreting():
         return jnp.where(dropped, 0.0, tile).astype(dtype)
 
-    shape = plgpu.ShapeDtypeStruct(tile.shape, dtype, layout=_TILE)
+    shape = _result_type(tile.shape, dtype, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(_TILE, _TILE), return_type=shape)
     def cast(_, tile, dropped):
@@ -1082,7 +1087,7 @@ def negate_dropped(tile: jax.Array, rows: jax.Array, ref, first, *, few: bool) -
         dropped = _dropped_in_numbers(rows, ref[pl.ds(first, tile.shape[1])])
         return jnp.where(dropped, -tile, tile)
 
-    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+    shape = _result_type(tile.shape, jnp.float32, layout=_TILE)
     splat = plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS, plgpu.RefType(), splat), return_type=shape)
@@ -1114,7 +1119,7 @@ def negate_dropped_transposed(
     if interpreting():
         return jnp.where(_dropped_in_numbers(columns[0], rows[:, 0]).T, -tile, tile)
 
-    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+    shape = _result_type(tile.shape, jnp.float32, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(_TILE, _TILE, _TILE), return_type=shape)
     def negate(_, tile, *words):
@@ -1206,7 +1211,7 @@ def positive_operand(tile: jax.Array, dtype) -> jax.Array:
     if interpreting():
         return jnp.maximum(tile, 0.0).astype(dtype)
 
-    shape = plgpu.ShapeDtypeStruct(tile.shape, dtype, layout=_TILE)
+    shape = _result_type(tile.shape, dtype, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=shape)
     def cast(_, tile):
@@ -1380,7 +1385,7 @@ def load_queries(source, first, rows: int) -> jax.Array:
     passes = -(-rows * columns // (8 * WARPGROUP_THREADS))  # of 8 columns a thread
     words_of_all = 4 * passes * WARPGROUP_THREADS
     layout = _words_layout(words_of_all)
-    shape = plgpu.ShapeDtypeStruct((words_of_all,), jnp.int32, layout=layout)
+    shape = _result_type((words_of_all,), jnp.int32, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=shape)
     def load(_, source, first):
@@ -1658,7 +1663,7 @@ def load_rows(ref, first, last) -> jax.Array:
 
     is_float = ref.dtype == jnp.float32
     zeros = plgpu.layout_cast(jnp.zeros((64,), ref.dtype), _ROWS)
-    shape = plgpu.ShapeDtypeStruct((64,), ref.dtype, layout=_ROWS)
+    shape = _result_type((64,), ref.dtype, layout=_ROWS)
     splat = plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, _ROWS), return_type=shape)
@@ -1719,7 +1724,7 @@ def count_sorted(ref, rows: jax.Array, *, or_equal: bool) -> jax.Array:
         side = "right" if or_equal else "left"
         return jnp.searchsorted(ref[...], rows, side=side).astype(jnp.int32)
 
-    shape = plgpu.ShapeDtypeStruct((64,), jnp.int32, layout=_ROWS)
+    shape = _result_type((64,), jnp.int32, layout=_ROWS)
 
     @plgpu.inline_mgpu(arg_types=(_ROWS, plgpu.RefType()), return_type=shape)
     def search(_, rows, ref):
@@ -1766,7 +1771,7 @@ def load_elements(ref, first_row, first_column, columns: int, *, transposed: boo
         return jnp.broadcast_to(tile, (64, columns))
 
     zeros = plgpu.layout_cast(jnp.zeros((64, columns), ref.dtype), _TILE)
-    shape = plgpu.ShapeDtypeStruct((64, columns), ref.dtype, layout=_TILE)
+    shape = _result_type((64, columns), ref.dtype, layout=_TILE)
     splat = plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, _TILE), return_type=shape)
@@ -1864,7 +1869,7 @@ def load_bits(ref, first_row, first_column, columns: int) -> jax.Array:
     words = columns // 32
     # Four words of each of a thread's rows, in pairs; of two, each stands there twice.
     zeros = plgpu.layout_cast(jnp.zeros((64, 16), jnp.int32), _TILE)
-    shape = plgpu.ShapeDtypeStruct((64, 16), jnp.int32, layout=_TILE)
+    shape = _result_type((64, 16), jnp.int32, layout=_TILE)
     splat = plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, _TILE), return_type=shape)
@@ -1910,7 +1915,7 @@ def keep_where(tile: jax.Array, bits: jax.Array, fill: float) -> jax.Array:
     if interpreting():
         return jnp.where(bits != 0, tile, fill)
 
-    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=_TILE)
+    shape = _result_type(tile.shape, jnp.float32, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(_TILE, _TILE), return_type=shape)
     def keep(_, tile, bits):
@@ -1946,7 +1951,7 @@ def row_products(a_ref, b_ref, first, last) -> jax.Array:
         return (a * b).sum(1)
 
     zeros = plgpu.layout_cast(jnp.zeros((64,), jnp.float32), _ROWS)
-    shape = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=_ROWS)
+    shape = _result_type((64,), jnp.float32, layout=_ROWS)
     refs, splats = (plgpu.RefType(),) * 2, (plgpu.Layout.WG_SPLAT,) * 2
 
     @plgpu.inline_mgpu(arg_types=(*refs, *splats, _ROWS), return_type=shape)
@@ -2076,7 +2081,7 @@ def load_fragment(ref, columns: int) -> jax.Array:
         return _from_fragment_order(ref[...], columns)
 
     zeros = zero_tile(64, columns)
-    shape = plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=_TILE)
+    shape = _result_type((64, columns), jnp.float32, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE), return_type=shape)
     def load(_, ref, like):
@@ -2141,7 +2146,7 @@ def load_operand(ref, columns: int, dtype, box_width: int = 64) -> jax.Array:
         return ref[...]
 
     zeros = plgpu.layout_cast(jnp.zeros((64, columns), dtype), _TILE)
-    shape = plgpu.ShapeDtypeStruct((64, columns), dtype, layout=_TILE)
+    shape = _result_type((64, columns), dtype, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(operand_form(box_width)), _TILE), return_type=shape)
     def load(_, ref, like):
@@ -2229,7 +2234,7 @@ def receive_tile(ref, columns: int, dtype) -> jax.Array:
         return lax.bitcast_convert_type(ref[...], dtype).reshape(64, columns)
 
     zeros = plgpu.layout_cast(jnp.zeros((64, columns), dtype), _TILE)
-    shape = plgpu.ShapeDtypeStruct((64, columns), dtype, layout=_TILE)
+    shape = _result_type((64, columns), dtype, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _TILE), return_type=shape)
     def receive(_, ref, like):
@@ -2284,7 +2289,7 @@ def half_weights(logits: jax.Array, factor: jax.Array, reference: jax.Array) -> 
         exponents += (wrong + start).astype(jnp.float32)[:, None]
         return jnp.exp2(exponents.astype(jnp.float16))
 
-    shape = plgpu.ShapeDtypeStruct(logits.shape, jnp.float16, layout=_TILE)
+    shape = _result_type(logits.shape, jnp.float16, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS, _ROWS), return_type=shape)
     def compute(_, tile, factor, reference):
@@ -2329,7 +2334,7 @@ def half_maxima(tile: jax.Array) -> jax.Array:
         return tile.astype(jnp.float32).max(axis=1)
 
     zeros = plgpu.layout_cast(jnp.zeros((64,), jnp.float32), _ROWS)
-    shape = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=_ROWS)
+    shape = _result_type((64,), jnp.float32, layout=_ROWS)
 
     @plgpu.inline_mgpu(arg_types=(_TILE, _ROWS), return_type=shape)
     def compute(_, tile, like):
@@ -2357,7 +2362,7 @@ def half_sums(tile: jax.Array) -> jax.Array:
     if interpreting():
         return tile.reshape(tile.shape[0], -1, 8).sum(axis=1).astype(jnp.float32)
 
-    shape = plgpu.ShapeDtypeStruct((64, 8), jnp.float32, layout=_TILE)
+    shape = _result_type((64, 8), jnp.float32, layout=_TILE)
 
     @plgpu.inline_mgpu(arg_types=(_TILE, _TILE), return_type=shape)
     def compute(_, tile, like):
@@ -2402,7 +2407,7 @@ def to_float8(tile: jax.Array) -> jax.Array:
 
     layout = plgpu.Layout.WGMMA_8BIT
     zeros = plgpu.layout_cast(jnp.zeros(tile.shape, jnp.float8_e4m3fn), layout)
-    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float8_e4m3fn, layout=layout)
+    shape = _result_type(tile.shape, jnp.float8_e4m3fn, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(_TILE, layout), return_type=shape)
     def cast(_, tile, like):
@@ -2433,7 +2438,7 @@ def any_from(limit: float, tile: jax.Array) -> jax.Array:
     if interpreting():
         return jnp.logical_not(tile < limit).any()
 
-    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    shape = _result_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(_TILE,), return_type=shape)
     def vote(_, tile):

@@ -189,12 +189,12 @@ def _by_rank(cost: jax.Array) -> jax.Array:
     """
     if cost.shape[1] > _COUNTED:
         return jnp.argsort(-cost, axis=1).astype(jnp.int32)
-    number = jnp.arange(cost.shape[1], dtype=jnp.int32)
+    number = jnp.arange(cost.shape[1], dtype=jnp.int32)[None]
     key = cost.astype(jnp.int32) * cost.shape[1] - number
     is_before = key[:, None, :] > key[:, :, None]
     rank = is_before.sum(-1, dtype=jnp.int32)
-    is_it = rank[:, None, :] == number[:, None]
-    return jnp.where(is_it, number, 0).sum(-1, dtype=jnp.int32)
+    is_it = rank[:, None, :] == number[:, :, None]
+    return jnp.where(is_it, number[:, None], 0).sum(-1, dtype=jnp.int32)
 
 
 def longest_first(schedules: np.ndarray, cost: jax.Array, heads: int) -> jax.Array:

@@ -181,6 +181,7 @@ def restricted(blocks: Blocks, sharing: Sharing) -> Blocks:
     Where several stretches of blocks need no mask, none is taken to be without.
     """
     number = jnp.arange(sharing.some.shape[-1], dtype=jnp.int32)
+    number = lax.broadcast_to_rank(number, sharing.some.ndim)
     between = lambda first, end: (first[..., None] <= number) & (number < end[..., None])
     needed = sharing.some & between(blocks.first, blocks.end)
     unmasked = needed & sharing.all & between(blocks.first_unmasked, blocks.end_unmasked)
@@ -209,7 +210,7 @@ def has_partner(
       intervals: `[B or 1, 2, R]`, within 0 and C.
     """
     # Sharded as the ids are, which a sort needs.
-    places = jnp.arange(other_ids.shape[1], dtype=jnp.int32) + jnp.zeros_like(other_ids)
+    places = jnp.arange(other_ids.shape[1], dtype=jnp.int32)[None] + jnp.zeros_like(other_ids)
     by_id, place = lax.sort((other_ids, places), num_keys=2)
     first, end = (jnp.broadcast_to(intervals[:, n], ids.shape) for n in range(2))
 

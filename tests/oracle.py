@@ -154,7 +154,9 @@ def _forward(
     total = exponentials.sum(-1, keepdims=True)
     sink = 0.0
     if sinks is not None:
-        sink = np.exp(np.where(empty, -np.inf, _f64(sinks).reshape(N, 1, 1)) - top)
+        logit = np.broadcast_to(_f64(sinks).reshape(N, 1, 1), top.shape)
+        below = np.subtract(logit, top, out=np.zeros_like(top), where=logit < top)  # else infinite
+        sink = np.where(empty, 0.0, np.exp(below))
         total = total + sink
     total = np.where(empty, 1.0, total)
     weights = exponentials / total

@@ -381,6 +381,11 @@ ERRORS = [
     ({"value": KV[:, :4]}, ValueError, "value: got length 4; needs that of key, 7"),
     ({"value": KV[:, :, :1]}, ValueError, "value: got 1 heads; needs as many as key, 2"),
     ({"query": Q[:, :, :3]}, ValueError, "query: got 3 heads; needs a positive multiple"),
+    (
+        {x: array.swapaxes(1, 2) for x, array in (("query", Q), ("key", KV), ("value", KV))},
+        ValueError,
+        r"query: got 5 heads; needs .* key heads, 7; .* if these are \[B, N, T, H\], swap",
+    ),
     ({"query": Q[:, :, :0]}, ValueError, "query: got 0 heads"),
     ({"key": KV[:, :, :0], "value": KV[:, :, :0]}, ValueError, "query: got 4 heads; .* heads, 0"),
     ({"query": Q[..., :0], "key": KV[..., :0]}, ValueError, "query: got head width 0"),
@@ -389,11 +394,18 @@ ERRORS = [
     ({"bias": jnp.zeros((B, K, T, S))}, ValueError, r"bias: got shape \(2, 2, 5, 7\); needs one"),
     ({"bias": jnp.zeros((3, N, T, S))}, ValueError, "bias: got shape"),
     ({"bias": jnp.zeros((1, B, N, T, S))}, ValueError, "bias: got 5 axes; needs at most 4"),
-    ({"mask": jnp.ones((B, N, T, S))}, TypeError, "mask: got float32; needs bool"),
+    ({"mask": jnp.ones((B, N, T, S))}, TypeError, r"mask: got float32; needs .*, or bias=mask"),
+    (
+        {"mask": jnp.ones((T, S), int)},
+        TypeError,
+        r"mask: got int32; needs bool: mask.astype\(bool\), if it is 0 where a key is hidden\.",
+    ),
     ({"mask": jnp.ones((B, N, S, T), bool)}, ValueError, r"mask: got .* = \(2, 4, 5, 7\)"),
     ({"mask": jnp.ones((1, B, N, T, S), bool)}, ValueError, "mask: got 5 axes"),
     ({"scale": jnp.ones(2)}, ValueError, r"scale: got shape \(2,\); needs a number"),
     ({"scale": True}, TypeError, "scale: got bool"),
+    ({"scale": float("nan")}, ValueError, "scale: got nan; needs a finite number"),
+    ({"scale": 10**400}, ValueError, "scale: got an integer beyond all floats"),
     ({"scale": 1j}, TypeError, "scale: got complex64; needs a real number"),
     ({"is_causal": 1}, TypeError, "is_causal: got 1; needs True or False"),
     ({"is_causal": None}, TypeError, "is_causal: got None"),
@@ -403,7 +415,11 @@ ERRORS = [
     ({"query_seq_lengths": 3}, ValueError, r"query_seq_lengths: got shape \(\); needs \(2,\)"),
     ({"query_seq_lengths": jnp.ones(2)}, TypeError, "query_seq_lengths: got float32; needs int32"),
     ({"query_seq_lengths": jnp.ones(2, bool)}, TypeError, "query_seq_lengths: got bool"),
-    ({"query_seq_lengths": jnp.ones(2, jnp.uint32)}, TypeError, "query_seq_lengths: got uint32"),
+    (
+        {"query_seq_lengths": jnp.array([1, 2**31], jnp.uint32)},
+        ValueError,
+        "query_seq_lengths: .* within int32",
+    ),
     ({"query_seq_lengths": np.array([1, 2**31])}, ValueError, "query_seq_lengths: .* within int32"),
     ({"key_value_seq_lengths": jnp.ones((2, 1), jnp.int32)}, ValueError, "key_value_seq_lengths:"),
     ({"key_value_seq_lengths": jnp.ones(2)}, TypeError, "key_value_seq_lengths: got float32"),
@@ -415,6 +431,7 @@ ERRORS = [
     ({"local_window_size": True}, TypeError, "local_window_size: got True"),
     ({"implementation": "cuda"}, ValueError, "implementation: got 'cuda'; needs .* mosaic_gpu, c"),
     ({"implementation": 1}, ValueError, "implementation: got 1"),
+    ({"implementation": np.array(["xla"])}, ValueError, r"implementation: got array\(\['xla'\]"),
     ({"config": object()}, TypeError, "config: got object"),
     (
         {"config": config.default(64), "implementation": "xla"},
@@ -453,6 +470,7 @@ ERRORS = [
     ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap: got -1.0"),
     ({"logits_soft_cap": float("inf")}, ValueError, "logits_soft_cap: got inf"),
     ({"logits_soft_cap": float("nan")}, ValueError, "logits_soft_cap: got nan"),
+    ({"logits_soft_cap": 10**400}, ValueError, "logits_soft_cap: got an integer beyond all"),
     ({"logits_soft_cap": "30"}, TypeError, "logits_soft_cap: got str"),
     ({"sinks": jnp.zeros(K)}, ValueError, r"sinks: got \(2,\); needs one per query head, \(4,\)"),
     ({"sinks": jnp.zeros((1, N))}, ValueError, "sinks: got"),
@@ -468,6 +486,7 @@ ERRORS = [
         r"dropout_key: got words of shape \(2, 2\); needs one key",
     ),
     ({"dropout_rate": 0.1, "dropout_key": 0}, TypeError, "dropout_key: got int32; needs a JAX"),
+    ({"dropout_rate": 0.1, "dropout_key": "x"}, TypeError, "dropout_key: got str; needs a JAX"),
     (
         {"dropout_rate": 0.1, "dropout_key": jnp.zeros(3, jnp.uint32)},
         ValueError,
@@ -487,6 +506,24 @@ def test_bad_arguments(changes, error, message):
         jax_flash.explain(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("is_causal", True),
+        ("return_residual", True),
+        ("deterministic", False),
+        ("local_window_size", 3),
+        ("local_window_size", (3, 0)),
+        ("logits_soft_cap", 30.0),
+        ("dropout_rate", 0.1),
+    ],
+)
+def test_what_decides_what_is_traced_is_static(name, value):
+    run = jax.jit(lambda x: jax_flash.attention(Q, KV, KV, **{name: x}))
+    with pytest.raises(TypeError, match=f"{name}: got a traced value; needs a static value: .*jit"):
+        run(value)
+
+
 def test_checks_come_before_any_implementation(monkeypatch):
     def unreachable(call, implementation):
         raise AssertionError("an implementation was called")
@@ -498,12 +535,12 @@ def test_checks_come_before_any_implementation(monkeypatch):
 
 
 def test_ids_that_int32_cannot_hold_are_refused():
-    with jax.enable_x64(True), pytest.raises(TypeError, match="query_segment_ids: got int64"):
+    with jax.enable_x64(True), pytest.raises(ValueError, match=r"query_segment_ids: .* int32"):
         jax_flash.attention(
             Q,
             KV,
             KV,
-            query_segment_ids=jnp.zeros((B, T), jnp.int64),
+            query_segment_ids=jnp.full((B, T), 2**31, jnp.int64),
             key_value_segment_ids=jnp.zeros((B, S), jnp.int64),
         )
 
@@ -515,12 +552,14 @@ def test_explain_has_the_signature_of_attention():
 
 def test_public_names():
     assert jax_flash.__all__ == [
+        "CHECKPOINT_NAMES",
         "Quantized",
         "all_gather_attention",
         "attention",
         "attention_fp8",
         "decode_attention",
         "explain",
+        "explain_decode",
         "from_zigzag",
         "quantize_fp8",
         "ring_attention",

@@ -1,6 +1,7 @@
 """decode_attention and update_cache beside float64 attention over each sequence."""
 
 import functools
+import inspect
 
 import chex
 import jax
@@ -71,7 +72,7 @@ OPTIONS = {
     "window": {"local_window_size": 9},
     "no window at all": {"local_window_size": 10**12},
     "soft cap": {"logits_soft_cap": 2.0, "scale": 0.7},
-    "sinks": {"sinks": np.array([0.5, 30.0, -1e4, -np.inf], np.float32)},
+    "sinks": {"sinks": np.array([0.5, 30.0, np.inf, -np.inf], np.float32)},
 }
 
 
@@ -79,6 +80,9 @@ OPTIONS = {
 def small_chunks(monkeypatch):
     """Several chunks for plain JAX, the last one ragged."""
     monkeypatch.setattr(decode, "_CHUNK", 48)
+    decode._attend_part.clear_cache()  # of programs with larger ones
+    yield
+    decode._attend_part.clear_cache()
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -112,11 +116,13 @@ def test_lengths_beyond_the_cache():
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_length_below_zero_is_as_zero_and_of_no_concern_to_others():
-    arrays = inputs(2, 1, 64, 2, 1, 8)
-    attention = functools.partial(jax_flash.decode_attention, local_window_size=9)
-    out = attention(*arrays, jnp.array([-(2**31), 50]))
-    np.testing.assert_array_equal(out, attention(*arrays, jnp.array([0, 50])))
+@pytest.mark.parametrize("options", [{}, {"local_window_size": 9}], ids=["plain", "window"])
+def test_a_length_below_zero_is_as_zero_and_of_no_concern_to_others(options):
+    arrays = inputs(4, 2, 64, 2, 1, 8)
+    attention = functools.partial(jax_flash.decode_attention, return_residual=True, **options)
+    got = attention(*arrays, jnp.array([-(2**31), -(2**31) + 5, -1, 50]))
+    chex.assert_trees_all_equal(got, attention(*arrays, jnp.array([0, 0, 0, 50])))
+    assert not np.asarray(got[0][:3]).any() and (np.asarray(got[1][:3]) == -np.inf).all()
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -190,23 +196,128 @@ def test_float8_caches_with_scales():
     np.testing.assert_allclose(out, exact_out, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 @pytest.mark.parametrize("shape", [(0, 1, 16), (2, 0, 16), (2, 1, 0)])
-def test_empty_axes(shape):
+def test_empty_axes(shape, implementation):
+    """No kernel runs, so that this runs anywhere."""
     B, T, S = shape
-    out, lse = jax_flash.decode_attention(
-        *inputs(B, T, S, 2, 1, 8), jnp.zeros(B, jnp.int32), return_residual=True
+    query, *caches = inputs(B, T, S, 2, 1, 64, "bfloat16")
+    run = functools.partial(
+        jax_flash.decode_attention, return_residual=True, implementation=implementation
     )
-    assert out.shape == (B, T, 2, 8) and not np.asarray(out).any()
-    assert lse.shape == (B, T, 2) and (np.asarray(lse) == -np.inf).all()
+    lengths = jnp.full(B, 16)
+    pages, table = [x.reshape(-1, 16, 1, 64) for x in caches], np.zeros((B, S // 16), np.int32)
+    for results in (run(query, *caches, lengths), run(query, *pages, lengths, page_table=table)):
+        out, lse = results
+        assert out.shape == (B, T, 2, 64) and not np.asarray(out).any()
+        assert lse.shape == (B, T, 2) and (np.asarray(lse) == -np.inf).all()
+    new = [jnp.ones((B, T, 1, 64), jnp.bfloat16)] * 2
+    got = jax_flash.update_cache(*caches, *new, lengths)
+    chex.assert_trees_all_equal(got, tuple(caches))
+    got = jax_flash.update_cache(*pages, *new, lengths, table)
+    chex.assert_trees_all_equal(got, tuple(pages))
 
 
-def written(cache, new, lengths):
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+@pytest.mark.parametrize("of_sinks", [False, True])
+def test_vmap_over_nothing(implementation, of_sinks):
+    query, *caches = inputs(0, 3, 16, 2, 1, 64, "bfloat16")
+    sinks = jnp.zeros((0, 2)) if of_sinks else jnp.zeros(2)
+
+    def one(query, key_cache, value_cache, lengths, sinks):
+        arrays = [x[None] for x in (query, key_cache, value_cache, lengths)]
+        return jax_flash.decode_attention(*arrays, sinks=sinks, implementation=implementation)
+
+    run = jax.vmap(one, in_axes=(0, 0, 0, 0, 0 if of_sinks else None))
+    # Lowered for CUDA, as where sinks are mapped too the kernel is in a loop of no step.
+    lengths = jnp.zeros(0, jnp.int32)
+    traced = jax.jit(run).trace(query, *caches, lengths, sinks)
+    assert traced.out_info.shape == (0, 1, 3, 2, 64)
+    traced.lower(lowering_platforms=("cuda",))
+
+
+class Compilations:
+    """How many programs JAX has compiled."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, event: str, *_, **__):
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compilations():
+    count = Compilations()
+    jax.monitoring.register_event_duration_secs_listener(count)
+    yield count
+    jax.monitoring.unregister_event_duration_listener(count)
+
+
+@pytest.mark.parametrize("options", [{}, {"local_window_size": 3, "sinks": np.ones(2)}], ids=str)
+def test_equal_calls_outside_of_jit_compile_once(options, compilations):
+    query, *caches = inputs(2, 1, 40, 2, 1, 24)
+    before = compilations.count
+    for lengths in ([3, 4], [40, 0]):
+        before, first = compilations.count, compilations.count - before
+        jax_flash.decode_attention(query, *caches, np.array(lengths), **options)
+    assert first > 0 and compilations.count == before
+
+
+def test_equal_updates_outside_of_jit_compile_once(compilations):
+    _, *caches = inputs(2, 1, 40, 2, 1, 24)
+    new = [x[:, :1] for x in caches]
+    (key_pages, table), (value_pages, _) = (paged(x[:, :32], 16) for x in caches)
+    for arguments in (caches, ()), ((key_pages, value_pages), (table,)):
+        held, tables = arguments
+        before = compilations.count
+        for lengths in ([3, 4], [32, 0]):
+            before, first = compilations.count, compilations.count - before
+            jax_flash.update_cache(*held, *new, np.array(lengths), *tables)
+        assert first > 0 and compilations.count == before
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_there_is_no_derivative(implementation):
+    query, *caches = inputs(1, 1, 16, 2, 1, 64, "bfloat16")
+
+    def total(query):
+        out = jax_flash.decode_attention(
+            query, *caches, jnp.array([3]), implementation=implementation
+        )
+        return out.sum()
+
+    with pytest.raises(NotImplementedError, match="decode_attention has no derivative"):
+        jax.make_jaxpr(jax.grad(total))(query)
+
+
+def test_explain_decode():
+    """Of shapes too, and whether a Hopper GPU would run a call."""
+    arrays = (*inputs(2, 1, 32, 2, 1, 64, "bfloat16"), jnp.array([3, 4]))
+    shapes = jax.eval_shape(lambda *x: x, *arrays)
+    explanation = jax_flash.explain_decode(*shapes, sinks=jnp.zeros(2))
+    assert explanation == jax_flash.explain_decode(*arrays)
+    if jax.default_backend() == "cpu":
+        assert explanation.implementation == "xla" and "Hopper" in str(explanation)
+    on_kernel = functools.partial(jax_flash.explain_decode, implementation="mosaic_gpu")
+    assert on_kernel(*shapes).implementation == "mosaic_gpu"
+    with pytest.raises(NotImplementedError, match="is not in"):
+        on_kernel(*shapes, scale=0.0)
+    with pytest.raises(ValueError, match=r"^lengths: got"):
+        on_kernel(*shapes[:3], jax.ShapeDtypeStruct((3,), jnp.int32))
+    signatures = map(inspect.signature, (jax_flash.explain_decode, jax_flash.decode_attention))
+    assert len(set(map(str, signatures))) == 1
+
+
+def written(cache, new, lengths, num_new=None):
     """What update_cache makes of a contiguous cache, token by token."""
     cache, T = np.array(cache), new.shape[1]
-    for b, t in np.ndindex(new.shape[:2]):
-        position = lengths[b] - T + t
-        if 0 <= position < cache.shape[1]:
-            cache[b, position] = new[b, t]
+    for b in range(len(new)):
+        count = T if num_new is None else min(max(num_new[b], 0), T)
+        for t in range(count):
+            position = max(lengths[b], 0) - count + t
+            if 0 <= position < cache.shape[1]:
+                cache[b, position] = new[b, t]
     return cache
 
 
@@ -235,6 +346,45 @@ def test_update_cache_in_pages():
         np.testing.assert_array_equal(actual[table.ravel()], truth.reshape(12, 16, 2, 8))
         unused = np.setdiff1d(np.arange(len(before)), table)
         np.testing.assert_array_equal(actual[unused], before[unused])
+
+
+def test_update_cache_writes_no_padding():
+    """The rows that are new come first; pages of entries that none of them needs stay as is."""
+    _, *caches = inputs(8, 4, 32, 2, 2, 8)
+    new = [x[:, :4] for x in inputs(8, 4, 8, 2, 2, 8, seed=1)[1:]]
+    lengths = np.array([3, 3, 4, 20, 34, 17, -(2**31), 2**31 - 1], np.int32)
+    num_new = np.array([0, 3, 4, 1, 3, 2**31 - 1, 2, -1], np.int32)
+    expected = [
+        written(cache, np.asarray(x), lengths, num_new)
+        for cache, x in zip(caches, new, strict=True)
+    ]
+    got = jax_flash.update_cache(*caches, *new, lengths, num_new=num_new)
+    chex.assert_trees_all_equal(got, tuple(expected))
+
+    (key_pages, table), (value_pages, _) = (paged(x, 16) for x in caches)
+    used = np.arange(2) * 16 < np.maximum(lengths, 0)[:, None]
+    page_table = np.where(used, table, table[2, 0])  # unused entries name another's page
+    got = jax_flash.update_cache(key_pages, value_pages, *new, lengths, page_table, num_new=num_new)
+    for actual, truth in zip(got, expected, strict=True):
+        is_used = used.ravel()
+        np.testing.assert_array_equal(
+            actual[table.ravel()[is_used]], truth.reshape(16, 16, 2, 8)[is_used]
+        )
+
+
+def test_a_padded_prefill_stands_where_it_was_written():
+    """decode_attention with lengths + T - num_new gives rows of tokens what they get alone."""
+    _, *caches = inputs(2, 6, 64, 2, 2, 16)
+    query, *new = (x[:, :6] for x in inputs(2, 6, 64, 2, 2, 16, seed=1))
+    lengths, num_new = np.array([6, 30]), np.array([6, 4])
+    caches = jax_flash.update_cache(*caches, *new, lengths, num_new=num_new)
+    out = jax_flash.decode_attention(query, *caches, lengths + 6 - num_new)
+    for b, count in enumerate(num_new):
+        one = slice(b, b + 1)
+        alone = jax_flash.decode_attention(
+            query[one, :count], *(x[one] for x in caches), lengths[one]
+        )
+        np.testing.assert_allclose(out[one, :count], alone, atol=1e-6)
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
@@ -319,3 +469,17 @@ def test_bad_arguments_of_update_cache(key, error, name):
     _, *caches = inputs(2, 1, 32, 4, 2, 8)
     with pytest.raises(error, match=f"^{name}: got"):
         jax_flash.update_cache(*caches, key, jnp.zeros((2, 1, 2, 8)), jnp.array([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("num_new", "error"), [(jnp.ones(3, jnp.int32), ValueError), (jnp.ones(2), TypeError)]
+)
+def test_bad_num_new(num_new, error):
+    _, *caches = inputs(2, 1, 32, 4, 2, 8)
+    new = [x[:, :1] for x in caches]
+    with pytest.raises(error, match=r"^num_new: got"):
+        jax_flash.update_cache(*caches, *new, jnp.array([1, 2]), num_new=num_new)
+
+
+def test_flags_of_numpy():
+    assert len(call(return_residual=np.True_)) == 2

@@ -30,6 +30,25 @@ def test_widths(H, num_splits, dtype):
     check(inputs(6, 1, 1000, 8, 2, H, dtype), LENGTHS, num_splits=num_splits)
 
 
+@pytest.mark.fast_cases(4)
+@pytest.mark.parametrize("S", [1, 83, 1001, 2047])
+@pytest.mark.parametrize(
+    ("H", "dtype", "scales"),
+    [
+        (64, "bfloat16", None),
+        (128, "float16", None),
+        (128, "bfloat16", SCALES),
+        (256, "bfloat16", None),
+        (256, "bfloat16", SCALES),
+    ],
+)
+def test_lengths_that_are_no_multiple_of_8(H, dtype, scales, S):
+    """What follows the last rows of a cache is those of the next sequence, some of them NaN."""
+    for num_splits in (1, 3):
+        arrays = inputs(6, 2, S, 8, 2, H, dtype)
+        check(arrays, [S, 0, S // 2, S - 1, S, 1], scales=scales, num_splits=num_splits)
+
+
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("T", "N", "K"), [(1, 4, 4), (1, 64, 1), (7, 6, 2), (40, 16, 4), (16, 32, 8)]

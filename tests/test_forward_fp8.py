@@ -97,7 +97,7 @@ def with_sinks(lead, first, T=64, S=384, N=1, width=64, sinks=2):
 
 # `(B, T, S, N, K, H, h)` and options.
 CASES = {
-    "full": ((1, 70, 300, 1, 1, 64, 64), {}),
+    "full": ((1, 70, 300, 4, 2, 64, 64), {}),
     "causal": ((1, 201, 170, 2, 1, 64, 64), {"is_causal": True, "query_offset": -17}),
     "window": ((1, 150, 301, 1, 1, 64, 64), {"local_window_size": (60, 20), "query_offset": 130}),
     "lengths": (
@@ -221,17 +221,24 @@ def of_sizes(query, key, value):
     return query, key, value.astype(jnp.float32) * sizes[:, None, None]
 
 
-@pytest.mark.parametrize("order", ["large first", "small first"])
-@pytest.mark.fast_cases(1)
-def test_values_of_blocks_with_very_different_scales(order):
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("order", "options"),
+    [
+        ("large first", {"is_causal": True, "query_offset": 60}),
+        ("small first", {"is_causal": True, "query_offset": 60}),
+        ("large first", {"local_window_size": (50, 20), "query_offset": 300}),
+        ("small first", {}),
+    ],
+)
+def test_values_of_blocks_with_very_different_scales(order, options):
     query, key, value = of_sizes(*inputs(1, 64, 512, 1, 1, 64))
     if order == "small first":
         value = value[:, ::-1]
     arrays = jax_flash.quantize_fp8(query, key, value)
     assert len(set(arrays[2].scales[0, :, 0].tolist())) == 4
-    # Rows that see small values alone too.
-    interpreted(arrays, is_causal=True, query_offset=60)
-    interpreted(arrays)
+    # Rows that see small values alone too, and with a window tiles that do not end with block 0.
+    interpreted(arrays, **options)
 
 
 @pytest.mark.fast_cases(1)
@@ -360,7 +367,6 @@ REFUSED = {
     "dropout in FP8": (FULL, {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}),
     "scale as an array": (FULL, {"scale": jnp.float32(0.1)}),
     "key in blocks of 96 rows: the FP8 kernel takes multiples of 128": (FULL, {"block_size": 96}),
-    "an empty batch": ((1, 0, 20, 2, 1, 64, 64), {}),
 }
 
 

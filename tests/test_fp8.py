@@ -25,6 +25,7 @@ from jax_flash.masks import dropout_keep
 from pallas_kernels import config
 from tests import oracle
 from tests.support.interpret import interpret_mode
+from tests.support.nonzero import assert_none_is_zero
 from tests.support.sharded import collectives, mesh_of, plain_kernels, put
 
 B, T, S, N, K, H, h = 2, 21, 50, 4, 2, 16, 24
@@ -386,6 +387,8 @@ REFUSED = {
         lambda: changed(1, scales=jnp.ones((7, K))),
         ValueError,
     ),
+    r"query: got scales of shape \(1,\); needs": (lambda: changed(scales=[1.0]), ValueError),
+    "query, scales: got NoneType; needs an array": (lambda: changed(scales=None), TypeError),
     "query: got a block_size of 0; needs an integer": (lambda: changed(block_size=0), ValueError),
     "key: got a block_size of 8.0": (lambda: changed(1, block_size=8.0), ValueError),
     "key: got largest of 449; needs a number above 0, and 448.0 at most": (
@@ -611,6 +614,7 @@ def test_gradients_of_the_kernels_where_logits_are_large():
         (_, lse), ours = results_and_gradients(jax_flash.attention_fp8, arrays, sinks)
         (_, exact_lse), exact = results_and_gradients(jax_flash.attention, arrays, sinks)
     assert abs(lse - exact_lse).max() > 1
+    assert_none_is_zero(exact)
     chex.assert_trees_all_equal(ours, exact)
 
 

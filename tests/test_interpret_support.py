@@ -1,5 +1,9 @@
 """Interpret mode as the tests use it: right where stock JAX stops, and able to fail."""
 
+import pathlib
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +94,44 @@ def matmul_from_registers(a, b, start):
     return out, start + steps * (np.asarray(a, np.float32) @ np.asarray(b, np.float32))
 
 
+def rows_doubled_through_two_views(x, tiling):
+    """x `[2, n, 64]`, the rows of x[0] copied to shared memory without tiles, and read in tiles."""
+
+    def body(x_gmem, out_gmem, smem, barrier):
+        for_copies, in_tiles = smem
+        first = jax.lax.axis_index("block") * 64  # traced, as beyond the end is refused else
+        plgpu.copy_gmem_to_smem(x_gmem.at[0, pl.ds(first, 64)], for_copies, barrier)
+        plgpu.barrier_wait(barrier)
+        out_gmem[...] = in_tiles[...] * 2
+
+    swizzle = plgpu.SwizzleTransform(128)
+    views = [
+        plgpu.SMEM((64, 64), x.dtype, transforms=transforms)
+        for transforms in ((swizzle,), (plgpu.TilingTransform(tiling), swizzle))
+    ]
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, 64), x.dtype),
+        scratch_types=(plgpu.RefUnion(*views), plgpu.Barrier()),
+        grid=(1,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(x)
+
+
+def test_views_of_the_same_rows_are_one_memory():
+    x = jnp.arange(2 * 19 * 64, dtype=jnp.bfloat16).reshape(2, 19, 64)
+    with interpret_mode():
+        out = rows_doubled_through_two_views(x, tiling=(8, 64))
+    np.testing.assert_array_equal(out, np.pad(2 * x[0], ((0, 45), (0, 0))))
+
+
+def test_views_of_other_tiles_are_not_one_memory():
+    x = jnp.ones((2, 19, 64), jnp.bfloat16)
+    with pytest.raises(Exception, match="disjoint lifetimes"), interpret_mode():
+        jax.block_until_ready(rows_doubled_through_two_views(x, tiling=(16, 64)))
+
+
 def test_waiting_kernel_is_right_and_does_not_race():
     x = jnp.arange(64 * 64, dtype=jnp.float32).reshape(64, 64)
     with interpret_mode():
@@ -157,3 +199,46 @@ def test_too_few_threads_are_refused(monkeypatch):
     monkeypatch.setenv("NPROC", "2")
     with pytest.raises(RuntimeError, match="NPROC=16"), interpret_mode():
         pass
+
+
+A_TEST_THAT_HANGS = """
+import jax.numpy as jnp
+from tests.support.interpret import interpret_mode
+from tests.test_interpret_support import wait_for_nothing
+
+
+def test_hang():
+    with interpret_mode():
+        print(wait_for_nothing(jnp.ones((64,))))
+"""
+
+
+def wait_for_nothing(x):
+    def body(x_gmem, out_gmem, barrier):
+        plgpu.barrier_wait(barrier)
+        out_gmem[...] = x_gmem[...]
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_types=(plgpu.Barrier(),),
+        num_threads=2,  # of one, the main thread would wait in Python
+        thread_name="warpgroup",
+    )(x)
+
+
+def test_a_kernel_that_hangs_is_ended(tmp_path):
+    """By the timeout that pyproject.toml chooses, while the main thread waits in C++."""
+    root = pathlib.Path(__file__).parents[1]
+    test = tmp_path / "test_hang.py"
+    test.write_text(A_TEST_THAT_HANGS)
+    options = ["-c", str(root / "pyproject.toml"), "-o", "timeout=3", "-p", "no:cacheprovider"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(test)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 1
+    assert "Timeout" in run.stdout + run.stderr

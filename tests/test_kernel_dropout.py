@@ -11,6 +11,7 @@ import pytest
 import jax_flash
 from jax_flash.masks import dropout_keep
 from tests.support.interpret import interpret_mode
+from tests.support.nonzero import assert_none_is_zero
 from tests.test_kernel_elements import random_bias, random_mask, shape_of, with_lengths
 from tests.test_kernels import check, check_vmap_over_options, few_thread_blocks, inputs
 
@@ -55,7 +56,7 @@ def test_forward_and_backward_drop_what_the_hash_says(T, S, H, is_causal):
         (90, 80, 1, 1, 128, jnp.float16, dict(local_window_size=(40, 9), deterministic=True)),
         (70, 200, 2, 1, 256, jnp.bfloat16, dict(is_causal=True, query_offset=-10)),
         (70, 133, 2, 1, 40, jnp.bfloat16, dict(local_window_size=(60, 30))),
-        (70, 133, 2, 1, 256, jnp.bfloat16, dict(logits_soft_cap=2.0, is_causal=True)),
+        (70, 133, 4, 2, 256, jnp.bfloat16, dict(logits_soft_cap=2.0, is_causal=True)),
         (70, 133, 2, 1, 128, jnp.float16, with_lengths(key_value_seq_lengths=[100, 0])),
         (90, 80, 2, 2, 64, jnp.bfloat16, with_lengths(query_seq_lengths=[50, 0])),
         (70, 133, 2, 1, 256, jnp.bfloat16, with_lengths(key_value_seq_lengths=[100, 0])),
@@ -145,5 +146,6 @@ def test_vmap_drops_the_same_in_every_entry():
     run = functools.partial(attention, dropout_rate=0.5, dropout_key=jax.random.key(1))
     with interpret_mode():
         together = jax.vmap(run)(query[:, None], key[:, None], value[:, None])[:, 0]
+        assert_none_is_zero(list(together))
         chex.assert_trees_all_equal(together[0], run(query[:1], key[:1], value[:1])[0])
         chex.assert_trees_all_equal(together[1], run(query[1:], key[1:], value[1:])[0])

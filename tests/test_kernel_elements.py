@@ -12,6 +12,7 @@ import pytest
 import jax_flash
 from pallas_kernels import config, elements
 from tests.support.interpret import interpret_mode
+from tests.support.nonzero import assert_none_is_zero
 from tests.test_kernels import check, few_thread_blocks, inputs
 
 # Which axes of [B, N, T, S] an array has; others are 1.
@@ -58,7 +59,7 @@ def test_bits_of_a_mask(axes, axis):
     [
         (130, 200, 2, 1, 64, jnp.bfloat16, WHOLE, {}),
         (200, 133, 2, 1, 64, jnp.float16, KEYS, dict(is_causal=True, query_offset=-20)),
-        (67, 150, 2, 2, 128, jnp.bfloat16, HEADS, dict(is_causal=True, query_offset=83)),
+        (67, 150, 4, 2, 128, jnp.bfloat16, HEADS, dict(is_causal=True, query_offset=83)),
         (140, 77, 1, 1, 128, jnp.float16, "bts", dict(local_window_size=(60, 20))),
         (130, 67, 2, 1, 256, jnp.bfloat16, WHOLE, {}),
         (70, 100, 1, 1, 256, jnp.bfloat16, KEYS, dict(is_causal=True)),
@@ -179,6 +180,7 @@ def test_what_a_mask_hides_does_not_count(H, poison):
             poisoned(dlse),
         )
     out, lse, d_query, d_key, d_value = clean
+    assert_none_is_zero(clean)
     chex.assert_trees_all_equal(got, clean)
     chex.assert_trees_all_equal(np.isneginf(lse), no_query)
     for x, nothing in ((out, no_query), (d_query, no_query)):
@@ -221,7 +223,7 @@ def test_vmap(axes):
     [
         (130, 200, 2, 1, 64, jnp.bfloat16, WHOLE, jnp.bfloat16, {}),
         (200, 133, 2, 1, 64, jnp.float16, KEYS, jnp.float32, dict(is_causal=True)),
-        (67, 150, 2, 2, 128, jnp.bfloat16, HEADS, jnp.float32, dict(is_causal=True)),
+        (67, 150, 4, 2, 128, jnp.bfloat16, HEADS, jnp.float32, dict(is_causal=True)),
         (140, 77, 1, 1, 128, jnp.float16, "bts", jnp.float16, dict(local_window_size=(60, 20))),
         (130, 67, 2, 1, 256, jnp.bfloat16, "ns", jnp.bfloat16, {}),
         (70, 100, 1, 1, 256, jnp.bfloat16, HEADS, jnp.bfloat16, dict(is_causal=True)),
@@ -291,6 +293,7 @@ def check_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H, S, dtype):
     clean, got = results(bias), results(jnp.where(hidden, jnp.nan, bias).astype(dtype))
     chex.assert_trees_all_equal(got, clean)
     out, lse, *gradients = clean
+    assert_none_is_zero(clean)
     chex.assert_tree_all_finite((out, gradients))
     assert np.isneginf(lse[:, 3]).all() and np.isfinite(lse[0, 4:50]).all()
     assert not np.asarray(gradients[3])[..., 9:30].any()

@@ -18,6 +18,7 @@ from pallas_kernels.key_tiles import KeyTiles, Walk
 from tests import oracle
 from tests.support.interpret import interpret_mode
 from tests.support.key_tiles import check_query_blocks
+from tests.support.nonzero import assert_none_is_zero
 from tests.test_kernels import (
     check,
     check_that_rows_alone_do_not_count,
@@ -225,7 +226,7 @@ def test_in_interpret_mode(T, S, N, K, H, dtype, options):
         check(inputs(2, T, S, N, K, H, dtype), **as_arrays(options))
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "options"),
     [
@@ -241,13 +242,13 @@ def test_deterministic_gradients(H, options):
         check(arrays, **as_arrays(options), deterministic=True)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "thread_blocks", "options"),
     [
+        (256, 1, dict(is_causal=True, key_value_seq_lengths=[100, 210])),
         (64, 1, dict(is_causal=True, query_offset=[100, -30], query_seq_lengths=[150, 90])),
         (128, 2, dict(local_window_size=(60, 30), key_value_seq_lengths=[0, 200])),
-        (256, 1, dict(is_causal=True, key_value_seq_lengths=[100, 210])),
     ],
 )
 def test_a_thread_block_walks_many_tiles(H, thread_blocks, options):
@@ -454,6 +455,7 @@ def test_one_compilation_serves_all_lengths():
             got = with_length(jnp.array([length]))
             expected = attention(query, key[:, :length], value[:, :length])
             chex.assert_trees_all_close(got, expected, atol=1e-2)
+            assert_none_is_zero(expected)
     assert len(traces) == 1
 
 

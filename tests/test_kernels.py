@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import autodiff
 from jax_flash.masks import dropout_keep
 from pallas_kernels import backward_key, config, primitives, scheduler
 from pallas_kernels.key_tiles import KeyTiles
 from tests import oracle
 from tests.support.interpret import interpret_mode
+from tests.support.nonzero import assert_none_is_zero
 from tests.support.rounding import assert_as_accurate_as_plain, plain_attention
 
 DROPOUT_KEY = jax.random.key(31)
@@ -152,7 +152,7 @@ def _plain_with_gradients(logits_soft_cap, operands, others, cotangents):
         (67, 300, 4, 2, 128, jnp.float16, False, 0),
         (113, 203, 2, 1, 128, jnp.bfloat16, True, 90),
         (200, 70, 1, 1, 128, jnp.bfloat16, True, -50),
-        (150, 67, 1, 1, 256, jnp.bfloat16, False, 0),
+        (150, 67, 4, 2, 256, jnp.bfloat16, False, 0),
         (100, 150, 2, 1, 256, jnp.float16, True, 50),
     ],
 )
@@ -166,7 +166,7 @@ def test_kernels_in_interpret_mode(T, S, N, K, H, dtype, is_causal, query_offset
     ("T", "S", "N", "K", "H", "dtype", "is_causal", "query_offset"),
     [
         (256, 256, 1, 1, 64, jnp.bfloat16, False, 0),
-        (113, 203, 2, 1, 128, jnp.bfloat16, True, 90),
+        (113, 203, 4, 2, 128, jnp.bfloat16, True, 90),
         (200, 70, 1, 1, 128, jnp.bfloat16, True, -150),  # a tile that sees nothing
         (150, 67, 1, 1, 256, jnp.bfloat16, False, 0),
         (100, 150, 2, 1, 256, jnp.float16, True, 50),
@@ -293,7 +293,7 @@ def test_maxima_that_jump_and_other_heads(H, dtype, is_causal):
     chex.assert_trees_all_close(
         *(jax.tree.map(lambda x: x[:, :, 1].astype(jnp.float32), r) for r in (jumping, calm)),
         rtol=2.0**-7,
-        atol=1e-6,
+        atol=1e-4,
     )
 
 
@@ -332,8 +332,8 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offs
         check(arrays, **options, config=settings)
 
 
-@pytest.mark.fast_cases(3)
-@pytest.mark.parametrize("sections", [(1, 1, 1), (2, 1), ()], ids=str)
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("sections", [(2, 1), (), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize(
     "options", [dict(is_causal=True), dict(local_window_size=(20, 30))], ids=["causal", "window"]
 )
@@ -352,6 +352,7 @@ def test_sections_of_heads_at_width_256(sections, options):
         check(arrays, **options, config=settings)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 256])
 def test_an_lse_that_nothing_differentiates(H):
     """Its gradient is left out, not made of zeros."""
@@ -367,6 +368,7 @@ def test_an_lse_that_nothing_differentiates(H):
         with_zeros = vjp((dout, jnp.zeros_like(dlse)))
         _, vjp_of_out = jax.vjp(lambda *x: attention(*x)[0], query, key, value)
         chex.assert_trees_all_equal(vjp_of_out(dout), with_zeros)
+    assert_none_is_zero(with_zeros)
 
 
 @pytest.mark.fast_cases(1)
@@ -385,18 +387,21 @@ def test_gradients_do_not_depend_on_thread_blocks(H, options):
     *arrays, dout, _ = inputs(1, 150, 277, 2, 1, H, jnp.bfloat16)
 
     def gradients(thread_blocks, deterministic):
+        settings = config.default(H)
+        backward = dataclasses.replace(settings.backward, thread_blocks=thread_blocks)
         attention = functools.partial(
             jax_flash.attention,
             **options,
             implementation="mosaic_gpu",
             deterministic=deterministic,
-            config=few_thread_blocks(H, thread_blocks),
+            config=dataclasses.replace(settings, backward=backward),
         )
         return jax.vjp(attention, *arrays)[1](dout)
 
     with interpret_mode():
         for deterministic in (False, True):
             of_lists, one_each = (gradients(count, deterministic) for count in (1, 1000))
+            assert_none_is_zero(one_each)
             first = 0 if deterministic else 1
             chex.assert_trees_all_equal(of_lists[first:], one_each[first:])
             chex.assert_trees_all_close(
@@ -433,12 +438,18 @@ def test_key_gradients_do_not_come_from_rounded_weights():
     assert error < 2.5e-3
 
 
+def trace_gradients(width: int, settings: config.Config) -> None:
+    """Traces forward and backward, and runs nothing."""
+    attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu", config=settings)
+    gradients = lambda *arrays: jax.vjp(attention, *arrays[:3])[1](arrays[3])
+    jax.eval_shape(gradients, *inputs(1, 64, 64, 1, 1, width, jnp.bfloat16)[:4])
+
+
 @pytest.mark.parametrize(("width", "backward"), [(256, 64), (64, 256)])
 def test_settings_of_the_other_backward_kernel(width, backward):
     settings = dataclasses.replace(config.default(width), backward=config.BACKWARD[backward])
-    arrays = inputs(1, 64, 64, 1, 1, width, jnp.bfloat16)
-    with pytest.raises(TypeError, match=f"config: got .* at width {width}"), interpret_mode():
-        check(arrays, is_causal=False, config=settings)
+    with pytest.raises(TypeError, match=f"config: got .* at width {width}"):
+        trace_gradients(width, settings)
 
 
 @pytest.mark.parametrize(
@@ -505,19 +516,29 @@ def test_backward_query_settings_that_cannot_be(change, name):
 def test_query_blocks_that_two_consumers_cannot_share():
     backward = config.BackwardConfig(block_q=64, stages=2)
     settings = dataclasses.replace(config.default(64), backward=backward)
-    arrays = inputs(1, 64, 64, 1, 1, 64, jnp.bfloat16)
-    with pytest.raises(ValueError, match="block_q: got 64 at width 64"), interpret_mode():
-        check(arrays, is_causal=False, config=settings)
+    with pytest.raises(ValueError, match="block_q: got 64 at width 64"):
+        trace_gradients(64, settings)
 
 
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(("H", "deterministic"), [(64, False), (64, True), (256, False)])
-def test_keys_beyond_the_end_where_every_logit_is_very_negative(H, deterministic):
+@pytest.mark.parametrize(
+    ("H", "deterministic", "options"),
+    [
+        (64, False, {}),
+        (64, True, {}),
+        (64, True, dict(is_causal=True, query_offset=50)),
+        (256, False, {}),
+        *(
+            pytest.param(*case, dict(is_causal=True, query_offset=50), marks=pytest.mark.slow)
+            for case in ((64, False), (256, True))
+        ),
+    ],
+)
+def test_keys_beyond_the_end_where_every_logit_is_very_negative(H, deterministic, options):
     """A zero in the place of a missing key would have a weight beyond float32."""
     query, key, *rest = inputs(1, 64, 77, 1, 1, H, jnp.bfloat16)
     arrays = (abs(query) * 8, -abs(key) * 8, *rest)
     with interpret_mode():
-        check(arrays, is_causal=False, deterministic=deterministic)
+        check(arrays, **options, deterministic=deterministic)
 
 
 def check_that_rows_alone_do_not_count(attention, arrays, no_query, no_key, poison):
@@ -591,6 +612,7 @@ def check_that_keys_do_not_count(S, H, poisoned, unseen, **options):
         expected = results(calm)
         got = results(calm | {poisoned: calm[poisoned].at[:, unseen].set(jnp.nan)})
     chex.assert_trees_all_equal(got, expected)
+    assert_none_is_zero(expected)
     assert not got[2][:, unseen].any() and not got[3][:, unseen].any()
 
 
@@ -619,6 +641,7 @@ def test_cotangents_of_rows_that_see_nothing_do_not_count(poison, deterministic)
         clean = vjp((dout, dlse))
         poisoned = vjp((dout.at[:, :20].set(poison), dlse.at[:, :20].set(poison)))
     chex.assert_tree_all_finite(clean)
+    assert_none_is_zero(clean)
     chex.assert_trees_all_equal(poisoned, clean)
 
 
@@ -633,7 +656,9 @@ def test_other_batch_entries_do_not_leak():
         return [x[1] for x in (out, *vjp(dout))]
 
     with interpret_mode():
-        chex.assert_trees_all_equal(results(*poisoned), results(*arrays[:4]))
+        clean = results(*arrays[:4])
+        chex.assert_trees_all_equal(results(*poisoned), clean)
+    assert_none_is_zero(clean)
 
 
 def test_vmap_over_any_axis_folds_into_the_batch():
@@ -646,6 +671,7 @@ def test_vmap_over_any_axis_folds_into_the_batch():
         shared_keys = jax.vmap(attention, in_axes=(0, None, None))(
             query[:, None], key[:1], value[:1]
         )
+    assert_none_is_zero(expected)
     chex.assert_trees_all_equal(one_head[:, :, :, 0], expected)
     with interpret_mode():
         again = attention(query, jnp.repeat(key[:1], 2, axis=0), jnp.repeat(value[:1], 2, axis=0))
@@ -664,6 +690,7 @@ def test_gradient_of_vmap_and_vmap_of_gradient():
         expected = jax.grad(loss, (0, 1, 2))(query, key, value)
         unbatched = jax.vmap(jax.grad(loss, (0, 1, 2)))(query, key, value)
         total = jax.grad(lambda *x: jax.vmap(loss)(*x).sum(), (0, 1, 2))(query, key, value)
+    assert_none_is_zero(expected)
     chex.assert_trees_all_equal(unbatched, expected)
     chex.assert_trees_all_equal(total, expected)
 
@@ -680,7 +707,7 @@ def test_checkpoint_names_save_the_forward_kernel():
         assert jaxpr.count("attention_backward") == 1
         return jaxpr.count("attention_forward")
 
-    save = jax.checkpoint_policies.save_only_these_names(*autodiff.CHECKPOINT_NAMES)
+    save = jax.checkpoint_policies.save_only_these_names(*jax_flash.CHECKPOINT_NAMES)
     assert forward_kernels(policy=save) == 1
     assert forward_kernels() > 1
 

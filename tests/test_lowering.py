@@ -1,6 +1,8 @@
 """Kernels lower for a GPU with the jax that is installed, without a GPU or the CUDA plugin.
 
-What Pallas takes differs from one jax to the next; interpret mode takes all of it.
+What Pallas takes differs from one jax to the next; interpret mode takes all of it. On a jax that
+kernels are compiled for, tests/test_compile.py lowers all of them; on another, `-m "not slow or
+lowering"` does.
 """
 
 import jax
@@ -17,10 +19,30 @@ WITH_64_BITS = (
 )
 
 
+# One of each kernel, with most of the options.
+ALWAYS = (
+    "H128-causal-ragged",
+    "H128-window-ragged-deterministic",
+    "H128-lengths-ragged-sinks",
+    "H256-full-even",
+    "H128-full-mask-bias",
+    "H128-lengths-segments-cap-deterministic",
+    "H128-h128-causal-bias-segments-dropout",
+    "H128-window-tiled-bias-dense-mask-segments-cap-dropout",
+    "fp8-H128-lengths-ragged",
+    "fp8-H128-causal-ragged-segments",
+    "decode-H128-splits",
+    "decode-H64-all",
+    "decode-H256-float8-all",
+)
+
+
 def _marks(name: str) -> list:
     # Other widths take the same operations.
     is_one_width = name.startswith(("decode", "H128-", "fp8-H128-", "H256-full-even"))
-    return [pytest.mark.slow] * (has_fewer_masks(name) or not is_one_width)
+    if has_fewer_masks(name) or not is_one_width:
+        return [pytest.mark.slow]
+    return [pytest.mark.lowering] + [pytest.mark.slow] * (name not in ALWAYS)
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,26 @@ ERRORS = [
     ({"block_size": 0}, ValueError, "block_size: got 0; needs at least 1"),
     ({"block_size": 64.0}, TypeError, "block_size: got float; needs None or an integer"),
     ({"block_size": True}, TypeError, "block_size: got bool; needs None or an integer"),
+    ({"query": X[..., :0]}, ValueError, "query: got head width 0; needs at least 1"),
+    ({"value": X[..., :0]}, ValueError, "value: got head width 0; needs at least 1"),
+    ({"incoherent_key": 7}, TypeError, "incoherent_key: got int32; needs a JAX random key"),
+    ({"incoherent_key": jnp.ones(2)}, TypeError, "incoherent_key: got float32; needs a JAX"),
+    ({"incoherent_key": "seven"}, TypeError, "incoherent_key: got str; needs a JAX random key"),
+    (
+        {"incoherent_key": jax.ShapeDtypeStruct((), KEY.dtype)},
+        TypeError,
+        "incoherent_key: got ShapeDtypeStruct; needs a JAX random key",
+    ),
+    (
+        {"incoherent_key": jax.random.split(KEY)},
+        ValueError,
+        r"incoherent_key: got keys of shape \(2,\); needs one key",
+    ),
+    (
+        {"incoherent_key": jax.random.split(jax.random.PRNGKey(0))},
+        ValueError,
+        r"incoherent_key: got words of shape \(2, 2\); needs one key, \(2,\)",
+    ),
     (
         {"key": jnp.zeros((2, 8, 2, 8)), "incoherent_key": KEY},
         ValueError,
@@ -243,6 +263,24 @@ ERRORS = [
 def test_bad_arguments(changes, error, message):
     with pytest.raises(error, match=message):
         jax_flash.quantize_fp8(**{"query": X, "key": X, "value": X} | changes)
+
+
+def test_block_size_is_static():
+    with pytest.raises(TypeError, match="block_size: got a traced value; needs a static integer"):
+        jax.jit(lambda size: quantize(X, block_size=size))(64)
+
+
+@pytest.mark.parametrize("as_data", [lambda key: key, jax.random.key_data, np.asarray])
+def test_kinds_of_keys(as_data):
+    key = jax.random.PRNGKey(3) if as_data is np.asarray else KEY
+    expected = quantize(draw(0, 1, 8, 2, 16), incoherent_key=KEY)
+    got = quantize(draw(0, 1, 8, 2, 16), incoherent_key=as_data(key))
+    np.testing.assert_array_equal(got.values.view(jnp.uint8), expected.values.view(jnp.uint8))
+
+
+def test_dequantize_refuses_integers():
+    with pytest.raises(TypeError, match=r"dtype: got .*int8.*; needs a floating one"):
+        quantize(X).dequantize(jnp.int8)
 
 
 @pytest.mark.parametrize("transform", [jax.grad, jax.jit, jax.checkpoint])

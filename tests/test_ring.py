@@ -156,8 +156,18 @@ def test_ring_on_the_kernels_in_interpret_mode():
         )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize(
+    ("devices", "dtype"),
+    [
+        (2, jnp.float32),
+        (2, jnp.bfloat16),
+        (4, jnp.bfloat16),
+        (4, jnp.float32),
+        (8, jnp.float32),
+        (8, jnp.bfloat16),
+    ],
+)
 def test_causal_in_zigzag_order(devices, dtype):
     """Devices before the one that keys are from have another hop than those behind it."""
     arrays = operands(heads=(2, 1), dtype=dtype)
@@ -363,7 +373,80 @@ def test_refusals_of_ulysses():
     with pytest.raises(ValueError, match="key: got 3 heads; needs a multiple or a divisor"):
         sharded(jax_flash.ulysses_attention, mesh_of((4,)))(*operands(heads=(12, 3)))
     run = sharded(jax_flash.ulysses_attention, mesh_of((4,)))
-    with pytest.raises(ValueError, match=r"sinks: got \(16,\); needs \(8,\)"):
+    with pytest.raises(ValueError, match=r"sinks: got \(16,\); needs one per query head, \(8,\)"):
         run(*operands(heads=(8, 8)), jnp.zeros(16))
     with pytest.raises(TypeError, match="options: got dropout_rate"):
         sharded(jax_flash.ulysses_attention, mesh_of((4,)), dropout_rate=0.5)(*operands())
+
+
+METHODS = jax_flash.ring_attention, jax_flash.ulysses_attention, jax_flash.all_gather_attention
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("axis_name", "got"), [(["x"], r"\['x'\]"), (0, "0"), ((), r"\(\)"), (("x", 0), r"\('x', 0\)")]
+)
+def test_refusals_of_an_axis_name(method, axis_name, got):
+    with pytest.raises(TypeError, match=f"axis_name: got {got}; needs the name of a mesh axis"):
+        method(*operands(), axis_name=axis_name)
+
+
+def of_one_device(method, **options):
+    run = functools.partial(method, axis_name="x", implementation="xla", **options)
+    rows = P(None, "x")
+    attend = jax.shard_map(run, mesh=mesh_of((1,)), in_specs=rows, out_specs=rows)
+    return attend(*operands(8, 8))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("error", "match", "options"),
+    [
+        (TypeError, "return_residual: got no; needs True or False", dict(return_residual="no")),
+        (TypeError, "query_segment_ids: got str", dict(query_segment_ids="documents")),
+        (TypeError, "query_segment_ids: got float32", dict(query_segment_ids=jnp.ones((B, 8)))),
+        (ValueError, r"key_value_segment_ids: got shape \(8,\)", {}),
+    ],
+)
+def test_refusals_name_the_argument(method, error, match, options):
+    ids = jnp.zeros((B, 8), jnp.int32)
+    own = dict(query_segment_ids=ids, key_value_segment_ids=ids if options else ids[0])
+    with pytest.raises(error, match=match):
+        of_one_device(method, **own | options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_flags_of_numpy(method):
+    options = dict(is_causal=np.True_) | (
+        dict(zigzag=np.False_) if method == jax_flash.ring_attention else {}
+    )
+    plain = {name: bool(x) for name, x in options.items()}
+    chex.assert_trees_all_equal(of_one_device(method, **options), of_one_device(method, **plain))
+
+
+@pytest.mark.parametrize("order", [jax_flash.to_zigzag, jax_flash.from_zigzag])
+@pytest.mark.parametrize(
+    ("error", "match", "args"),
+    [
+        (ValueError, "devices: got 0; needs at least 1", (0,)),
+        (ValueError, "devices: got -1; needs at least 1", (-1,)),
+        (TypeError, r"devices: got 1.5; needs an integer", (1.5,)),
+        (TypeError, "devices: got True; needs an integer", (True,)),
+        (ValueError, "axis: got 7; needs one of the 2 axes of x", (4, 7)),
+        (ValueError, "axis: got -3; needs one of the 2 axes of x", (4, -3)),
+        (TypeError, "axis: got None; needs an integer", (4, None)),
+    ],
+)
+def test_refusals_of_an_order(order, error, match, args):
+    with pytest.raises(error, match=match):
+        order(jnp.zeros((1, 16)), *args)
+
+
+@pytest.mark.parametrize("axis", [0, 2, -1])
+def test_zigzag_order_of_other_axes(axis):
+    x = jnp.arange(3 * 16).reshape(3, 16)[:, None] + jnp.zeros((3, 1, 16), int)
+    x = jnp.moveaxis(x, -1, axis)
+    there = jax_flash.to_zigzag(x, 4, axis)
+    of_rows = jax_flash.to_zigzag(jnp.moveaxis(x, axis, 1), 4)
+    chex.assert_trees_all_equal(jnp.moveaxis(there, axis, 1), of_rows)
+    chex.assert_trees_all_equal(jax_flash.from_zigzag(there, 4, axis), x)

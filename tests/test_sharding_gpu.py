@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
@@ -44,8 +45,11 @@ def assert_alike(results, expected):
         assert np.linalg.norm(actual - other) < 1e-2 * np.linalg.norm(other)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=str)
-def test_sharded_under_jit(mesh, spec):
+def test_sharded_under_jit(mesh, spec, axis_type):
+    """Outside of set_mesh."""
+    mesh = mesh_of((mesh.size,), axis_type, list(mesh.devices.flat))
     run = functools.partial(jax_flash.attention, is_causal=True, implementation="mosaic_gpu")
     run = jax.jit(functools.partial(with_gradients, run))
     arrays = operands()
@@ -54,8 +58,10 @@ def test_sharded_under_jit(mesh, spec):
     assert_alike(run(*sharded), run(*arrays))
 
 
-def test_shared_key_heads(mesh):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_shared_key_heads(mesh, axis_type):
     """One key head, which all devices hold: its gradient is added up over them."""
+    mesh = mesh_of((mesh.size,), axis_type, list(mesh.devices.flat))
     query, key, value, d_out = operands()
     key, value = key[:, :, :1], value[:, :, :1]
     run = functools.partial(jax_flash.attention, implementation="mosaic_gpu")

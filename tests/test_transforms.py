@@ -12,6 +12,7 @@ import pytest
 from absl.testing import parameterized
 
 import jax_flash
+from jax_flash import xla
 from tests import oracle
 
 B, T, S, N, K, H = 2, 5, 6, 4, 2, 8
@@ -291,6 +292,39 @@ def test_checkpoint(policy):
     remade = jax.checkpoint(function, policy=policy)
     again = jax.jit(jax.grad(functools.partial(loss, remade), argnums=(0, 1, 2)))(*qkv())
     chex.assert_trees_all_close(kept, again, atol=1e-5)
+
+
+def products_in(jaxpr) -> int:
+    """Of a jaxpr and those within, one that stands there twice too, which its text has once."""
+    count = 0
+    for equation in jaxpr.eqns:
+        count += equation.primitive.name == "dot_general"
+        for x in jax.tree.leaves(equation.params):
+            within = getattr(x, "jaxpr", x)
+            if hasattr(within, "eqns"):
+                count += products_in(within)
+    return count
+
+
+@pytest.mark.parametrize("name", ["attention", "attention in chunks", "attention_fp8"])
+@pytest.mark.parametrize("options", [{}, {"return_residual": True}], ids=str)
+def test_checkpoint_names_save_the_forward_pass(name, options, monkeypatch):
+    """With them a checkpoint computes no more products than without a checkpoint."""
+    if name == "attention in chunks":
+        monkeypatch.setattr(xla, "LOGITS_BYTES", 1)
+        monkeypatch.setattr(xla, "MIN_ROWS", 2)
+    function = getattr(jax_flash, name.split()[0])
+
+    def loss(*arrays):
+        results = jax.tree.leaves(function(*arrays, implementation="xla", **options))
+        return sum((x**2).sum() for x in results)
+
+    def products(loss):
+        return products_in(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*qkv()).jaxpr)
+
+    save = jax.checkpoint_policies.save_only_these_names(*jax_flash.CHECKPOINT_NAMES)
+    assert products(jax.checkpoint(loss, policy=save)) == products(loss)
+    assert products(jax.checkpoint(loss)) == products(loss) + 2
 
 
 def test_dropout_under_checkpoint_drops_the_same():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash import xla
+from jax_flash import dispatch, xla
 from jax_flash.call import Call
 from jax_flash.masks import Visibility, dropout_keep
 from tests import oracle
@@ -31,7 +31,7 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 
 
 def run(query, key, value, bias=None, sinks=None, *, scale=None, local_window_size=None, **options):
-    """xla.attention with the keywords of the oracle."""
+    """The call in plain JAX, with the keywords of the oracle."""
     visible = {name: options.pop(name) for name in VISIBILITY_NAMES if name in options}
     visible = {
         name: jnp.asarray(x) if isinstance(x, list | np.ndarray) else x
@@ -51,7 +51,7 @@ def run(query, key, value, bias=None, sinks=None, *, scale=None, local_window_si
         **options,
     )
     assert xla.unsupported(call) is None
-    return xla.attention(call)
+    return dispatch.attention(call, "xla")
 
 
 def normal(rng, *shape, dtype=jnp.float32):

@@ -10,6 +10,7 @@ touched the same memory without a barrier between them. Stock interpret mode (ja
   * `pl.run_state` over wgmma accumulators (`plgpu.ACC.init(...)`), and stores to them;
   * wgmma whose A operand is in registers, and race checks on operands in shared memory;
   * `copy_smem_to_gmem(..., reduction_op=...)` and `plgpu.atomic_*`;
+  * `plgpu.RefUnion` of views of the same rows, where one has tiles and the other has none;
   * kernels that end without observing the last phase of a barrier, which the hardware allows.
 
 Not seen by it: a missing `wgmma_wait` (wgmma runs at once), a deadlock (it hangs: run tests with a
@@ -306,6 +307,36 @@ def _copy_smem_to_gmem(original):
     return copy
 
 
+def _resolve_ref(original):
+    """Views of the same rows are one buffer, where stock interpret mode has a buffer for each."""
+
+    @functools.wraps(original)
+    def resolve_ref(aval, key, transforms):
+        if isinstance(aval, gpu_core.AbstractRefUnion) and _are_views_of_the_same_rows(aval):
+            _, transforms = original(aval, key, transforms)
+            return key[0], transforms
+        return original(aval, key, transforms)
+
+    return resolve_ref
+
+
+def _are_views_of_the_same_rows(union) -> bool:
+    """Whether all refs have one shape of rows as wide as the swizzle, in tiles of 8 or in none.
+
+    Such tiles stand one after the other as their rows would, and the swizzle is one of 8 rows.
+    """
+
+    def view(member):
+        aval = jaxpr_interpret._member_inner_aval(member)
+        of_kind = lambda kind: [t for t in member.transforms if isinstance(t, kind)]
+        is_whole = all(t.tiling == (8, aval.shape[-1]) for t in of_kind(gpu_core.UntilingTransform))
+        swizzles = [t.swizzle for t in of_kind(gpu_core.UnswizzleRef)]
+        return (aval.shape, aval.dtype, *swizzles) if is_whole and swizzles else None
+
+    views = {view(member) for member in jaxpr_interpret.union_members(union)}
+    return len(views) == 1 and None not in views
+
+
 def _post_read(original):
     """Two reductions into one place do not race, so a reducing store leaves no write behind."""
 
@@ -375,6 +406,7 @@ def _install() -> None:
     patch(memory, "_to_int", _to_int)
     patch(thread_map, "_thread_map_callback", _on_the_last_device)
     patch(thread_map, "_run_jaxpr", _on_the_last_device)  # on threads of the callback's
+    patch(jaxpr_interpret, "resolve_ref", _resolve_ref)
     patch(jaxpr_interpret.JaxprInterpreter, "interpret", _interpret)
     patch(jaxpr_interpret.JaxprInterpreter, "_interpret_run_scoped_p", _run_scoped)
     patch(gpu_callbacks, "wgmma", _wgmma)

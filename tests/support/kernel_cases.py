@@ -356,8 +356,10 @@ DECODE: dict[str, tuple[int, int | None, int, dict[str, Any]]] = {
     "splits": (1, None, 16, {}),
     "paged": (8, 64, 2, {}),
     "all": (30, 16, 1, _OPTIONS),
+    "odd-all": (30, None, 1, _OPTIONS),  # a cache whose length is no multiple of 8
     "float8": (1, None, 1, {}),
     "float8-all": (30, 16, 1, _OPTIONS),
+    "float8-odd-all": (30, None, 1, _OPTIONS),
 }
 
 
@@ -366,10 +368,10 @@ def decode_cases() -> list[tuple[str, Callable, Any]]:
     cases = []
     for width, kind in itertools.product(config.WIDTHS, DECODE):
         tokens, page_size, splits, options = DECODE[kind]
-        dtype = jnp.float16 if kind == "all" else jnp.bfloat16
+        dtype = jnp.float16 if kind in ("all", "odd-all") else jnp.bfloat16
         cache_dtype = jnp.float8_e4m3fn if "float8" in kind else dtype
         shape = jax.ShapeDtypeStruct
-        cache = shape((BATCH, 8192, 4, width), cache_dtype)
+        cache = shape((BATCH, 8191 if "odd" in kind else 8192, 4, width), cache_dtype)
         args: dict[str, Any] = {}
         if page_size is not None:
             cache = shape((300, page_size, 4, width), cache_dtype)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jax_flash import autodiff, xla
+from jax_flash import autodiff, sharding, xla
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
 from pallas_kernels import segments
@@ -44,7 +44,9 @@ def plain_kernels() -> Iterator[None]:
     """The kernels of `attention` in plain JAX: interpret mode runs on one device at a time."""
     # Programs must not outlive the kernels that they were traced with.
     fresh = lambda run: jax.jit(lambda *args: run(*args), static_argnums=(0, 1))
+    by_device = jax.jit(sharding._by_device.__wrapped__, static_argnums=range(5))
     with (
+        mock.patch.object(sharding, "_by_device", by_device),
         mock.patch.object(autodiff, "_run_forward", fresh(autodiff._run_forward.__wrapped__)),
         mock.patch.object(autodiff, "_run_backward", fresh(autodiff._run_backward.__wrapped__)),
         mock.patch.object(autodiff, "_on_hopper", lambda kernel, _, *args: kernel(*args)),
@@ -72,25 +74,30 @@ def _visible(problem, T: int, S: int, intervals, ids):
 
 
 def _attention(query, key, value, sinks, intervals, ids, elements, words, *, problem, config):
-    assert elements == (None, None) and words is None
+    assert elements.mask is None and words is None
     assert (problem.batch, problem.heads) == (query.shape[0], query.shape[2])
     assert problem.kv_heads == key.shape[2]
     query = query[:, : problem.query_length]
     visible = _visible(problem, query.shape[1], key.shape[1], intervals, ids)
     visibility = Visibility(mask=visible[:, None])
-    call = Call(query, key, value, visibility, problem.scale, logits_soft_cap=problem.soft_cap)
+    options = dict(bias=elements.bias, logits_soft_cap=problem.soft_cap)
+    call = Call(query, key, value, visibility, problem.scale, **options)
     out, lse = xla.attention(call)
     lse = lse.transpose(0, 2, 1)
     to_whole_tiles = ((0, 0), (0, 0), (0, -lse.shape[2] % config.block_q))
     filled = functools.partial(jnp.pad, pad_width=to_whole_tiles, constant_values=jnp.nan)
+    references = jnp.full((*lse.shape[:2], 2, filled(lse).shape[2]), jnp.nan)  # of kernels alone
     if sinks is None:
-        return out, filled(lse)
+        return out, filled(lse), references
     with_sinks = jnp.where(lse == -jnp.inf, lse, jnp.logaddexp(lse, sinks[..., None]))
     weight = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - with_sinks))
-    return (out * weight.transpose(0, 2, 1)[..., None]).astype(out.dtype), filled(with_sinks)
+    out = (out * weight.transpose(0, 2, 1)[..., None]).astype(out.dtype)
+    return out, filled(with_sinks), references
 
 
-def _gradients(query, key, value, out, lse, d_out, d_lse, *, problem, intervals, ids, **_):
+def _gradients(
+    query, key, value, out, lse, d_out, d_lse, _, *, problem, intervals, ids, elements, **_options
+):
     """By the formula, from the LSE that is given, which may be of more keys than these."""
     T = problem.query_length
     lse = lse[:, :, :T]
@@ -101,6 +108,8 @@ def _gradients(query, key, value, out, lse, d_out, d_lse, *, problem, intervals,
     visible = _visible(problem, T, key.shape[1], intervals, ids)[:, None]
     seeing = jnp.isfinite(lse)[..., None]
     logits = jnp.einsum("btnh,bsnh->bnts", query, every(key)) * problem.scale
+    if elements.bias is not None:
+        logits += elements.bias
     slope: jax.Array | float = 1.0
     if problem.soft_cap is not None:
         capped = jnp.tanh(logits / problem.soft_cap)
@@ -110,10 +119,16 @@ def _gradients(query, key, value, out, lse, d_out, d_lse, *, problem, intervals,
     delta = (d_out * out).sum(-1).transpose(0, 2, 1) - (0.0 if d_lse is None else d_lse)
     delta = jnp.where(seeing[..., 0], delta, 0)  # the cotangent of an LSE of -inf may be NaN
     d_weights = jnp.einsum("btnh,bsnh->bnts", d_out, every(value))
-    d_logits = weights * slope * (d_weights - delta[..., None]) * problem.scale
+    d_logits = weights * slope * (d_weights - delta[..., None])
+    d_bias = ()
+    if elements.bias is not None:
+        shape = elements.bias.shape
+        ones = tuple(axis for axis, size in enumerate(shape) if size < d_logits.shape[axis])
+        d_bias = (d_logits.sum(ones, keepdims=True),)
+    d_logits *= problem.scale
     gradients = (
         jnp.einsum("bnts,bsnh->btnh", d_logits, every(key)),
         summed(jnp.einsum("bnts,btnh->bsnh", d_logits, query)),
         summed(jnp.einsum("bnts,btnh->bsnh", weights, d_out)),
     )
-    return tuple(x.astype(problem.dtype) for x in gradients)
+    return *(x.astype(problem.dtype) for x in gradients), *d_bias

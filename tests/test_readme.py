@@ -1,0 +1,136 @@
+"""The README's Python runs as written, on a CPU, and lowers for a Hopper GPU."""
+
+import collections
+import contextlib
+import functools
+import pathlib
+import re
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+import jax_flash
+from jax_flash import device
+from pallas_kernels.primitives import interpreting
+
+ROOT = pathlib.Path(__file__).parents[1]
+H100 = device.Device("gpu", "NVIDIA H100", (9, 0))
+ATTENTION = [name for name in jax_flash.__all__ if name.endswith("attention") or "fp8" in name]
+
+
+def sections() -> dict[str, list[str]]:
+    """The README's Python by heading, each block below empty lines, for errors to name its own."""
+    text = (ROOT / "README.md").read_text()
+    found: dict[str, list[str]] = {}
+    for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        heading = re.findall(r"^## (.*)$", text[: block.start()], re.MULTILINE)[-1]
+        above = "\n" * text.count("\n", 0, block.start(1))
+        found.setdefault(heading, []).append(above + block[1])
+    return found
+
+
+def run(block: str, names: dict) -> None:
+    exec(compile(block, ROOT / "README.md", "exec"), names)
+
+
+def is_traced(*arguments) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arguments))
+
+
+class OnHopper:
+    """Lowers for CUDA, as a process with a Hopper GPU would, whatever the README runs on a CPU."""
+
+    def __init__(self, monkeypatch):
+        self.jit = jax.jit
+        self.monkeypatch = monkeypatch
+        self.lowered: list[str] = []
+        self.attended = False
+
+    @contextlib.contextmanager
+    def pretending(self) -> Iterator[None]:
+        with self.monkeypatch.context() as patch:
+            patch.setattr(device, "device_of", lambda array: H100)
+            yield
+
+    def lower(self, name, function, *args, **kwargs):
+        """Lowers the call; where it has attention, that runs on the kernels."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+
+        def call(arrays):
+            args, kwargs = tree.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+            return function(*args, **kwargs)
+
+        self.attended = False
+        with self.pretending():
+            text = self.jit(call).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+        assert not self.attended or "mosaic_gpu" in text, name
+        self.lowered += [name] * self.attended
+
+    def public(self, name, function):
+        """The function, whose calls with arrays are lowered first."""
+
+        @functools.wraps(function)
+        def called(*args, **kwargs):
+            if is_traced(args, kwargs) or interpreting():
+                self.attended |= "attention" in name
+            else:
+                self.lower(name, called, *args, **kwargs)
+            return function(*args, **kwargs)
+
+        return called
+
+    def recording_jit(self, function, **options):
+        """jax.jit, likewise; what is lowered is not the jitted function, which traces once."""
+        jitted = self.jit(function, **options)
+
+        @functools.wraps(function)
+        def called(*args, **kwargs):
+            if not is_traced(args, kwargs):
+                self.lower("jax.jit", function, *args, **kwargs)
+            return jitted(*args, **kwargs)
+
+        called.trace = jitted.trace
+        return called
+
+
+# Calls of each section that a Hopper GPU would run on the kernels. Those of jax.jit are operands
+# sharded over batch and heads, gradients of such a layer, and a ring.
+CALLS = {
+    "Use it": {"attention": 4, "attention_fp8": 1, "decode_attention": 1},
+    "Over several devices": {"jax.jit": 3},
+    "How accurate FP8 is": {"attention": 1},
+    "Contribute": {},
+}
+
+
+def test_every_section_is_run():
+    assert set(CALLS) == set(sections())
+    assert (ROOT / "README.md").read_text().count("```python") == sum(map(len, sections().values()))
+
+
+@pytest.mark.parametrize("section", CALLS)
+def test_blocks_run_and_lower_for_a_gpu(section, monkeypatch, capsys):
+    if jax.default_backend() != "cpu":
+        pytest.skip("needs eight devices, which conftest.py makes of a CPU alone")
+    on_hopper = OnHopper(monkeypatch)
+    for name in ATTENTION:
+        monkeypatch.setattr(jax_flash, name, on_hopper.public(name, getattr(jax_flash, name)))
+    monkeypatch.setattr(jax, "jit", on_hopper.recording_jit)
+    names: dict = {}
+    for block in sections()[section]:
+        if "compile_kernels" not in block:
+            run(block, names)
+    assert collections.Counter(on_hopper.lowered) == CALLS[section]
+    if section == "Use it":
+        assert capsys.readouterr().out.startswith("xla\n  mosaic_gpu passed over: it needs a Hop")
+
+
+@pytest.mark.compiler
+def test_blocks_that_compile(capsys):
+    before, block = sections()["Contribute"]
+    names: dict = {}
+    run(before.partition("with interpret_mode")[0], names)
+    run(block, names)
+    assert "attention_forward" in capsys.readouterr().out
