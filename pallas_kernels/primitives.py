@@ -455,7 +455,7 @@ def shared_columns(tile: jax.Array, shares_ref) -> jax.Array:
         share = shares_ref[...]
         return jnp.where(share == 1.0, tile, jnp.minimum(tile, 1.0) * share)
 
-    shape = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+    shape = _result_type(tile.shape, jnp.float32, plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(_TILE, plgpu.RefType()), return_type=shape)
     def shared(_, tile, shares):
@@ -558,7 +558,7 @@ def own_warpgroup() -> jax.Array:
     if interpreting():
         return lax.axis_index("warpgroup")
 
-    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    shape = _result_type((), jnp.int32, plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(return_type=shape)
     def number(_):
