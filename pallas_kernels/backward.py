@@ -756,11 +756,17 @@ def _build_main(
                     hand_over_dq()
                     step_without_dq(j, mask, far, load_elements, index, key_words)
 
+                def step_with_dq_or_after(j, mask, far, load_elements, index, key_words):
+                    """What rows far from 0 take is too much beside a bias and dropout."""
+                    is_after = far and problem.has_bias and has_dropout
+                    step = step_after_dq if is_after else step_with_dq
+                    step(j, mask, far, load_elements, index, key_words)
+
                 def whole_tile(index, j):
                     await_keys(index)
                     step = step_without_dq
                     if with_query_gradient:
-                        step = step_after_dq if dq_first else step_with_dq
+                        step = step_after_dq if dq_first else step_with_dq_or_after
                     key_words = walk.key_words(index, own_first_key)
                     step = functools.partial(step, index=index, key_words=key_words)
                     blank = None
