@@ -6,8 +6,8 @@ no bits left for the log of how many keys there are, and each of them would weig
 
     2^(min(logit in log2 units - reference, bound) - log_sum)
 
-That is behind a branch, which costs a step the look at its rows, up to a tenth at width 64. So it
-is only in the steps that have a mask, and where any row of all is far from 0 all steps are those.
+That is behind a branch, which costs a step the look at its rows, up to a tenth at width 64. So the
+steps that take it have a loop of their own, for where any row of all is far from 0.
 
 Without a bias the start of such a row is the reference, and a share, which comes with it, makes
 weights of what steps get by that: `min(x, 1) * share`, once they have time.

@@ -23,6 +23,7 @@ from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     all_columns,
+    any_positive,
     bits_from,
     bits_to,
     div_rem,
@@ -802,7 +803,7 @@ class Walk:
         steps have a loop of their own, and code of their own, after those that need no mask; with a
         lower bound another before them. Each is two with segment ids, which are compared in one.
         Blank steps, if there are any, come first and last. Where there are rows far from 0 anywhere
-        all steps are in the last of these loops, which alone knows of them.
+        all steps are in a loop of their own, which alone knows of them.
 
         Args:
           step: mask is None, or a `StepMask` for the weights of that step; far says whether rows
@@ -840,16 +841,18 @@ class Walk:
 
         def masked_loop(block, j, end):
             """Steps j to end, from a block on; after others those that compare segment ids."""
-            others, far = end, may_be_far
+            others = end
             if tiles.problem.segmented:
-                compares = self.is_comparing(index)
-                if may_be_far:
-                    compares |= self.any_far_ref[0] > 0
-                others, far = jnp.where(compares, j, end), False
-            pl.loop(j, others)(functools.partial(step, mask=mask_of(block, j), far=far))
+                others = jnp.where(self.is_comparing(index), j, end)
+            pl.loop(j, others)(functools.partial(step, mask=mask_of(block, j), far=False))
             if tiles.problem.segmented:
                 mask = mask_of(block, j, comparing=True)
-                pl.loop(others, end)(functools.partial(step, mask=mask, far=may_be_far))
+                pl.loop(others, end)(functools.partial(step, mask=mask, far=False))
+
+        def far_loop(block, j, end):
+            """Steps j to end, from a block on, where rows may be far from 0, with any mask."""
+            mask = mask_of(block, j, comparing=True)
+            pl.loop(j, end)(functools.partial(step, mask=mask, far=True))
 
         def blank_loop(block, j, end):
             """Steps j to end, from a block on, of queries that see none of these keys."""
@@ -858,6 +861,7 @@ class Walk:
 
         def one_head(j):
             """From step j on, which need not be the head's first."""
+            is_far: Any = any_positive(self.any_far_ref.at[0]) if may_be_far else None
             block = end_block() - 1 - done
             if several_heads:
                 block = first_block() + lax.rem(end - j - 1, end_block() - first_block())
@@ -868,11 +872,11 @@ class Walk:
             if tiles.problem.has_far_edge:
                 end_unmasked = self.end_unmasked_block(index, own_first_key, first_unmasked_block())
                 unmasked = j + jnp.maximum(block + 1 - end_unmasked, 0)
+                unmasked = jnp.where(is_far, j, unmasked) if may_be_far else unmasked
                 masked_loop(block, j, unmasked)
                 j, block = unmasked, block - (unmasked - j)
             masked = j + jnp.maximum(block + 1 - first_unmasked_block(), 0)
-            if may_be_far:
-                masked = jnp.where(self.any_far_ref[0] > 0, j, masked)
+            masked = jnp.where(is_far, j, masked) if may_be_far else masked
             pl.loop(j, masked)(functools.partial(step, mask=None, far=False))
             if not (tiles.any_mask or may_be_far):
                 return masked
@@ -881,7 +885,12 @@ class Walk:
             if blank_before:
                 own_first = self.own_first_block(index, own_first_key)
                 own_end = j + jnp.maximum(block + 1 - own_first, 0)
-            masked_loop(block, j, own_end)
+            if may_be_far:
+                others = jnp.where(is_far, own_end, j)
+                far_loop(block, j, others)
+                j, block = others, block - (others - j)
+            if tiles.any_mask:
+                masked_loop(block, j, own_end)
             if blank_before:
                 blank_loop(block - (own_end - j), own_end, end_of_head)
             return end_of_head

@@ -236,6 +236,23 @@ def share_first(*pairs: tuple[Any, Any]) -> None:
     share(*refs, *values)
 
 
+def any_positive(ref) -> jax.Array:
+    """Whether an int32 in global memory is above 0, as threads of a warp agree."""
+    if interpreting():
+        return ref[...] > 0
+
+    shape = _result_type((), jnp.int32, plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=shape)
+    def vote(_, ref):
+        i32 = ir.IntegerType.get_signless(32)
+        return _vote_of_warp(
+            "gt", _asm("ld.global.nc.b32 $0, [$1];", "=r,l", [_base_address(ref)], i32)
+        )
+
+    return vote(ref) > 0
+
+
 def add_to(counter) -> None:
     """Adds something to an int32 in global memory, so that it is more than 0."""
     if interpreting():
