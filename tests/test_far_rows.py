@@ -214,9 +214,6 @@ def test_large_logits_on_a_gpu(H, size):
     got = results(arrays, None, "mosaic_gpu")
     expected = results([x.astype(jnp.float32) for x in arrays], None, "xla")
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-5)
-    # The weights of each row add up to 1.
-    total, expected_total = np.float64(got[4]).sum((1, 2)), np.float64(dout).sum((1, 2))
-    np.testing.assert_allclose(total, expected_total, atol=0.5)
     if size != 1e3:  # there logits are rounded by about 1
         for x, y in ((got[0], expected[0]), (got[4], expected[4])):
             x, y = np.float64(x), np.float64(y)
