@@ -592,7 +592,9 @@ def _int32(name: str, x, *, saturated: bool = True) -> jax.Array:
         x = np.asarray(x)  # not JAX's own, which is int64 or, for what that cannot hold, an error
     if not isinstance(x, np.ndarray):
         x = _array(name, x)
-    is_integer = jnp.issubdtype(x.dtype, jnp.integer) or (x.dtype == object and x.size)
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+    if x.dtype == object and x.size:
+        is_integer = all(isinstance(entry, numbers.Integral) for entry in x.flat)
     _need(is_integer, name, x.dtype, "int32, or integers that it holds", TypeError)
     if x.dtype != object and np.can_cast(x.dtype, np.int32):
         return jnp.asarray(x, np.int32)

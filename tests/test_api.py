@@ -462,6 +462,7 @@ ERRORS = [
         TypeError,
         "key_value_segment_ids: got float32",
     ),
+    ({"query_offset": np.array([1.5, "a"], object)}, TypeError, "query_offset: got object"),
     ({"query_offset": 1.0}, TypeError, "query_offset: got float32; needs int32"),
     ({"query_offset": True}, TypeError, "query_offset: got bool"),
     ({"query_offset": None}, TypeError, "query_offset: got NoneType"),
