@@ -14,11 +14,14 @@ from jax.typing import ArrayLike
 from jax_flash import dispatch
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
-from jax_flash.quantization import FLOAT8, LARGEST, Quantized, key_words
+from jax_flash.quantization import FLOAT8, LARGEST, Quantized, accumulator, key_words
 from pallas_kernels import dropout
 from pallas_kernels.config import DROPOUT_STEPS, Config
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+# Beyond these float32 loses what logits and caps are divided by each other to.
+_SOFT_CAPS = (1e-30, 1e30)
 
 
 class Options(TypedDict, total=False):
@@ -167,7 +170,8 @@ def attention(
         queries, one array for both saves the kernels a pass over the inputs.
       query_offset: position of query 0 among the keys: a static integer, or integers `[B]` or one
         for all. S - T aligns the last query with the last key. Causal and window alone use it.
-      logits_soft_cap: cap > 0: logits, bias included, become cap * tanh(logits / cap).
+      logits_soft_cap: cap from 1e-30 to 1e30: logits, bias included, become
+        cap * tanh(logits / cap).
       sinks: floating `[N]`: a logit per query head that takes weight but has no value.
       dropout_rate: probability in [0, 1) of dropping a weight; the others grow by 1 / (1 - rate). A
         multiple of 2^-15, or as good as the next such between 0 and 1. Of the weights of one query
@@ -368,11 +372,12 @@ def _checked(
         )
         _need(sinks.shape == (N,), "sinks", sinks.shape, f"one per query head, {(N,)}")
 
-    if scale is None:
+    if scale is None and not isinstance(H, int):  # a symbol of jax.export
+        scale = jax.lax.rsqrt(jnp.asarray(H, accumulator(dtype)))
+    elif scale is None:
         scale = 1 / math.sqrt(H)
     elif _is_number(scale, numbers.Real):
-        scale = _float("scale", scale)
-        _need(math.isfinite(scale), "scale", scale, "a finite number")
+        scale = _finite("scale", scale, accumulator(dtype))
     else:
         scale = _array("scale", scale)
         _need(
@@ -540,13 +545,22 @@ def _soft_cap(logits_soft_cap) -> float | None:
     if logits_soft_cap is None:
         return None
     cap = _float("logits_soft_cap", logits_soft_cap)
+    least, most = _SOFT_CAPS
     _need(
-        0 < cap < math.inf,
+        least <= cap <= most,
         "logits_soft_cap",
         logits_soft_cap,
-        "a finite number above 0, or None for no cap",
+        f"a finite number above 0, {least} to {most}, or None for no cap",
     )
     return cap
+
+
+def _finite(name: str, x, dtype) -> float:
+    """The number as a float that is finite in this dtype too."""
+    value = _float(name, x)
+    most = float(jnp.finfo(dtype).max)
+    _need(abs(value) <= most, name, x, f"a finite number, in {dtype} too")
+    return value
 
 
 def _float(name: str, x) -> float:
@@ -578,7 +592,9 @@ def _int32(name: str, x, *, saturated: bool = True) -> jax.Array:
         x = np.asarray(x)  # not JAX's own, which is int64 or, for what that cannot hold, an error
     if not isinstance(x, np.ndarray):
         x = _array(name, x)
-    is_integer = jnp.issubdtype(x.dtype, jnp.integer) or (x.dtype == object and x.size)
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+    if x.dtype == object and x.size:
+        is_integer = all(isinstance(entry, numbers.Integral) for entry in x.flat)
     _need(is_integer, name, x.dtype, "int32, or integers that it holds", TypeError)
     if x.dtype != object and np.can_cast(x.dtype, np.int32):
         return jnp.asarray(x, np.int32)

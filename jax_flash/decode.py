@@ -22,7 +22,9 @@ from jax_flash import device, dispatch, xla
 from jax_flash.api import (
     _array,
     _explained,
+    _finite,
     _int32,
+    _is_name,
     _is_number,
     _need,
     _need_heads_that_fit,
@@ -314,7 +316,7 @@ def _checked(
 ) -> DecodeCall:
     """Checks the arguments of `decode_attention`, described there."""
     _need(
-        implementation in (None, *IMPLEMENTATIONS),
+        implementation is None or _is_name(implementation, IMPLEMENTATIONS),
         "implementation",
         repr(implementation),
         f"None or one of {', '.join(IMPLEMENTATIONS)}",
@@ -343,6 +345,8 @@ def _checked(
     _need(key_cache.shape[3] == H, "key_cache", f"width {key_cache.shape[3]}", f"query's, {H}")
     _need_heads_that_fit(query, key_cache)
     _need_number_or_none("scale", scale)
+    is_known = isinstance(H, int) or scale is not None
+    _need(is_known, "scale", f"None for a symbolic head width, {H}", "a number there")
     if num_splits is not None:
         _need(
             _is_number(num_splits, numbers.Integral),
@@ -358,7 +362,7 @@ def _checked(
         value_cache=value_cache,
         lengths=_per_sequence("lengths", lengths, B),
         page_table=page_table,
-        scale=1 / math.sqrt(H) if scale is None else float(scale),
+        scale=1 / math.sqrt(H) if scale is None else _finite("scale", scale, np.float32),
         window=None if local_window_size is None else _window(local_window_size)[0],
         logits_soft_cap=_soft_cap(logits_soft_cap),
         sinks=_per_head("sinks", sinks, N),
@@ -487,7 +491,7 @@ def _checked_cache(
     )
     page_size = key_cache.shape[1]
     _need(
-        page_size >= 16 and page_size.bit_count() == 1,
+        isinstance(page_size, int) and page_size >= 16 and page_size.bit_count() == 1,
         "key_cache",
         f"pages of {page_size} tokens",
         "a power of two from 16 on",

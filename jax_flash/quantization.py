@@ -181,7 +181,8 @@ def quantize_fp8(
 @functools.partial(jax.jit, static_argnums=0)  # so that calls outside of jit are fused too
 def _quantize(block_size: int, query, key, value, incoherent_key):
     if incoherent_key is not None:
-        query, key = (rotate(x, incoherent_key) for x in (query, key))
+        signs = _signs(incoherent_key, query.shape[-1])  # once: no key is to be used twice
+        query, key = (_rotated(x, signs) for x in (query, key))
     query, key = (_quantized(x, block_size, largest_of_rows(x.shape[-1])) for x in (query, key))
     return query, key, _quantized(value, block_size, LARGEST, power_of_two=True)
 
@@ -193,10 +194,17 @@ def rotate(x: jax.Array, key: jax.Array) -> jax.Array:
     for growing H, and a single product for a power of two up to 256. 16-bit inputs times 1 and -1
     are exact there, and are added up in float32.
     """
+    return _rotated(x, _signs(key, x.shape[-1]))
+
+
+def _signs(key: jax.Array, width: int) -> jax.Array:
+    return jax.random.rademacher(key, (width,), jnp.int8)
+
+
+def _rotated(x: jax.Array, signs: jax.Array) -> jax.Array:
     width = x.shape[-1]
     accum = accumulator(x.dtype)
-    signs = jax.random.rademacher(key, (width,), jnp.int8).astype(x.dtype)
-    x = x * lax.broadcast_to_rank(signs, x.ndim)
+    x = x * lax.broadcast_to_rank(signs.astype(x.dtype), x.ndim)
     for matrix in _factors(width):
         if x.dtype.itemsize == 2 and np.abs(matrix).max() > 1:
             x = x.astype(accum)

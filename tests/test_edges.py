@@ -125,6 +125,27 @@ def test_export_of_other_functions_with_symbolic_sizes():
     )
 
 
+def test_export_with_symbolic_widths():
+    (H,) = export.symbolic_shape("h")
+    shapes = [jax.ShapeDtypeStruct((3, 5, heads, H), jnp.float32) for heads in (N, K, K)]
+    exported = export.export(jax.jit(jax_flash.attention), platforms=["cpu"])(*shapes)
+    args = draw(3, 5, 5)
+    chex.assert_trees_all_close(exported.call(*args), jax_flash.attention(*args), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "width", "message"),
+    [("s", "8", "^key_cache: got pages of s"), ("16", "h", "^scale: got None for a symbolic")],
+)
+def test_decoding_says_what_sizes_it_needs(page_size, width, message):
+    B, size, H = export.symbolic_shape(f"b, {page_size}, {width}")
+    query, pages = (jax.ShapeDtypeStruct((*x, H), jnp.float32) for x in ((B, 1, N), (9, size, K)))
+    lengths, table = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((B,), (B, 2)))
+    decode = lambda *args: jax_flash.decode_attention(*args[:-1], page_table=args[-1])
+    with pytest.raises(ValueError, match=message):
+        export.export(jax.jit(decode), platforms=["cpu"])(query, pages, pages, lengths, table)
+
+
 def test_kernels_say_that_they_need_sizes():
     B, T = export.symbolic_shape("b, t")
     query, key = (jax.ShapeDtypeStruct((B, T, heads, H), DTYPE) for heads in (N, K))

@@ -83,6 +83,14 @@ def test_runs_under(setting: str, call: PublicCall, function: Callable):
         assert not jnp.isnan(x.astype(jnp.float32)).any()
 
 
+@pytest.mark.parametrize("function", [jax_flash.quantize_fp8, jax_flash.attention_fp8])
+def test_uses_no_random_key_twice(function):
+    x = jnp.ones((1, 8, 2, 16))
+    key = jax.random.key(0)  # of words JAX does not know whether they were used
+    with jax.debug_key_reuse(True):
+        function(x, x, x, incoherent_key=key)
+
+
 LOWERED = ("attention-lengths-mosaic_gpu-gradient", "decode_attention-options-mosaic_gpu-forward")
 
 
