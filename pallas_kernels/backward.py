@@ -757,8 +757,9 @@ def _build_main(
                     step_without_dq(j, mask, far, load_elements, index, key_words)
 
                 def step_with_dq_or_after(j, mask, far, load_elements, index, key_words):
-                    """What rows far from 0 take is too much beside dropout."""
-                    step = step_after_dq if far and has_dropout else step_with_dq
+                    """What rows far from 0 take is too much beside a bias and dropout."""
+                    is_after = far and problem.has_bias and has_dropout
+                    step = step_after_dq if is_after else step_with_dq
                     step(j, mask, far, load_elements, index, key_words)
 
                 def whole_tile(index, j):

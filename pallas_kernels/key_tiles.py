@@ -782,6 +782,14 @@ class Walk:
         end = lax.div(queries, jnp.int32(tiles.block_q))
         return jnp.clip(end, first_unmasked, self.end_block(place))
 
+    def _are_any_far(self) -> Callable[[], jax.Array]:
+        """What tells whether any row of all is far from 0; with dropout read anew each time."""
+        read = lambda: any_positive(self.any_far_ref.at[0])
+        if self.tiles.problem.dropout or self.tiles.problem.soft_cap is not None:
+            return read
+        is_far = read()
+        return lambda: is_far
+
     def is_comparing(self, index):
         """Whether steps of a tile that need a mask compare segment ids."""
         place = self.locate(index)
@@ -821,6 +829,8 @@ class Walk:
         tiles, several_heads = self.tiles, self.tiles.problem.group > 1
         done = 0 if first_step is None else 1
         may_be_far = tiles.problem.soft_cap is None
+        # With dropout there are no registers for one more loop beside those with a mask.
+        far_in_masked = may_be_far and tiles.problem.dropout > 0 and tiles.any_mask
         blank_before, blank_behind = False, False
         if blank_step:
             blank_before, blank_behind = tiles.blank_steps(own_first_key)
@@ -841,13 +851,17 @@ class Walk:
 
         def masked_loop(block, j, end):
             """Steps j to end, from a block on; after others those that compare segment ids."""
-            others = end
+            others, compared_alone = end, far_in_masked and tiles.problem.segmented
             if tiles.problem.segmented:
-                others = jnp.where(self.is_comparing(index), j, end)
-            pl.loop(j, others)(functools.partial(step, mask=mask_of(block, j), far=False))
+                compares = self.is_comparing(index)
+                if far_in_masked:
+                    compares |= self._are_any_far()()
+                others = jnp.where(compares, j, end)
+            far = far_in_masked and not compared_alone
+            pl.loop(j, others)(functools.partial(step, mask=mask_of(block, j), far=far))
             if tiles.problem.segmented:
                 mask = mask_of(block, j, comparing=True)
-                pl.loop(others, end)(functools.partial(step, mask=mask, far=False))
+                pl.loop(others, end)(functools.partial(step, mask=mask, far=far_in_masked))
 
         def far_loop(block, j, end):
             """Steps j to end, from a block on, where rows may be far from 0, with any mask."""
@@ -861,7 +875,7 @@ class Walk:
 
         def one_head(j):
             """From step j on, which need not be the head's first."""
-            is_far: Any = any_positive(self.any_far_ref.at[0]) if may_be_far else None
+            is_far = self._are_any_far()
             block = end_block() - 1 - done
             if several_heads:
                 block = first_block() + lax.rem(end - j - 1, end_block() - first_block())
@@ -872,11 +886,12 @@ class Walk:
             if tiles.problem.has_far_edge:
                 end_unmasked = self.end_unmasked_block(index, own_first_key, first_unmasked_block())
                 unmasked = j + jnp.maximum(block + 1 - end_unmasked, 0)
-                unmasked = jnp.where(is_far, j, unmasked) if may_be_far else unmasked
+                if may_be_far and not far_in_masked:
+                    unmasked = jnp.where(is_far(), j, unmasked)
                 masked_loop(block, j, unmasked)
                 j, block = unmasked, block - (unmasked - j)
             masked = j + jnp.maximum(block + 1 - first_unmasked_block(), 0)
-            masked = jnp.where(is_far, j, masked) if may_be_far else masked
+            masked = jnp.where(is_far(), j, masked) if may_be_far else masked
             pl.loop(j, masked)(functools.partial(step, mask=None, far=False))
             if not (tiles.any_mask or may_be_far):
                 return masked
@@ -885,8 +900,8 @@ class Walk:
             if blank_before:
                 own_first = self.own_first_block(index, own_first_key)
                 own_end = j + jnp.maximum(block + 1 - own_first, 0)
-            if may_be_far:
-                others = jnp.where(is_far, own_end, j)
+            if may_be_far and not far_in_masked:
+                others = jnp.where(is_far(), own_end, j)
                 far_loop(block, j, others)
                 j, block = others, block - (others - j)
             if tiles.any_mask:
