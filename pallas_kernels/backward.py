@@ -772,7 +772,14 @@ def _build_main(
                     blank = None
                     if not problem.has_elements:  # beside a mask, a bias and ids it would spill
                         blank = functools.partial(blank_step, index=index)
-                    j = walk.loop_over_steps(step, index, j, own_first_key, blank_step=blank)
+                    j = walk.loop_over_steps(
+                        step,
+                        index,
+                        j,
+                        own_first_key,
+                        blank_step=blank,
+                        far_in_masked=has_dropout and with_query_gradient,
+                    )
                     v_free.arrive(0)
                     parity = lax.rem(j + 1, jnp.int32(2))  # of the last step
                     if with_query_gradient:

@@ -803,6 +803,7 @@ class Walk:
         own_first_key: int = 0,
         first_step: Callable | None = None,
         blank_step: Callable | None = None,
+        far_in_masked: bool = False,
     ):
         """Runs `step(j, mask, far, load_elements)` for the query blocks of each head of the group.
 
@@ -820,6 +821,8 @@ class Walk:
           j: number of the first step, of all that the thread block does.
           own_first_key: the first of 64 keys in the tile that weights are of.
           first_step: what to run in the place of the first step, which is then always masked.
+          far_in_masked: where rows are far from 0 all steps are in the loops with a mask instead, as
+            there are no registers for one more loop.
           blank_step: None, or `blank_step(j, mask)`, to run in the place of steps whose queries see
             none of these keys.
 
@@ -829,8 +832,7 @@ class Walk:
         tiles, several_heads = self.tiles, self.tiles.problem.group > 1
         done = 0 if first_step is None else 1
         may_be_far = tiles.problem.soft_cap is None
-        # With dropout there are no registers for one more loop beside those with a mask.
-        far_in_masked = may_be_far and tiles.problem.dropout > 0 and tiles.any_mask
+        far_in_masked = far_in_masked and may_be_far and tiles.any_mask
         blank_before, blank_behind = False, False
         if blank_step:
             blank_before, blank_behind = tiles.blank_steps(own_first_key)
