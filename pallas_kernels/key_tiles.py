@@ -821,8 +821,8 @@ class Walk:
           j: number of the first step, of all that the thread block does.
           own_first_key: the first of 64 keys in the tile that weights are of.
           first_step: what to run in the place of the first step, which is then always masked.
-          far_in_masked: where rows are far from 0 all steps are in the loops with a mask instead, as
-            there are no registers for one more loop.
+          far_in_masked: where rows are far from 0 all steps are in the loops with a mask instead,
+            as there are no registers for one more loop.
           blank_step: None, or `blank_step(j, mask)`, to run in the place of steps whose queries see
             none of these keys.
 
