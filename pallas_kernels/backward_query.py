@@ -436,8 +436,8 @@ def _build(
                         minus_lse = spread(start, logits.shape)
                         _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
                     else:
-                        place = lambda: (*batch_and_head(), first_row_of(warpgroup))
                         if problem.has_bias:
+                            place = lambda: (*batch_and_head(), first_row_of(warpgroup))
                             weights = weights_by_query(
                                 logits, loaded, problem, start, far_ref, place
                             )

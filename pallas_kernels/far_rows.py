@@ -12,10 +12,10 @@ steps that take it have a loop of their own, for where any row of all is far fro
 Without a bias the start of such a row is the reference, and a share, which comes with it, makes
 weights of what steps get by that: `min(x, 1) * share`, once they have time.
 
-A bias may be as far from 0 as float32 goes, and its logits would not survive; with dropout there
-is no room for shares. There a mark takes the place of the start, which is as good as 0, so that
-products of query and key begin as in the forward. Reference and log_sum are in tables of 64 rows,
-of which a mark is the number.
+A bias may be as far from 0 as float32 goes, and its logits would not survive; with ids or dropout
+there is no room for shares. There a mark takes the place of the start, which is as good as 0, so
+that products of query and key begin as in the forward. Reference and log_sum are in tables of 64
+rows, of which a mark is the number.
 """
 
 from collections.abc import Callable, Sequence

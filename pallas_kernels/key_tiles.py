@@ -853,13 +853,13 @@ class Walk:
 
         def masked_loop(block, j, end):
             """Steps j to end, from a block on; after others those that compare segment ids."""
-            others, compared_alone = end, far_in_masked and tiles.problem.segmented
+            others = end
             if tiles.problem.segmented:
                 compares = self.is_comparing(index)
                 if far_in_masked:
                     compares |= self._are_any_far()()
                 others = jnp.where(compares, j, end)
-            far = far_in_masked and not compared_alone
+            far = far_in_masked and not tiles.problem.segmented
             pl.loop(j, others)(functools.partial(step, mask=mask_of(block, j), far=far))
             if tiles.problem.segmented:
                 mask = mask_of(block, j, comparing=True)

@@ -3,8 +3,8 @@
     start        -LSE / unit (`Problem.logit_unit`): -LSE / scale, where the accumulator of the
                  logits starts, or with a soft cap -LSE / cap, which is added later
     minus_delta  dLSE - rowsum(dO * O), times `Problem.delta_unit`
-    far          with a bias, reference and log_sum of rows far from 0, whose start marks them
-                 (`far_rows.py`); anything in 64 rows of which none is
+    far          if the problem `has_marks`, reference and log_sum of rows far from 0, whose start
+                 marks them (`far_rows.py`); anything in 64 rows of which none is
     dQ           zeros, where thread blocks of the main kernel add to it and none of them zeros it
 
 Rows that see no key, and rows beyond the end, have a start of -inf and a minus_delta of 0, whatever
