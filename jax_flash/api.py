@@ -15,8 +15,8 @@ from jax_flash import dispatch
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
 from jax_flash.quantization import FLOAT8, LARGEST, Quantized, accumulator, key_words
-from pallas_kernels import dropout
 from pallas_kernels.config import DROPOUT_STEPS, Config
+from pallas_kernels.dropout_words import steps_of
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -461,7 +461,7 @@ def _checked(
         bias=bias,
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
-        dropout_rate=dropout.steps_of(float(dropout_rate)) / DROPOUT_STEPS,
+        dropout_rate=steps_of(float(dropout_rate)) / DROPOUT_STEPS,
         dropout_key=dropout_key,
         return_residual=bool(return_residual),
         deterministic=bool(deterministic),

@@ -18,13 +18,12 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from jax_flash.call import LSE_NAME, Call, named
+from jax_flash.launch import launch
 from jax_flash.masks import Visibility
-from jax_flash.sharding import over_devices, vary_alike
-from pallas_kernels import backward, dropout, forward, segments
+from jax_flash.sharding import mapped_zero_times, over_devices, vary_alike
+from pallas_kernels import dropout_words
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels.config import (
     SUPPORTED_WIDTHS,
@@ -34,8 +33,7 @@ from pallas_kernels.config import (
     default,
     sees_itself,
 )
-from pallas_kernels.elements import BIAS_DTYPES, Elements
-from pallas_kernels.primitives import interpreting
+from pallas_kernels.element_arrays import BIAS_DTYPES, Elements
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 _SCALES = (1e-30, 1e4)
@@ -117,7 +115,7 @@ def _prepared(call: Call):
         has_mask=has_mask,
         has_bias=has_bias,
         soft_cap=call.logits_soft_cap,
-        dropout=dropout.steps_of(call.dropout_rate),
+        dropout=dropout_words.steps_of(call.dropout_rate),
         deterministic=call.deterministic,
         config=call.config
         or default(
@@ -160,15 +158,17 @@ def _words(call: Call) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     if call.dropout_key is None:
         return (), ()
     (batch, query_length, _, _), key_length = call.query.shape, call.key.shape[1]
-    query_words = dropout.query_words(
+    query_words = dropout_words.query_words(
         call.dropout_key,
         call.batch_entries[:, None, None],
         call.query_heads[None, :, None],
         query_length,
-        dropout.steps_of(call.dropout_rate),
+        dropout_words.steps_of(call.dropout_rate),
     )
     # For each batch entry, as vmap makes the batch longer.
-    key_words = dropout.columns_of_keys(call.dropout_key, jnp.arange(key_length, dtype=jnp.int32))
+    key_words = dropout_words.columns_of_keys(
+        call.dropout_key, jnp.arange(key_length, dtype=jnp.int32)
+    )
     key_words = jnp.broadcast_to(key_words, (batch, key_length))
     # Of their own dtype, for which kernels have loads.
     as_int = lambda x: lax.bitcast_convert_type(x, jnp.int32)
@@ -270,6 +270,8 @@ def _zero_alone(x: jax.Array, others: tuple, ids: tuple[jax.Array, ...], kept: s
       kept: the rows that are not zero by what is static.
     """
     if ids:
+        from pallas_kernels import segments  # of Pallas, which is slow to import
+
         return _zero_unless(segments.has_partner(*ids, *others), x)
     for interval in others:
         x = _zero_unless(interval[:, 0] < interval[:, 1], x)
@@ -442,31 +444,34 @@ def _run_forward(settings, leading, *args):
 
 def _local_forward(settings, query, key, value, *operands):
     problem = settings.problem(query, key, value)
-
-    def kernel(query, key, value, sinks, intervals, ids, query_words, key_words, elements):
-        out, lse, references = forward.attention(
-            _pad_rows(query),
-            _pad_rows(key),
-            _pad_rows(value),
-            next(iter(sinks), None),
-            next(iter(intervals), None),
-            ids or None,
-            elements,
-            (*query_words, *key_words) or None,
-            problem=problem,
-            config=settings.config.forward,
-        )
-        return _keep_apart((out[:, : problem.query_length], lse, references))
-
     out_types = _result_types(problem, query.dtype, settings.config.forward)
-    return _on_hopper(kernel, out_types, query, key, value, *operands)
+    return launch(_forward, (settings,), out_types, query, key, value, *operands)
+
+
+def _forward(settings, query, key, value, sinks, intervals, ids, query_words, key_words, elements):
+    from pallas_kernels import forward  # of Pallas, which is slow to import
+
+    problem = settings.problem(query, key, value)
+    out, lse, references = forward.attention(
+        _pad_rows(query),
+        _pad_rows(key),
+        _pad_rows(value),
+        next(iter(sinks), None),
+        next(iter(intervals), None),
+        ids or None,
+        elements,
+        (*query_words, *key_words) or None,
+        problem=problem,
+        config=settings.config.forward,
+    )
+    return out[:, : problem.query_length], lse, references
 
 
 def _result_types(
     problem: Problem, dtype, config: ForwardConfig
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Of output `[B, T, N, h]`, LSE `[B, N, T]` with rows that fill the last tile, references."""
-    heads, rows = (problem.batch, problem.heads), forward.Tiles(problem, config).rows
+    heads, rows = (problem.batch, problem.heads), config.whole_tiles(problem.query_length)
     out_shape = (problem.batch, problem.query_length, problem.heads, problem.value_width)
     of_rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     return (
@@ -487,44 +492,46 @@ def _run_backward(settings, leading, *args):
     return over_devices(run, operands, results, leading)(*args)
 
 
-def _local_backward(settings, *args):
+def _local_backward(settings, query, key, value, *args):
     """Gradients of query, key, value, and of the bias where `differentiated` has one."""
-    query, key, value, *_, differentiated, _, _, _, _, _ = args
+    *_, differentiated, _, _, _, _, _ = args
+    out_types = query, key, value, *differentiated
+    return launch(_backward, (settings,), out_types, query, key, value, *args)
+
+
+def _backward(
+    settings, query, key, value, intervals, ids, query_words, key_words, elements,
+    differentiated, references, out, lse, d_out, d_lse,
+):  # fmt: skip
+    from pallas_kernels import backward  # of Pallas, which is slow to import
+
     problem = settings.problem(query, key, value)
-
-    def kernel(
-        query, key, value, intervals, ids, query_words, key_words, elements,
-        differentiated, references, out, lse, d_out, d_lse,
-    ):  # fmt: skip
-        query, d_out = _zero_empty(query, d_out, lse, problem)
-        if not (settings.all_count or settings.backward_ignores_unseen(problem)):
-            d_out = _zero_unseeing(d_out, problem, intervals, ids)
-        if differentiated:
-            elements = elements._replace(bias=differentiated[0])
-        d_query, d_key, d_value, *d_bias = backward.attention_gradients(
-            _pad_rows(query),
-            _pad_rows(key),
-            _pad_rows(value),
-            _pad_rows(out),
-            lse,
-            _pad_rows(d_out),
-            next(iter(d_lse), None),
-            next(iter(references), None),
-            problem=problem,
-            config=settings.config.backward,
-            deterministic=settings.deterministic,
-            query_config=settings.config.backward_query,
-            intervals=next(iter(intervals), None),
-            ids=ids or None,
-            elements=elements,
-            dropout_words=(*query_words, *key_words) or None,
-            with_bias_gradient=bool(differentiated),
-        )
-        rows, keys = problem.query_length, problem.key_length
-        return _keep_apart((d_query[:, :rows], d_key[:, :keys], d_value[:, :keys], *d_bias))
-
-    out_types = tuple(jax.typeof(x) for x in (query, key, value, *differentiated))
-    return _on_hopper(kernel, out_types, *args)
+    query, d_out = _zero_empty(query, d_out, lse, problem)
+    if not (settings.all_count or settings.backward_ignores_unseen(problem)):
+        d_out = _zero_unseeing(d_out, problem, intervals, ids)
+    if differentiated:
+        elements = elements._replace(bias=differentiated[0])
+    d_query, d_key, d_value, *d_bias = backward.attention_gradients(
+        _pad_rows(query),
+        _pad_rows(key),
+        _pad_rows(value),
+        _pad_rows(out),
+        lse,
+        _pad_rows(d_out),
+        next(iter(d_lse), None),
+        next(iter(references), None),
+        problem=problem,
+        config=settings.config.backward,
+        deterministic=settings.deterministic,
+        query_config=settings.config.backward_query,
+        intervals=next(iter(intervals), None),
+        ids=ids or None,
+        elements=elements,
+        dropout_words=(*query_words, *key_words) or None,
+        with_bias_gradient=bool(differentiated),
+    )
+    rows, keys = problem.query_length, problem.key_length
+    return d_query[:, :rows], d_key[:, :keys], d_value[:, :keys], *d_bias
 
 
 def _zero_empty(query, d_out, lse, problem: Problem):
@@ -534,15 +541,6 @@ def _zero_empty(query, d_out, lse, problem: Problem):
     seeing = jnp.logical_not(jnp.isneginf(_of_rows(lse, d_out))).transpose(0, 2, 1)[..., None]
     d_out = jnp.where(seeing, d_out, 0)
     return jnp.where(seeing, query, 0) if problem.has_mask else query, d_out
-
-
-def _keep_apart(results):
-    """The same, of which XLA does not know that a kernel made them.
-
-    Where a scan stacks a result that has another use too, XLA would run the kernel twice: once into
-    the stack ("dynamic slice fusion" of custom calls), and once for the other use.
-    """
-    return lax.optimization_barrier(results)
 
 
 def _pad_rows(x):
@@ -576,48 +574,9 @@ def _folding_vmap(run, leading: int = 0):
             for arg, batched in zip(args, in_batched, strict=True)
         )
         if axis_size == 0:  # no device has a batch to run a kernel on
-            out = _mapped_zero_times(functools.partial(run, leading), in_batched, args)
+            out = mapped_zero_times(functools.partial(run, leading), in_batched, args)
         else:
             out = _folding_vmap(run, leading + 1)(*spread_args)
         return out, jax.tree.map(lambda _: True, out)
 
     return function
-
-
-def _mapped_zero_times(run, in_batched, args):
-    """The results of `run(*args)` with a leading axis of 0, like the arguments that are mapped."""
-    one = lambda x, is_mapped: jax.ShapeDtypeStruct(x.shape[is_mapped:], x.dtype)
-    types = jax.eval_shape(run, *jax.tree.map(one, tuple(args), tuple(in_batched)))
-    return vary_alike(jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), types), args)
-
-
-def _on_hopper(kernel, out_types, *args):
-    """Runs `kernel`; lowered for anything but CUDA (no interpret mode either) it says so."""
-    run = lambda *args: vary_alike(kernel(*args), args)
-    if interpreting():
-        return run(*args)
-    refuse = lambda *args: tuple(_refuse_p.bind(*jax.tree.leaves(args), out_types=out_types))
-    return lax.platform_dependent(
-        *args, cuda=run, default=lambda *args: vary_alike(refuse(*args), args)
-    )
-
-
-# Stands where the kernels would be on a platform that cannot run them.
-_refuse_p = Primitive("jax_flash_mosaic_gpu")
-_refuse_p.multiple_results = True
-_refuse_p.def_abstract_eval(
-    lambda *_, out_types: [jax.core.ShapedArray(t.shape, t.dtype) for t in out_types]
-)
-
-
-def _refuse_lowering(ctx, *_, out_types):
-    del out_types
-    platforms = ctx.platforms or ctx.module_context.platforms
-    raise NotImplementedError(
-        "jax_flash: implementation='mosaic_gpu' runs on Hopper GPUs (H100, H200) alone, and this"
-        f" computation is lowered for {', '.join(platforms)}. Lower it for CUDA"
-        " (lowering_platforms=('cuda',), jax.export), or leave implementation=None."
-    )
-
-
-mlir.register_lowering(_refuse_p, _refuse_lowering)

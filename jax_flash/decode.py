@@ -32,12 +32,10 @@ from jax_flash.api import (
     _soft_cap,
     _window,
 )
-from jax_flash.autodiff import _keep_apart, _mapped_zero_times, _on_hopper
 from jax_flash.call import Call, without_derivative
 from jax_flash.masks import Visibility
-from jax_flash.sharding import by_device, over_devices
-from pallas_kernels import combine
-from pallas_kernels import decode as kernel
+from jax_flash.sharding import by_device, mapped_zero_times, over_devices
+from pallas_kernels.decode_config import MOST_SPLITS, WIDTHS, DecodeProblem, splits_for
 
 QUERY_DTYPES = ("bfloat16", "float16", "float32")
 FLOAT8 = "float8_e4m3fn"
@@ -543,8 +541,8 @@ def _unsupported(call: DecodeCall) -> str | None:
         f"dtype {call.query.dtype}: the kernel takes bfloat16 and float16": (
             call.query.dtype.name not in ("bfloat16", "float16")
         ),
-        f"head width {width}: the kernel takes {', '.join(map(str, kernel.WIDTHS))}": (
-            width not in kernel.WIDTHS
+        f"head width {width}: the kernel takes {', '.join(map(str, WIDTHS))}": (
+            width not in WIDTHS
         ),
         f"value width {value_width} differs from query width {width}": value_width != width,
         # The exponent's multiplier is a float32, and tells which logit is the greatest.
@@ -557,8 +555,8 @@ def _unsupported(call: DecodeCall) -> str | None:
         "2^30 or more elements in the queries of a sequence": (
             math.prod(call.query.shape[1:]) >= 2**30
         ),
-        f"num_splits {call.num_splits}: the kernel takes up to {combine.MOST_SPLITS}": (
-            (call.num_splits or 1) > combine.MOST_SPLITS
+        f"num_splits {call.num_splits}: the kernel takes up to {MOST_SPLITS}": (
+            (call.num_splits or 1) > MOST_SPLITS
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -568,7 +566,7 @@ def _on_kernel(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
     """Runs a call that `_unsupported` has no reason against."""
     B, T, N, H = call.query.shape
     K = call.key_cache.shape[2]
-    problem = kernel.DecodeProblem(
+    problem = DecodeProblem(
         batch=B,
         tokens=T,
         heads=N,
@@ -597,7 +595,7 @@ def _on_kernel(call: DecodeCall) -> tuple[jax.Array, jax.Array]:
     return run(of_entries, {name: x for name, x in shared.items() if x is not None})
 
 
-def _run(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shared):
+def _run(problem: DecodeProblem, num_splits: int | None, of_entries, shared):
     """Output and LSE.
 
     Args:
@@ -612,19 +610,23 @@ def _run(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shar
     return over_devices(local, tuple(letters), ("b.n.", "b.n"))(of_entries, shared)
 
 
-def _local(problem: kernel.DecodeProblem, num_splits: int | None, of_entries, shared):
+def _local(problem: DecodeProblem, num_splits: int | None, of_entries, shared):
     """What `_run` gives, of the batch entries and heads that one device has."""
     B, T, N, _ = of_entries["query"].shape
     K = (of_entries | shared)["key_cache"].shape[2]
     problem = dataclasses.replace(problem, batch=B, heads=N, kv_heads=K)
-    splits = num_splits or kernel.splits_for(problem)
+    splits = num_splits or splits_for(problem)
 
-    def run(of_entries, shared):
-        out, lse = kernel.attention(**of_entries, **shared, problem=problem, splits=splits)
-        return _keep_apart(out), _keep_apart(lse)  # each alone, as an LSE of no use costs a launch
+    from jax_flash.launch import launch  # where there is a kernel, as it imports much of JAX
 
     lse = jax.ShapeDtypeStruct((B, T, N), jnp.float32)
-    return _on_hopper(run, (jax.typeof(of_entries["query"]), lse), of_entries, shared)
+    return launch(_decode, (problem, splits), (of_entries["query"], lse), of_entries, shared)
+
+
+def _decode(problem: DecodeProblem, splits: int, of_entries, shared):
+    from pallas_kernels import decode as kernel  # of Pallas, which is slow to import
+
+    return kernel.attention(**of_entries, **shared, problem=problem, splits=splits)
 
 
 def _folding_vmap(run):
@@ -639,7 +641,7 @@ def _folding_vmap(run):
         mapped_entries, mapped_shared = in_batched
         mapped_out = (True, True)
         if axis_size == 0:  # no device has a batch to run a kernel on
-            return _mapped_zero_times(run, in_batched, (of_entries, shared)), mapped_out
+            return mapped_zero_times(run, in_batched, (of_entries, shared)), mapped_out
         if any(mapped_shared.values()):
             leaves, tree = jax.tree.flatten((of_entries, shared))
             mapped = jax.tree.leaves(in_batched)

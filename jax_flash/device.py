@@ -41,6 +41,11 @@ def device_of(array: jax.Array) -> Device:
     """
     if not isinstance(array, jax.core.Tracer):
         return _describe(next(iter(array.devices())))
+    return default_device()
+
+
+def default_device() -> Device:
+    """The device that JAX puts arrays on."""
     default = jax.config.jax_default_device
     if default is None or isinstance(default, str):
         return _describe(jax.local_devices(backend=default)[0])

@@ -7,15 +7,17 @@ over: a silent fall back to a slower one is how programs come to run out of memo
 
 import dataclasses
 import functools
+import importlib
 import logging
 import types
 
 import jax
 
-from jax_flash import autodiff, cudnn, device, kernel_fp8, xla
+from jax_flash import device, xla
 from jax_flash.call import Call, by_device, without_derivative
 
-IMPLEMENTATIONS = {"mosaic_gpu": autodiff, "cudnn": cudnn, "xla": xla}  # fastest first
+# Modules of this package, fastest first, imported where they are asked.
+IMPLEMENTATIONS = {"mosaic_gpu": "autodiff", "cudnn": "cudnn", "xla": "xla"}
 
 _logger = logging.getLogger("jax_flash")
 
@@ -85,9 +87,10 @@ _run_without_derivative = without_derivative(
 
 
 def _module(implementation: str, call: Call) -> types.ModuleType:
-    if implementation == "mosaic_gpu" and call.scales is not None:
-        return kernel_fp8
-    return IMPLEMENTATIONS[implementation]
+    name = IMPLEMENTATIONS[implementation]
+    if name == "autodiff" and call.scales is not None:
+        name = "kernel_fp8"
+    return importlib.import_module(f"jax_flash.{name}")
 
 
 def _named(implementation: str, here: device.Device, unsupported: str | None) -> Explanation:

@@ -10,11 +10,11 @@ import numpy as np
 
 from jax_flash import autodiff
 from jax_flash.call import Call
+from jax_flash.launch import launch
 from jax_flash.quantization import halvings
 from jax_flash.sharding import over_devices, vary_alike
-from pallas_kernels import config, forward_fp8
-from pallas_kernels.config import SUPPORTED_WIDTHS, ForwardFP8Config, Problem
-from pallas_kernels.online_softmax import LOG2E
+from pallas_kernels import config
+from pallas_kernels.config import LOG2E, SUPPORTED_WIDTHS, ForwardFP8Config, Problem
 
 # TMA steps over heads, and rows of one head, in multiples of 16 bytes.
 _WIDTHS = [width for width in SUPPORTED_WIDTHS if width % 16 == 0]
@@ -168,22 +168,25 @@ def _run(settings, leading, *args):
     return over_devices(functools.partial(_local, settings), _OPERANDS, _RESULTS, leading)(*args)
 
 
-def _local(settings, query, key, value, scales, intervals, ids):
+def _local(settings, query, key, value, *operands):
     problem = settings.problem(query, key, value)
-
-    def kernel(query, key, value, scales, intervals, ids):
-        out, lse = forward_fp8.attention(
-            autodiff._pad_rows(query),
-            autodiff._pad_rows(key),
-            autodiff._pad_rows(value),
-            forward_fp8.Scales(*scales),
-            next(iter(intervals), None),
-            ids or None,
-            problem=problem,
-            config=settings.config,
-            out_dtype=settings.out_dtype,
-        )
-        return autodiff._keep_apart((out[:, : problem.query_length], lse))
-
     out_types = autodiff._result_types(problem, settings.out_dtype, settings.config)[:2]
-    return autodiff._on_hopper(kernel, out_types, query, key, value, scales, intervals, ids)
+    return launch(_forward_fp8, (settings,), out_types, query, key, value, *operands)
+
+
+def _forward_fp8(settings, query, key, value, scales, intervals, ids):
+    from pallas_kernels import forward_fp8  # of Pallas, which is slow to import
+
+    problem = settings.problem(query, key, value)
+    out, lse = forward_fp8.attention(
+        autodiff._pad_rows(query),
+        autodiff._pad_rows(key),
+        autodiff._pad_rows(value),
+        forward_fp8.Scales(*scales),
+        next(iter(intervals), None),
+        ids or None,
+        problem=problem,
+        config=settings.config,
+        out_dtype=settings.out_dtype,
+    )
+    return out[:, : problem.query_length], lse

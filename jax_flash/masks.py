@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import dropout
+from pallas_kernels import dropout_words
 
 # Beyond every position, which are below it. No bound of an interval need be further away, so that
 # position + bound fits int32.
@@ -154,7 +154,7 @@ def dropout_keep(key_words, rate: float, batch, head, rows, cols) -> jax.Array:
     """Which attention weights survive dropout: a pure function of the key and of (b, n, i, j).
 
     A hash rather than a random stream, so that every implementation, tiling and sharding, forward
-    and backward, drops the same set without storing it: that of `pallas_kernels/dropout.py`.
+    and backward, drops the same set without storing it: that of `pallas_kernels/dropout_words.py`.
 
     Args:
       key_words: two uint32 words, `[2]` or a pair of scalars.
@@ -164,4 +164,4 @@ def dropout_keep(key_words, rate: float, batch, head, rows, cols) -> jax.Array:
     Returns:
       bool, of the broadcast shape: True where the weight is kept.
     """
-    return dropout.is_kept(key_words, batch, head, rows, cols, dropout.steps_of(rate))
+    return dropout_words.is_kept(key_words, batch, head, rows, cols, dropout_words.steps_of(rate))

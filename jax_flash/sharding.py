@@ -36,7 +36,7 @@ from jax.experimental.custom_partitioning import (
 )
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels.primitives import interpreting
+from pallas_kernels.interpret import interpreting
 
 _logger = logging.getLogger("jax_flash")
 
@@ -481,3 +481,13 @@ def vary_alike(arrays: Any, others: Any = ()) -> Any:
 
 def _varying(x) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
+
+
+# --- under vmap -----------------------------------------------------------------------------------
+
+
+def mapped_zero_times(run, in_batched, args):
+    """The results of `run(*args)` with a leading axis of 0, like the arguments that are mapped."""
+    one = lambda x, is_mapped: jax.ShapeDtypeStruct(x.shape[is_mapped:], x.dtype)
+    types = jax.eval_shape(run, *jax.tree.map(one, tuple(args), tuple(in_batched)))
+    return vary_alike(jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), types), args)

@@ -57,9 +57,11 @@ from pallas_kernels.config import (
     whole_tiles,
 )
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
-from pallas_kernels.elements import NO_ELEMENTS, Elements, biased
+from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
+from pallas_kernels.elements import biased
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.far_rows import shared_by_key, weights_by_key
+from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import QUERIES, KeyTiles, Section, Walk, per_query
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.primitives import (
@@ -68,7 +70,6 @@ from pallas_kernels.primitives import (
     div_rem,
     fence_async_shared,
     fresh_zero,
-    interpreting,
     load_operand,
     mail_shape,
     receive_tile,

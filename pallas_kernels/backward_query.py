@@ -42,23 +42,25 @@ from pallas_kernels.columns import Columns
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
     FORWARD_SECTION_BYTES,
+    LOG2E,
     SM_COUNT,
     BackwardQueryConfig,
     Problem,
 )
 from pallas_kernels.dropout import DropoutRefs, Words, d_logits
 from pallas_kernels.dropout import operands as dropout_operands
-from pallas_kernels.elements import NO_ELEMENTS, NOTHING_LOADED, ElementRefs, Elements
+from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
+from pallas_kernels.elements import NOTHING_LOADED, ElementRefs
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.far_rows import start_and_share_of_marks, weights_by_query
-from pallas_kernels.online_softmax import LOG2E, spread
+from pallas_kernels.interpret import interpreting
+from pallas_kernels.online_softmax import spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     NamedBarriers,
     div_rem,
     equal_columns,
     fresh_zero,
-    interpreting,
     keep_bits,
     keep_columns_from,
     keep_columns_to,

@@ -30,12 +30,12 @@ from jax import lax
 from pallas_kernels import scheduler
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, FORWARD_SECTION_BYTES, SM_COUNT, Problem
+from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import KeyTiles, Section
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     NamedBarriers,
     div_rem,
-    interpreting,
     operand_form,
     store_operand,
     zero_tile,

@@ -47,8 +47,10 @@ from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BIAS_GRADIENT, BiasGradientConfig, Problem
 from pallas_kernels.dropout import DropoutRefs, Words, d_logits
 from pallas_kernels.dropout import operands as dropout_operands
-from pallas_kernels.elements import ElementRefs, Elements, masked
+from pallas_kernels.element_arrays import Elements
+from pallas_kernels.elements import ElementRefs, masked
 from pallas_kernels.far_rows import weights_by_query
+from pallas_kernels.interpret import interpreting
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.primitives import (
     HAND_ORDERED,
@@ -56,7 +58,6 @@ from pallas_kernels.primitives import (
     div_rem,
     equal_columns,
     fresh_zero,
-    interpreting,
     keep_bits,
     load_intervals,
     load_rows,

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.online_softmax import LOG2E
-from pallas_kernels.primitives import WARPGROUP_THREADS, div_rem, interpreting
-
-MOST_SPLITS = 128  # all of them are written out in the code
+from pallas_kernels.config import LOG2E
+from pallas_kernels.interpret import interpreting
+from pallas_kernels.primitives import WARPGROUP_THREADS, div_rem
 
 
 def combine(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+LOG2E = math.log2(math.e)
 SM_COUNT = 132  # H100 SXM and H200
 BACKWARD_CONSUMERS = 2  # how they share a tile is in the backward*.py
 # What the heads in work at a time may take of the 50 MB of L2: K and V where a thread block owns
@@ -305,6 +306,10 @@ class ForwardConfig:
     @property
     def block_q(self) -> int:
         return 64 * self.consumers
+
+    def whole_tiles(self, query_length: int) -> int:
+        """Rows of the tiles that hold so many queries."""
+        return -(-query_length // self.block_q) * self.block_q
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,23 +1,4 @@
-"""Dropout of attention weights: which are dropped, and how kernels leave them out.
-
-What is dropped is a function of the dropout key and of (batch entry, query head, query, key), the
-same whatever the tiles, forward and backward, and on any implementation. All arithmetic is uint32
-and wraps:
-
-    row     finaliser of key, b, n and i, with 8 set to 0 in i, an odd word
-    column  finaliser of key and j, with 8 set to 0 in j, an odd word
-    value   upper ^ lower half of the 64-bit product row * column, a word for i, i + 8, j and j + 8
-    limits  of i, i + 8, for j and for j + 8: 2^7 times the rate, rounded at random (`_limits`)
-    dropped where the limit of i and j and 7 bits of the value reach 2^7 together: those of byte
-            1 for i and j, 0 for i + 8 and j, 3 for i and j + 8, 2 for i + 8 and j + 8
-
-A rate is a multiple of 2^-15. In a row it is one of the two multiples of 2^-8 next to it, which
-one differs from row to row, so that it is right on average.
-
-One product and one xor serve four elements, which are in one thread in tiles of queries by keys and
-in transposed ones alike. That a product mixes enough is for the tests to show: any two rows, and
-any two columns, agree as often as independent ones. (With a constant for a factor, row ^ column for
-the other, pairs of rows were off by 25 standard deviations.)
+"""How kernels leave out the weights that dropout drops (`dropout_words.py` says which).
 
 The forward's sums are of all weights, and its output is of those that are kept, divided by 1 - rate
 at the end. The backward negates what is dropped, which costs no register, and casts it to 0:
@@ -41,100 +22,12 @@ from pallas_kernels.config import DROPOUT_STEPS, Problem
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.primitives import (
     dropped_bytes,
-    four_values,
     kept_operand,
     load_rows,
     negate_dropped,
     negate_dropped_transposed,
     positive_operand,
-    reaches_limit,
 )
-
-_ODD = 0x9E3779B9  # 2**32 over the golden ratio
-_OTHER = 0x85EBCA6B  # where columns begin
-_PAIR = 8  # i and i + 8, and j and j + 8, share a value
-
-
-def steps_of(rate: float) -> int:
-    """How many of `DROPOUT_STEPS` a rate in [0, 1) is: none if it is 0, else at least one."""
-    return min(max(round(rate * DROPOUT_STEPS), 1), DROPOUT_STEPS - 1) if rate > 0 else 0
-
-
-def rows_of_queries(key_words, batch, head, rows) -> jax.Array:
-    """uint32 of the queries' shape, which is that of batch, head and rows, broadcast.
-
-    Args:
-      key_words: two uint32 words of the dropout key, `[2]` or a pair of scalars.
-      batch, head, rows: integers b, n, i.
-    """
-    # The key words stand at both ends: two keys that collide in one row do not in the next.
-    return _hashed(_ODD, key_words[0], _without_pair(rows), head, batch, key_words[1])
-
-
-def columns_of_keys(key_words, cols) -> jax.Array:
-    """uint32 of the shape of cols, integers j."""
-    return _hashed(_OTHER, key_words[1], _without_pair(cols), key_words[0])
-
-
-def is_kept(key_words, batch, head, rows, cols, steps: int) -> jax.Array:
-    """Which weights survive, of the shape of all integers, broadcast.
-
-    Args:
-      key_words, batch, head, rows: as for `rows_of_queries`.
-      cols: integers j.
-      steps: rate * `DROPOUT_STEPS`.
-    """
-    own_rows = rows_of_queries(key_words, batch, head, rows)
-    values = four_values(own_rows, columns_of_keys(key_words, cols))
-    limits = _limits(own_rows, steps)
-    later_query, later_key = ((_as_words(x) & _PAIR) > 0 for x in (rows, cols))
-    return jnp.logical_not(reaches_limit(values, limits, later_query, later_key))
-
-
-def query_words(key_words, batch, head, query_length: int, steps: int) -> jax.Array:
-    """What kernels take for queries, uint32 `[..., query_length]`, rounded up to a multiple of 16.
-
-    Of 16 queries 8 words of rows, and then their limits.
-
-    Args:
-      key_words, batch, head: as for `rows_of_queries`, the last two with a last axis of 1.
-      steps: rate * `DROPOUT_STEPS`.
-    """
-    rows = jnp.arange(-(-query_length // (2 * _PAIR)) * 2 * _PAIR, dtype=jnp.int32)
-    rows = rows.reshape((1,) * (jnp.ndim(head) - 1) + rows.shape)
-    words = rows_of_queries(key_words, batch, head, rows)
-    return jnp.where(rows & _PAIR, _limits(words, steps), words)
-
-
-def _limits(rows: jax.Array, steps: int) -> jax.Array:
-    """Of `rows_of_queries`, as `reaches_limit` takes them: 0 to 2^7 each."""
-    random = _finalised(rows + jnp.uint32(_ODD))
-    both = (steps + (random & 0x7F)) >> 7
-    first = (both + ((random >> 7) & 1)) >> 1
-    return (first << 8) | ((both - first) << 24)
-
-
-def _without_pair(x) -> jax.Array:
-    return _as_words(x) & ~jnp.uint32(_PAIR)
-
-
-def _hashed(word: int, *parts) -> jax.Array:
-    hashed = jnp.uint32(word)
-    for part in parts:
-        hashed = _finalised((hashed + jnp.uint32(_ODD)) ^ _as_words(part))
-    return hashed | 1
-
-
-def _as_words(x) -> jax.Array:
-    return jnp.asarray(x).astype(jnp.uint32)
-
-
-def _finalised(x):
-    """Mixes every bit of a uint32 into every other (Ettinger's two-round hash, hash-prospector)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
-    x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
-    return x ^ (x >> 15)
-
 
 # Of `query_words`, `[B, N, T]` with T rounded up, and of `columns_of_keys`, `[B, S]`; int32.
 Words = tuple[jax.Array, jax.Array]

@@ -26,9 +26,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.config import Problem
-from pallas_kernels.elements import Loaded, biased, compressed
-from pallas_kernels.online_softmax import LOG2E, Range, bounds_of, is_far, spread, weight_range
+from pallas_kernels.config import LOG2E, Problem
+from pallas_kernels.element_arrays import compressed
+from pallas_kernels.elements import Loaded, biased
+from pallas_kernels.online_softmax import Range, bounds_of, is_far, spread, weight_range
 from pallas_kernels.primitives import (
     any_far,
     any_marked,

@@ -50,19 +50,14 @@ from jax import lax
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import online_softmax, scheduler, segments, tickets
 from pallas_kernels.columns import Columns, as_rows
-from pallas_kernels.config import ForwardConfig, Problem, sees_itself
+from pallas_kernels.config import LOG2E, ForwardConfig, Problem, sees_itself
 from pallas_kernels.dropout import DropoutRefs, Words, kept
 from pallas_kernels.dropout import operands as dropout_operands
-from pallas_kernels.elements import (
-    NO_ELEMENTS,
-    NOTHING_LOADED,
-    ElementRefs,
-    Elements,
-    compressed,
-    expanded,
-)
+from pallas_kernels.element_arrays import NO_ELEMENTS, Elements, compressed, expanded
+from pallas_kernels.elements import NOTHING_LOADED, ElementRefs
 from pallas_kernels.elements import masked as masked_by_element
-from pallas_kernels.online_softmax import LOG2E, RowState, spread
+from pallas_kernels.interpret import interpreting
+from pallas_kernels.online_softmax import RowState, spread
 from pallas_kernels.primitives import (
     BlockVote,
     NamedBarriers,
@@ -72,7 +67,6 @@ from pallas_kernels.primitives import (
     div_rem,
     fence_async_shared,
     fresh_zero,
-    interpreting,
     keep_bits,
     load_operand,
     operand_form,
@@ -102,7 +96,7 @@ class Tiles:
 
     @property
     def rows(self) -> int:
-        return self.per_head * self.config.block_q
+        return self.config.whole_tiles(self.problem.query_length)
 
     @property
     def shift(self) -> int:

@@ -48,6 +48,7 @@ from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardFP8Config, Problem
 from pallas_kernels.forward import Tiles
 from pallas_kernels.half_softmax import SUM_LIMIT
+from pallas_kernels.interpret import interpreting
 from pallas_kernels.online_softmax import RowState, spread
 from pallas_kernels.primitives import (
     NamedBarriers,
@@ -56,7 +57,6 @@ from pallas_kernels.primitives import (
     fence_async_shared,
     float8_operand,
     fresh_zero,
-    interpreting,
     load_rows,
     store_rows,
     to_float8,

@@ -19,7 +19,6 @@ and these are the keys whose logits are its maximum, to rounding.
 """
 
 import functools
-import math
 import operator
 from collections.abc import Callable
 from typing import NamedTuple
@@ -30,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-LOG2E = math.log2(math.e)
+from pallas_kernels.config import LOG2E
 
 # Stands for the maximum of a row that has seen nothing: finite, so that -inf minus it is -inf.
 NOTHING_SEEN = -3e38

@@ -20,10 +20,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.config import pallas_tpu_interpret_mode_context_manager as _interpret_mode
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels.dropout_words import SEVEN_BITS, four_values, reaches_limit
+from pallas_kernels.interpret import interpreting
 
 WARPGROUP_THREADS = 128
 
@@ -53,11 +55,6 @@ _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 def _result_type(shape: tuple[int, ...], dtype: Any, layout: Any) -> plgpu.ShapeDtypeStruct:
     """What `inline_mgpu` returns. To a type checker jnp.int32 is not the np.dtype that it asks."""
     return plgpu.ShapeDtypeStruct(shape, dtype, layout)
-
-
-def interpreting() -> bool:
-    """Whether kernels traced now run in Pallas's GPU interpret mode."""
-    return _interpret_mode.value is not None
 
 
 def zero_tile(rows: int, columns: int, dtype=jnp.float32) -> jax.Array:
@@ -993,32 +990,6 @@ def keep_bits(tile: jax.Array, bits: jax.Array, fill: float) -> jax.Array:
 
 # --- dropout -------------------------------------------------------------------------------------
 
-_BYTES = 0x7F7F7F7F  # of a word, 7 bits of each byte
-
-
-def four_values(rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """Upper xor lower half of the 64-bit products of uint32, less the highest bit of each byte."""
-    low = jnp.uint32(0xFFFF)
-    (row_high, row_low), (column_high, column_low) = ((x >> 16, x & low) for x in (rows, columns))
-    right, left = row_low * column_high, row_high * column_low
-    middle = ((row_low * column_low) >> 16) + (right & low) + (left & low)
-    upper = row_high * column_high + (right >> 16) + (left >> 16) + (middle >> 16)
-    return (upper ^ (rows * columns)) & jnp.uint32(_BYTES)
-
-
-def reaches_limit(values, limits, later_query, later_key) -> jax.Array:
-    """Whether 7 bits of `four_values` and a limit reach 2^7 together.
-
-    Args:
-      values: uint32, for queries i and i + 8 and keys j and j + 8: bytes 1 and 0 for those of j,
-        bytes 3 and 2 for those of j + 8.
-      limits: uint32, for j in byte 1, for j + 8 in byte 3, each at most 2^7.
-      later_query, later_key: whether it is i + 8, and whether it is j + 8.
-    """
-    byte = jnp.where(later_key, 24, 8)
-    own = (values >> (byte - jnp.where(later_query, 8, 0)).astype(jnp.uint32)) & 0x7F
-    return own + ((limits >> byte.astype(jnp.uint32)) & 0xFF) >= 1 << 7
-
 
 def dropped_bytes(rows: jax.Array, ref, first, columns: int) -> jax.Array:
     """Which elements of a tile are dropped, as their `four_values` reach their limits.
@@ -1177,7 +1148,7 @@ def _four_values(row, column):
     product = llvm.inline_asm(i64, [row, column], "mul.wide.u32 $0, $1, $2;", "=l,r,r")
     upper = arith.shrui(product, arith.constant(i64, ir.IntegerAttr.get(i64, 32)))
     value = arith.xori(arith.trunci(i32, upper), arith.trunci(i32, product))
-    return arith.andi(value, _i32(_BYTES))
+    return arith.andi(value, _i32(SEVEN_BITS))
 
 
 def _negated_fours(tile, fours, words_of, few: bool, negation: str):
@@ -1205,7 +1176,7 @@ def _negated_fours(tile, fours, words_of, few: bool, negation: str):
         query, limits, key = words_of(*pairs[0][0])
         value = _four_values(query, key)
         if few:  # 2^7 - 1 less the bytes
-            value = arith.xori(value, _i32(_BYTES))
+            value = arith.xori(value, _i32(SEVEN_BITS))
         else:
             limits = arith.subi(_i32(-0x7FFF8000), limits)  # 2^7 less each
         for pair, shift in zip(pairs, (0, 8), strict=True):

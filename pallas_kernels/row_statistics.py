@@ -26,13 +26,13 @@ from jax import lax
 
 from pallas_kernels import far_rows
 from pallas_kernels.config import Problem
+from pallas_kernels.interpret import interpreting
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     add_to,
     any_row,
     div_rem,
     fragment_shape,
-    interpreting,
     load_rows,
     row_products,
     store_rows,

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.interpret import interpreting
 from pallas_kernels.intervals import FAR, hulls
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     count_sorted,
     div_rem,
-    interpreting,
     load_rows,
     store_rows,
 )

@@ -56,18 +56,6 @@ for flag, setting in _XLA_FLAGS.items():
 gc.set_threshold(50_000, 20, 100)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _compile_kernels_faster() -> Iterator[None]:
-    """For a GPU, where tests compile for most of their time."""
-    if not HAS_NVIDIA_GPU:
-        yield
-        return
-    from tests.support import canonicalize  # imports jax
-
-    with canonicalize.canonicalizing_first():
-        yield
-
-
 _tests_run = itertools.count(1)
 
 

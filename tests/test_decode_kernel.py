@@ -13,8 +13,8 @@ import pytest
 
 import jax_flash
 from jax_flash import decode
-from pallas_kernels import combine, primitives
 from pallas_kernels import decode as kernel
+from pallas_kernels import decode_config, primitives
 from pallas_kernels.config import SM_COUNT
 from tests.support import compile as support
 from tests.support.interpret import interpret_mode
@@ -359,21 +359,21 @@ def test_vmap_over_what_a_batch_shares():
 def problem(batch, kv_heads, capacity, width, itemsize, tokens=1, group=4):
     heads, dtype = kv_heads * group, np.dtype(jnp.bfloat16)
     cache_dtype = np.dtype(jnp.float8_e4m3fn) if itemsize == 1 else dtype
-    return kernel.DecodeProblem(
+    return decode_config.DecodeProblem(
         batch, tokens, heads, kv_heads, width, dtype, cache_dtype, capacity, None, 1.0
     )
 
 
-@pytest.mark.parametrize(("width", "itemsize"), kernel.CONFIG)
+@pytest.mark.parametrize(("width", "itemsize"), decode_config.CONFIG)
 @pytest.mark.parametrize("capacity", [8, 64, 1000, 8192, 131072])
 @pytest.mark.parametrize("batch", [1, 2, 9, 16, 200])
 def test_splits_fill_the_gpu_and_no_more(batch, capacity, width, itemsize):
     p = problem(batch, 8, capacity, width, itemsize)
     config = p.config
-    splits = kernel.splits_for(p)
+    splits = decode_config.splits_for(p)
     thread_blocks = batch * 8 * splits
-    blocks = -(-capacity // kernel.BLOCK_KV)
-    assert 1 <= splits <= min(blocks, combine.MOST_SPLITS)
+    blocks = -(-capacity // decode_config.BLOCK_KV)
+    assert 1 <= splits <= min(blocks, decode_config.MOST_SPLITS)
     if splits > 1:
         assert thread_blocks <= config.blocks_per_sm * SM_COUNT
         assert (splits - 1) * -(-blocks // splits) < blocks  # none is always empty

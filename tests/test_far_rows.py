@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import config, elements
+from pallas_kernels import config, element_arrays
 from tests.support.interpret import interpret_mode
 
 LOWEST = {dtype: float(jnp.finfo(dtype).min) for dtype in (jnp.bfloat16, jnp.float32)}
@@ -161,16 +161,16 @@ def test_compressed_biases_keep_their_order(scale):
     sizes = np.float32(np.geomspace(1e-3, 0.999 * largest, 5000))
     sizes = np.append(sizes, np.float32(largest))
     bias = jnp.concatenate([-sizes[::-1], sizes])
-    got = np.asarray(elements.compressed(bias, problem), np.float64)
+    got = np.asarray(element_arrays.compressed(bias, problem), np.float64)
     assert (np.diff(got) > 0).all()
     assert np.isfinite(np.float32(got * np.log2(np.e))).all()
     if problem.may_begin_with_bias:
         assert np.isfinite(np.float32(got / scale)).all()
     near = np.abs(bias) < 1e30
     np.testing.assert_array_equal(got[near], bias[near])
-    back = np.asarray(elements.expanded(jnp.float32(got), problem))
+    back = np.asarray(element_arrays.expanded(jnp.float32(got), problem))
     np.testing.assert_allclose(back, bias, rtol=2.0 ** (problem.bias_shift - 22))
-    assert np.isneginf(elements.compressed(jnp.float32(-jnp.inf), problem))
+    assert np.isneginf(element_arrays.compressed(jnp.float32(-jnp.inf), problem))
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import config, elements
+from pallas_kernels import config, element_arrays
 from tests.support.interpret import interpret_mode
 from tests.support.nonzero import assert_none_is_zero
 from tests.test_kernels import check, few_thread_blocks, inputs
@@ -39,7 +39,7 @@ def random_bias(shape, dtype=jnp.float32, seed=4) -> jax.Array:
 def test_bits_of_a_mask(axes, axis):
     shape = shape_of(axes, 2, 3, 70, 133)
     mask = np.asarray(random_mask(shape))
-    words = np.asarray(elements.pack(jnp.asarray(mask), axis))
+    words = np.asarray(element_arrays.pack(jnp.asarray(mask), axis))
     rows, length = shape[5 - axis], shape[axis]
     assert words.dtype == np.int32 and words.shape[:3] == (*shape[:2], rows)
     bits = (words[..., None] >> np.arange(32)) & 1

@@ -78,7 +78,7 @@ def test_a_missing_window_gives_exit_code_1(monkeypatch, capsys):
 
 
 def test_what_a_named_implementation_cannot_do_is_said(monkeypatch, capsys):
-    monkeypatch.setitem(main_module.dispatch.IMPLEMENTATIONS, "slower", xla)
+    monkeypatch.setitem(main_module.dispatch.IMPLEMENTATIONS, "slower", "xla")
     explain = jax_flash.explain
 
     def refusing(*args, implementation=None, **kwargs):

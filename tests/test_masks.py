@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jax_flash.masks import Visibility, dropout_keep
-from pallas_kernels import dropout
-from pallas_kernels.primitives import four_values
+from pallas_kernels import dropout_words
+from pallas_kernels.dropout_words import four_values
 from tests import oracle
 
 B, T, S = 2, 9, 13
@@ -272,8 +272,8 @@ def test_no_structure(rate):
 
 def test_values_are_uniform_and_bytes_of_a_word_independent():
     key = jnp.asarray([11, 12], jnp.uint32)
-    rows = dropout.rows_of_queries(key, 0, 3, 16 * jnp.arange(2048))[:, None]
-    columns = dropout.columns_of_keys(key, 16 * jnp.arange(1024))
+    rows = dropout_words.rows_of_queries(key, 0, 3, 16 * jnp.arange(2048))[:, None]
+    columns = dropout_words.columns_of_keys(key, 16 * jnp.arange(1024))
     values = np.asarray(four_values(rows, columns)).ravel()
     values = [values >> (8 * byte) & 0xFF for byte in range(4)]
     for counts in (
@@ -291,8 +291,8 @@ def test_values_are_uniform_and_bytes_of_a_word_independent():
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.9])
 def test_rates_of_rows_are_next_to_the_rate(rate):
     """And on average the rate itself, for the keys of either half of 16."""
-    steps = dropout.steps_of(rate)
-    words = dropout.query_words(jnp.asarray([5, 6], jnp.uint32), 0, 0, 2**16, steps)
+    steps = dropout_words.steps_of(rate)
+    words = dropout_words.query_words(jnp.asarray([5, 6], jnp.uint32), 0, 0, 2**16, steps)
     limits = np.asarray(words).reshape(-1, 2, 8)[:, 1].ravel()
     halves = np.stack([limits >> 8 & 0xFF, limits >> 24])
     np.testing.assert_array_equal(limits & 0x00FF00FF, 0)

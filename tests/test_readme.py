@@ -12,7 +12,7 @@ import pytest
 
 import jax_flash
 from jax_flash import device
-from pallas_kernels.primitives import interpreting
+from pallas_kernels.interpret import interpreting
 
 ROOT = pathlib.Path(__file__).parents[1]
 H100 = device.Device("gpu", "NVIDIA H100", (9, 0))

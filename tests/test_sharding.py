@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import jax_flash
 from jax_flash import xla
 from tests.support import compile as support
-from tests.support.canonicalize import canonicalizing_first
 from tests.support.interpret import interpret_mode
 from tests.support.sharded import collectives, mesh_of, plain_kernels, put
 
@@ -88,9 +87,7 @@ def in_mesh(mesh, inside: bool):
 def compiled(mesh, function, arrays, inside=None):
     """A program; made inside of set_mesh, or where its axes are Explicit if that is not said."""
     with in_mesh(mesh, AxisType.Explicit in mesh.axis_types if inside is None else inside):
-        with canonicalizing_first():
-            lowered = jax.jit(function).lower(*arrays)
-        return lowered.compile()
+        return jax.jit(function).lower(*arrays).compile()
 
 
 INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["outside", "in set_mesh"])

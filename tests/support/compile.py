@@ -30,7 +30,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from tests.support.canonicalize import canonicalizing_first
+from pallas_kernels.canonicalize import lowering_faster
 
 # What XLA reads from an H100 SXM. Mosaic uses the compute capability alone.
 H100 = """
@@ -173,7 +173,6 @@ def compile_kernels(
     args: Any,
     keep: str | None = None,
     sass: bool = True,
-    canonicalized_first: bool = True,
 ) -> list[Report]:
     """Compiles `fn(*args)` for an H100 and reports on every Mosaic kernel in it.
 
@@ -185,14 +184,13 @@ def compile_kernels(
       args: its arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
       keep: directory to leave the PTX, the output of ptxas, cubin and SASS in.
       sass: count instructions too, which assembles every kernel once more.
-      canonicalized_first: in half of the time, to the same PTX (`canonicalize.py`).
 
     Raises:
       ValueError: `fn` has no Mosaic kernel.
       RuntimeError: a kernel was compiled before by something else, so that nothing is known of it.
     """
     with _quiet_stderr():
-        with canonicalizing_first() if canonicalized_first else contextlib.nullcontext():
+        with lowering_faster():
             lowered = _lowered(fn, args)
         kernels = set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', lowered.as_text()))
         # MOSAIC_GPU_DUMP_TO would write the IR after every pass too, up to 200 MB for a kernel.

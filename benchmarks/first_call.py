@@ -1,0 +1,222 @@
+"""What a user waits for before the first result: `python -m benchmarks.first_call`.
+
+Every line is a process of its own: import, trace, lower, compile, and the first run, in seconds.
+
+    cold             the first call in a process
+    one core         the same on one core
+    another length, ...   the next call in the same process, of another shape
+    second process   the first call, where JAX's compilation cache has it from another process
+    four variants    four calls in one program: all keys, causal, a window, packed documents
+
+Candidates: "jax_flash", and on a GPU "cuDNN", as jax.nn.dot_product_attention calls it. Without a
+GPU jax_flash runs in plain JAX, at a small size.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+CANDIDATES = ("jax_flash", "cuDNN")
+PASSES = ("forward", "both")
+STAGES = ("import", "trace", "lower", "compile", "run")
+
+# Steps of one process; the first is cold.
+SHAPES = ("", "another length", "a length of no whole tiles", "another batch")
+
+
+def child(task: dict[str, Any]) -> dict[str, Any]:
+    """Times the stages of each step of a task in this process, which has imported nothing yet."""
+    if task["one_core"]:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    clock = time.perf_counter
+    begin = clock()
+    import jax
+    import jax.numpy as jnp
+
+    import_jax = clock() - begin
+    gpu = jax.devices()[0].platform == "gpu"
+    length, heads, kv_heads, width = (4096, 32, 8, 128) if gpu else (256, 4, 2, 64)
+    shapes = {
+        "": (1, length),
+        "another length": (1, length * 3 // 4),
+        "a length of no whole tiles": (1, length - 93),
+        "another batch": (3, length),
+    }
+
+    def inputs(batch: int, length: int):
+        keys = jax.random.split(jax.random.key(0), 3)
+        sizes = (heads, kv_heads, kv_heads)
+        return tuple(
+            jax.random.normal(key, (batch, length, n, width), jnp.bfloat16)
+            for key, n in zip(keys, sizes, strict=True)
+        )
+
+    data = {name: jax.block_until_ready(inputs(*shapes[name])) for name in task["steps"]}
+    begin = clock()
+    attention = _attention(task["candidate"], gpu)
+    import_library = clock() - begin
+
+    def variants(query, key, value):
+        if not task["variants"]:
+            return attention(query, key, value, is_causal=True)
+        ids = jnp.arange(query.shape[1])[None] // 100 + jnp.zeros((query.shape[0], 1), jnp.int32)
+        calls: list[dict[str, Any]] = [
+            {},
+            {"is_causal": True},
+            {"is_causal": True, "local_window_size": (query.shape[1] // 4, 0)},
+            {"is_causal": True, "query_segment_ids": ids, "key_value_segment_ids": ids},
+        ]
+        return sum(attention(query, key, value, **options) for options in calls)
+
+    loss = lambda *arrays: variants(*arrays).astype(jnp.float32).sum()
+    function = variants if task["passes"] == "forward" else jax.grad(loss, (0, 1, 2))
+    steps: list[dict[str, Any]] = []
+    for name, arrays in data.items():
+        times = [clock()]
+        traced = jax.jit(function).trace(*arrays)
+        times.append(clock())
+        lowered = traced.lower()
+        times.append(clock())
+        compiled = lowered.compile()
+        times.append(clock())
+        result = jax.block_until_ready(compiled(*arrays))
+        times.append(clock())
+        stages = [b - a for a, b in itertools.pairwise(times)]
+        step = {"step": name, "import": import_library if not steps else 0.0}
+        step |= dict(zip(STAGES[1:], stages, strict=True))
+        steps.append(step | {"error": _error(jax, task, result, arrays)})
+    return {"import_jax": import_jax, "steps": steps}
+
+
+def _attention(candidate: str, gpu: bool):
+    if candidate == "jax_flash":
+        import jax_flash
+
+        return lambda *args, **options: jax_flash.attention(
+            *args, **options, implementation="mosaic_gpu" if gpu else "xla"
+        )
+    import jax
+
+    return lambda *args, **options: jax.nn.dot_product_attention(
+        *args, **options, implementation="cudnn" if gpu else "xla"
+    )
+
+
+def _error(jax, task: dict[str, Any], result, arrays) -> float | None:
+    """Of a causal call the error beside jax.nn in float32, over its norm."""
+    if task["variants"]:
+        return None
+    attend = lambda *args: jax.nn.dot_product_attention(*args, is_causal=True)
+    wide = tuple(x.astype("float32") for x in arrays)
+    if task["passes"] == "both":
+        attend = jax.grad(lambda *args, f=attend: f(*args).sum(), (0, 1, 2))
+    right = jax.tree.leaves(jax.jit(attend)(*wide))
+    norm = lambda x: float(jax.numpy.linalg.norm(x.ravel()))
+    pairs = zip(jax.tree.leaves(result), right, strict=True)
+    return max(norm(x.astype("float32") - y) / norm(y) for x, y in pairs)
+
+
+def run(candidate: str, passes: str, **options: Any) -> dict[str, Any]:
+    """The same in a new process.
+
+    Args:
+      candidate, passes: of `CANDIDATES` and `PASSES`.
+      **options: of the task: "steps", "variants", "one_core"; and "cache", a directory for JAX's
+        compilation cache, None for none.
+    """
+    task: dict[str, Any] = {"candidate": candidate, "passes": passes, "steps": [""]}
+    task |= {"variants": False, "one_core": False} | options
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    if cache := task.pop("cache", None):
+        environment["JAX_COMPILATION_CACHE_DIR"] = cache
+    command = [sys.executable, "-m", "benchmarks.first_call", "--task", json.dumps(task)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(candidate: str, passes: str, scenario: str) -> list[dict[str, Any]]:
+    """Steps of one scenario, each with its name and that of what was run."""
+    if scenario == "cold":
+        steps = run(candidate, passes, steps=list(SHAPES))["steps"]
+    elif scenario == "one core":
+        steps = run(candidate, passes, one_core=True)["steps"]
+    elif scenario == "four variants":
+        steps = run(candidate, passes, variants=True)["steps"]
+    else:
+        with tempfile.TemporaryDirectory() as cache:
+            run(candidate, passes, cache=cache)
+            steps = run(candidate, passes, cache=cache)["steps"]
+    of_all = {"candidate": candidate, "passes": passes}
+    return [of_all | step | {"step": step["step"] or scenario} for step in steps]
+
+
+SCENARIOS = ("cold", "one core", "second process", "four variants")
+
+
+def table(results: list[dict[str, Any]]) -> list[list[str]]:
+    lines = [["pass", "call", "candidate", *STAGES, "all"]]
+    for result in results:
+        names = [result["passes"], result["step"], result["candidate"]]
+        if "failed" in result:
+            lines.append([*names, result["failed"]])
+            continue
+        times = [result[stage] for stage in STAGES]
+        lines.append([*names, *(f"{t:.2f}" for t in times), f"{sum(times):.2f}"])
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--candidates", default=None, help="default: all that this machine has")
+    parser.add_argument("--passes", default=",".join(PASSES))
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS))
+    parser.add_argument("--results", type=pathlib.Path, default=None)
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.task:
+        print(json.dumps(child(json.loads(arguments.task))))
+        return 0
+
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU
+    from benchmarks import attention, timing  # jax, which a child times
+
+    gpu = timing.on_gpu()
+    names = (arguments.candidates or ",".join(CANDIDATES if gpu else CANDIDATES[:1])).split(",")
+    passes, scenarios = arguments.passes.split(","), arguments.scenarios.split(",")
+    for given, known in ((names, CANDIDATES), (passes, PASSES), (scenarios, SCENARIOS)):
+        if unknown := {*given} - {*known}:
+            parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    results: list[dict[str, Any]] = []
+    tasks = [(kind, scenario, name) for kind in passes for scenario in scenarios for name in names]
+    for kind, scenario, name in timing.progress(tasks, "first call"):
+        if scenario == "four variants" and name != "jax_flash":
+            continue  # cuDNN has no packed documents
+        try:
+            results += measure(name, kind, scenario)
+        except RuntimeError as error:  # a peer may lack something: the others go on
+            of = {"candidate": name, "passes": kind, "step": scenario}
+            results.append(of | {"failed": str(error)})
+    record = attention.provenance() | {"cores": os.cpu_count(), "results": results}
+    path = attention.write(arguments.results or attention.RESULTS, "first call", record)
+    where = f"{record['device']}, jax {record['jax']}, {record['date']}"
+    print(f"\nseconds before the first result; {where}, {os.cpu_count()} cores")
+    print(f"{attention.markdown(table(results))}\nwritten: {path}")
+    return 1 if any(_is_bad(result, attention.TOLERANCE) for result in results) else 0
+
+
+def _is_bad(result: dict[str, Any], tolerance: float) -> bool:
+    error = result.get("error")
+    return "failed" in result or (error is not None and not error <= tolerance)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,224 @@
+"""Kernels as one operation of JAX, which is lowered once for each that differs.
+
+To trace and lower kernels takes Python a second or more, and compiling them as long again. So what
+is traced into a user's program is one operation, `launch`, that stands for all kernels of a forward
+or a backward pass and the plain JAX between them. Only where that program is lowered for CUDA are
+they traced, into a module of StableHLO of their own. It becomes a function of the program, and is
+kept:
+
+    in memory   for other programs of this process
+    on disk     for other processes, in the directory `jax_flash` of JAX's compilation cache, where
+                there is one (`jax.config.jax_compilation_cache_dir`); what is in it depends on the
+                sources of this library and on the versions of jax and jaxlib
+
+A program lowered in another process is then the same to the byte, so that JAX's cache knows it. New
+modules begin to compile at once, in threads of their own, while others are still being lowered: the
+plugin of CUDA compiles a kernel once in a process, and who needs one that is being compiled waits.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import logging
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func
+
+from jax_flash import device
+from jax_flash.sharding import vary_alike
+from pallas_kernels.interpret import interpreting
+
+_KEPT = 256  # modules in memory, of up to a few megabytes
+
+_logger = logging.getLogger("jax_flash")
+
+
+def launch(function: Callable, static: tuple, out_types: tuple, *args: Any) -> tuple:
+    """`function(*static, *args)`, for CUDA; lowered for anything else it says that it cannot.
+
+    Args:
+      function: runs kernels and gives a tuple of arrays. It is at the top of a module, and knows
+        nothing but its arguments.
+      static: what can be hashed, and whose repr says all that it is.
+      out_types: shape and dtype of each result.
+      *args: arrays of 32 bits or fewer, or trees of them, of one device.
+    """
+    if interpreting():
+        return vary_alike(function(*static, *args), args)
+    arrays, tree = jax.tree.flatten(args)
+    this = _Launch(function, static, tree, tuple(map(_type, arrays)), tuple(map(_type, out_types)))
+    # To XLA no result is known to be a kernel's. Where a scan stacks one that has another use too,
+    # it would run the kernel twice: once into the stack ("dynamic slice fusion" of custom calls),
+    # and once for the other use. Each alone, as an LSE of no use costs a launch.
+    results = tuple(map(lax.optimization_barrier, _launch_p.bind(*arrays, launch=this)))
+    return vary_alike(results, args)
+
+
+def _type(x) -> tuple[tuple[int, ...], str]:
+    return tuple(x.shape), np.dtype(x.dtype).name
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """Everything that a module depends on."""
+
+    function: Callable
+    static: tuple
+    tree: Any
+    types: tuple
+    out_types: tuple
+
+    def __call__(self, *arrays) -> tuple:
+        return tuple(self.function(*self.static, *jax.tree.unflatten(self.tree, arrays)))
+
+    @property
+    def name(self) -> str:
+        return f"jax_flash_{self.function.__name__.strip('_')}"
+
+    @property
+    def key(self) -> str:
+        """Of a module on disk."""
+        parts = self.function.__qualname__, self.static, str(self.tree), self.types, self.out_types
+        return hashlib.sha256(f"{_versions()} {parts!r}".encode()).hexdigest()
+
+
+@functools.cache
+def _versions() -> str:
+    """Of what makes modules."""
+    here = pathlib.Path(__file__).parent
+    sources = sorted([*here.glob("*.py"), *(here.parent / "pallas_kernels").glob("*.py")])
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    return f"{code} {jax.__version__} {jaxlib.__version__}"
+
+
+_launch_p = Primitive("jax_flash_launch")
+_launch_p.multiple_results = True
+_launch_p.def_abstract_eval(
+    lambda *_, launch: [jax.core.ShapedArray(shape, np.dtype(d)) for shape, d in launch.out_types]
+)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _alone(this: _Launch, *arrays):
+    return _launch_p.bind(*arrays, launch=this)
+
+
+@_launch_p.def_impl
+def _(*arrays, launch):
+    with jax.disable_jit(False):
+        return _alone(launch, *arrays)
+
+
+def _lower_for_cuda(ctx, *operands, launch):
+    if ctx.is_forward_compat():  # jax.export: kernels in a form that an older jaxlib knows
+        with _lowering_faster():
+            return mlir.lower_fun(launch, multiple_results=True)(ctx, *operands)
+    module = ir.Module.parse(_module(launch), context=ctx.module_context.context)
+    name = mlir.merge_mlir_modules(
+        ctx.module_context.module, launch.name, module, dst_symtab=ctx.module_context.symbol_table
+    )
+    types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in ctx.avals_out]
+    return func.CallOp(types, ir.FlatSymbolRefAttr.get(name), operands).results
+
+
+def _refuse(ctx, *_, launch):
+    del launch
+    platforms = ctx.platforms or ctx.module_context.platforms
+    raise NotImplementedError(
+        "jax_flash: implementation='mosaic_gpu' runs on Hopper GPUs (H100, H200) alone, and this"
+        f" computation is lowered for {', '.join(platforms)}. Lower it for CUDA"
+        " (lowering_platforms=('cuda',), jax.export), or leave implementation=None."
+    )
+
+
+mlir.register_lowering(_launch_p, _refuse)
+mlir.register_lowering(_launch_p, _lower_for_cuda, platform="cuda")
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(_KEPT)
+def _module(this: _Launch) -> bytes:
+    """StableHLO of a launch, whose `main` takes and gives flat arrays."""
+    path = _path(this)
+    if path is not None and (found := _read(path)) is not None:
+        return found
+    # In a thread of its own, where nothing of the user's program is in force, such as a mesh.
+    lowered = _in_a_thread(_lowered, this)
+    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    if path is not None:
+        _write(path, module)
+    if device.default_device().is_hopper:
+        # What it raises, the program that needs the kernel will raise too.
+        _compiling().submit(lowered.compile)
+    return module
+
+
+def _lowered(this: _Launch) -> jax.stages.Lowered:
+    types = [jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for shape, dtype in this.types]
+    with jax.enable_x64(False), jax.disable_jit(False), _lowering_faster():
+        traced = jax.jit(this, keep_unused=True).trace(*types)
+        return traced.lower(lowering_platforms=("cuda",))
+
+
+def _lowering_faster():
+    from pallas_kernels import canonicalize  # of MLIR alone
+
+    return canonicalize.lowering_faster()
+
+
+def _in_a_thread(run: Callable, *args) -> Any:
+    with concurrent.futures.ThreadPoolExecutor(1, "jax_flash-lowering") as thread:
+        return thread.submit(run, *args).result()
+
+
+@functools.cache
+def _compiling() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "jax_flash-compiling")
+
+
+def _path(this: _Launch) -> pathlib.Path | None:
+    """Where a module is on disk, None where JAX has no cache on a disk."""
+    directory = jax.config.jax_compilation_cache_dir
+    if not directory or not jax.config.jax_enable_compilation_cache or "://" in directory:
+        return None
+    return pathlib.Path(directory, "jax_flash", this.key)
+
+
+def _read(path: pathlib.Path) -> bytes | None:
+    """A module, None if there is none or it was not written to its end."""
+    try:
+        found = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _logger.warning("lowered kernels cannot be read from disk: %s", error)
+        return None
+    digest, module = found[:32], found[32:]
+    if hashlib.sha256(module).digest() != digest:
+        _logger.warning("%s is damaged and will be replaced", path)
+        return None
+    return module
+
+
+def _write(path: pathlib.Path, module: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(module).digest() + module)
+        os.replace(file.name, path)  # others see all of it or nothing
+    except OSError as error:
+        _logger.warning("lowered kernels cannot be kept on disk: %s", error)
