@@ -16,6 +16,7 @@ modules begin to compile at once, in threads of their own, while others are stil
 plugin of CUDA compiles a kernel once in a process, and who needs one that is being compiled waits.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -41,6 +42,7 @@ from jax_flash.sharding import vary_alike
 from pallas_kernels.interpret import interpreting
 
 _KEPT = 256  # modules in memory, of up to a few megabytes
+_REMEMBERED = 64  # launches that are traced and not lowered yet
 
 _logger = logging.getLogger("jax_flash")
 
@@ -59,6 +61,7 @@ def launch(function: Callable, static: tuple, out_types: tuple, *args: Any) -> t
         return vary_alike(function(*static, *args), args)
     arrays, tree = jax.tree.flatten(args)
     this = _Launch(function, static, tree, tuple(map(_type, arrays)), tuple(map(_type, out_types)))
+    _remember(this)
     # To XLA no result is known to be a kernel's. Where a scan stacks one that has another use too,
     # it would run the kernel twice: once into the stack ("dynamic slice fusion" of custom calls),
     # and once for the other use. Each alone, as an LSE of no use costs a launch.
@@ -125,6 +128,9 @@ def _lower_for_cuda(ctx, *operands, launch):
     if ctx.is_forward_compat():  # jax.export: kernels in a form that an older jaxlib knows
         with _lowering_faster():
             return mlir.lower_fun(launch, multiple_results=True)(ctx, *operands)
+    _traced.pop(launch, None)
+    for other in _of_one_call(launch):
+        _module(other)
     module = ir.Module.parse(_module(launch), context=ctx.module_context.context)
     name = mlir.merge_mlir_modules(
         ctx.module_context.module, launch.name, module, dst_symtab=ctx.module_context.symbol_table
@@ -145,6 +151,24 @@ def _refuse(ctx, *_, launch):
 
 mlir.register_lowering(_launch_p, _refuse)
 mlir.register_lowering(_launch_p, _lower_for_cuda, platform="cuda")
+
+
+_traced: collections.OrderedDict[_Launch, None] = collections.OrderedDict()
+
+
+def _remember(this: _Launch) -> None:
+    _traced[this] = None
+    if len(_traced) > _REMEMBERED:
+        _traced.popitem(last=False)
+
+
+def _of_one_call(this: _Launch) -> list[_Launch]:
+    """Launches to lower before this one: the backward pass of a forward pass, if it was traced.
+
+    Its kernels take longest to compile, so they are to begin first.
+    """
+    mine = this.static, this.types[:3]
+    return [other for other in list(_traced) if (other.static, other.types[:3]) == mine]
 
 
 # --- modules --------------------------------------------------------------------------------------

@@ -64,6 +64,20 @@ def test_nothing_is_lowered_to_trace(lowerings):
     assert not lowerings
 
 
+def test_what_takes_longest_to_compile_is_lowered_first(lowerings):
+    loss = lambda *qkv: on_kernels(*qkv, is_causal=True).astype(jnp.float32).sum()
+    lowered(jax.grad(loss, (0, 1, 2)))
+    assert [this.name for this in lowerings] == ["jax_flash_backward", "jax_flash_forward"]
+
+
+def test_what_was_traced_is_forgotten_in_time(monkeypatch):
+    monkeypatch.setattr(launch, "_traced", launch._traced.copy())
+    for length in range(8, 8 * launch._REMEMBERED + 17, 8):
+        x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.bfloat16)
+        jax.eval_shape(on_kernels, x, x, x)
+    assert len(launch._traced) == launch._REMEMBERED
+
+
 def test_a_layer_that_is_called_often_is_there_once(lowerings):
     text = lowered(lambda q, k, v: on_kernels(on_kernels(q, k, v), k, v))
     assert len(lowerings) == 1
