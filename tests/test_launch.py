@@ -1,5 +1,6 @@
 """Kernels are lowered once for each call that differs, and found again by another process."""
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -35,6 +36,7 @@ def lowerings(monkeypatch):
     found = []
     lower = launch._lowered
     monkeypatch.setattr(launch, "_lowered", lambda this: found.append(this) or lower(this))
+    monkeypatch.setattr(launch, "_traced", collections.OrderedDict())
     launch._module.cache_clear()
     yield found
     launch._module.cache_clear()
