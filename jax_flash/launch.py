@@ -18,14 +18,16 @@ plugin of CUDA compiles a kernel once in a process, and who needs one that is be
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import logging
 import os
 import pathlib
-import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -193,8 +195,9 @@ def _module(this: _Launch) -> bytes:
 
 def _lowered(this: _Launch) -> jax.stages.Lowered:
     types = [jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for shape, dtype in this.types]
-    with jax.enable_x64(False), jax.disable_jit(False), _lowering_faster():
-        traced = jax.jit(this, keep_unused=True).trace(*types)
+    with jax.enable_x64(False), jax.disable_jit(False), _lowering_faster(), _keeping_garbage():
+        # A function of this call alone, with which JAX forgets what was traced.
+        traced = jax.jit(lambda *arrays: this(*arrays), keep_unused=True).trace(*types)
         return traced.lower(lowering_platforms=("cuda",))
 
 
@@ -202,6 +205,18 @@ def _lowering_faster():
     from pallas_kernels import canonicalize  # of MLIR alone
 
     return canonicalize.lowering_faster()
+
+
+@contextlib.contextmanager
+def _keeping_garbage() -> Iterator[None]:
+    """Python looks for garbage among all that is traced, for 5% of the time, and finds little."""
+    looks = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if looks:
+            gc.enable()
 
 
 def _in_a_thread(run: Callable, *args) -> Any:
@@ -239,10 +254,10 @@ def _read(path: pathlib.Path) -> bytes | None:
 
 
 def _write(path: pathlib.Path, module: bytes) -> None:
+    own = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(module).digest() + module)
-        os.replace(file.name, path)  # others see all of it or nothing
+        own.write_bytes(hashlib.sha256(module).digest() + module)
+        own.replace(path)  # others see all of it or nothing
     except OSError as error:
         _logger.warning("lowered kernels cannot be kept on disk: %s", error)
