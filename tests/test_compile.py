@@ -1,7 +1,9 @@
 """Every kernel variant compiles for Hopper without spills or serialised wgmma."""
 
 import functools
+import json
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +15,78 @@ import jax_flash
 from jax_flash import launch
 from pallas_kernels import canonicalize
 from tests.support import compile as support
+from tests.support import fingerprint
 from tests.support.kernel_cases import decode_cases, has_fewer_masks, kernel_cases
+
+# Compiled in any case, to see that it can be done here.
+ALWAYS = ("H64-causal-ragged", "fp8-H128-causal-ragged", "decode-H128-splits")
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(
-    ("fn", "args"),
+    ("name", "fn", "args"),
     [
-        pytest.param(fn, args, id=name, marks=[pytest.mark.slow] * has_fewer_masks(name))
+        pytest.param(name, fn, args, id=name, marks=[pytest.mark.slow] * has_fewer_masks(name))
         for name, fn, args in kernel_cases() + decode_cases()
     ],
 )
-def test_kernel_compiles_without_faults(fn, args):
+def test_kernel_compiles_without_faults(name, fn, args):
+    known = fingerprint.golden().get(name)
+    if known == fingerprint.fingerprint(fn, args) and name not in ALWAYS:
+        return  # as it was compiled before, and had none
     reports = support.compile_kernels(fn, args, sass=False)
     print(*reports, sep="\n")
     assert {report.name: report.faults() for report in reports if report.faults()} == {}
+
+
+def test_a_fingerprint_is_of_the_code_and_not_of_its_lines():
+    fn, args = matmul(width=64, accumulators=1, wait_n=0)
+    own = fingerprint.fingerprint(fn, args)
+    moved, _ = MOVED(width=64, accumulators=1, wait_n=0)
+    assert fingerprint.fingerprint(moved, args) == own
+    for changed in ({"width": 128}, {"accumulators": 2}, {"wait_n": 1}):
+        other = matmul(**{"width": 64, "accumulators": 1, "wait_n": 0} | changed)
+        assert fingerprint.fingerprint(*other) != own
+
+
+def test_what_other_versions_compiled_is_not_known(monkeypatch, tmp_path):
+    record = {"versions": fingerprint.versions(), "fingerprints": {"a": "1"}}
+    monkeypatch.setattr(fingerprint, "GOLDEN", tmp_path / "golden.json")
+    fingerprint.GOLDEN.write_text(json.dumps(record))
+    assert fingerprint.golden() == {"a": "1"}
+    for package in record["versions"]:
+        other = record | {"versions": record["versions"] | {package: "0"}}
+        fingerprint.GOLDEN.write_text(json.dumps(other))
+        assert fingerprint.golden() == {}
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_fingerprints_that_changed_are_listed_and_what_compiles_is_kept(
+    update, monkeypatch, tmp_path, capsys
+):
+    known = {"same": "1", "changed": "1", "bad": "1", "gone": "1"}
+    record = {"versions": fingerprint.versions(), "fingerprints": known}
+    monkeypatch.setattr(fingerprint, "GOLDEN", tmp_path / "golden.json")
+    fingerprint.GOLDEN.write_text(json.dumps(record))
+    monkeypatch.setattr(fingerprint, "cases", lambda: {"same": 0, "changed": 0, "bad": 0, "new": 0})
+    now = {"same": "1", "changed": "2", "bad": "2", "new": "2"}
+    compiled = []
+
+    def for_all(function, names, _):
+        if function is fingerprint._of:
+            return {name: now[name] for name in names}
+        compiled.extend(names)
+        return {name: ["spills"] if name == "bad" else [] for name in names}
+
+    monkeypatch.setattr(fingerprint, "_for_all", for_all)
+    assert fingerprint.main(["--update"] * update) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == ["changed", "bad", "new", "gone is gone"]
+    if not update:
+        assert not compiled and fingerprint.golden() == known
+        return
+    assert compiled == ["changed", "bad", "new"] and lines[4:] == ["bad", "  spills"]
+    assert fingerprint.golden() == {"changed": "2", "new": "2", "same": "1"}
 
 
 def matmul(width: int, accumulators: int, wait_n: int):
@@ -77,6 +136,12 @@ def matmul(width: int, accumulators: int, wait_n: int):
     )
     a = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     return fn, (a, jax.ShapeDtypeStruct((64, width), jnp.bfloat16))
+
+
+# The same on other lines.
+MOVED = types.FunctionType(
+    matmul.__code__.replace(co_firstlineno=matmul.__code__.co_firstlineno + 1000), globals()
+)
 
 
 @pytest.mark.compiler

@@ -1,9 +1,9 @@
 """Says which kernels a change touched: `python -m tests.support.fingerprint`.
 
 A fingerprint is of what Mosaic makes of a kernel before it compiles it, its PTX included, without
-lines of the sources. Equal fingerprints compile to equal machine code. `fingerprints.json` has those
-of every case of `kernel_cases.py` as it was last compiled, without a spill and without a serialised
-wgmma; tests/test_compile.py compiles the others. After a change of a kernel,
+lines of the sources. Equal fingerprints compile to equal machine code. `fingerprints.json` has
+those of every case of `kernel_cases.py` as it was last compiled, without a spill and without a
+serialised wgmma; tests/test_compile.py compiles the others. After a change of a kernel,
 
     python -m tests.support.fingerprint            lists the cases that it touched, in two minutes
     python -m tests.support.fingerprint --update   compiles those, and writes down what passed
@@ -28,6 +28,7 @@ from unittest import mock
 import jax
 
 from jax_flash import launch
+from pallas_kernels.canonicalize import lowering_faster
 from tests.support.kernel_cases import decode_cases, kernel_cases
 
 GOLDEN = pathlib.Path(__file__).parent / "fingerprints.json"
@@ -45,7 +46,7 @@ def fingerprint(fn: Callable, args: Any) -> str:
         return serialize(module, *args, **options)
 
     launch._module.cache_clear()  # as those that are known are not lowered again
-    with mock.patch.object(core, "_run_serde_pass", read_and_serialize):
+    with mock.patch.object(core, "_run_serde_pass", read_and_serialize), lowering_faster():
         jax.jit(lambda *args: fn(*args)).trace(*args).lower(lowering_platforms=("cuda",))
     if not texts:
         raise ValueError("the function has no Mosaic GPU kernel")
