@@ -30,6 +30,7 @@ from pallas_kernels.config import (
     Config,
     ForwardConfig,
     Problem,
+    check_backward,
     default,
     sees_itself,
 )
@@ -495,6 +496,7 @@ def _run_backward(settings, leading, *args):
 def _local_backward(settings, query, key, value, *args):
     """Gradients of query, key, value, and of the bias where `differentiated` has one."""
     *_, differentiated, _, _, _, _, _ = args
+    check_backward(settings.config.backward, settings.problem(query, key, value).widest)
     out_types = query, key, value, *differentiated
     return launch(_backward, (settings,), out_types, query, key, value, *args)
 

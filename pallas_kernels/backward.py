@@ -80,10 +80,12 @@ from pallas_kernels.columns import Columns, put_tile
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
     BACKWARD_QUERY,
+    DQ_TILE,
     BackwardConfig,
     BackwardKeyConfig,
     BackwardQueryConfig,
     Problem,
+    check_backward,
     whole_tiles,
 )
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
@@ -119,7 +121,6 @@ from pallas_kernels.primitives import (
 _CONSUMERS = BACKWARD_CONSUMERS
 _KEYS = 64  # of a consumer: the M of a wgmma
 _BLOCK_KV = _CONSUMERS * _KEYS
-_DQ_TILE = 64  # dQ is accumulated in tiles of 64 rows by up to 64 columns
 _K_SLOTS = 2
 
 
@@ -174,11 +175,7 @@ def attention_gradients(
       Gradients of query, key and value, in their shapes and dtype, and of the bias if wanted. Rows
       from key_length on are arbitrary.
     """
-    if isinstance(config, BackwardKeyConfig) != (problem.widest > 128):
-        raise TypeError(
-            f"config: got a {type(config).__name__} at width {problem.widest}, needs a"
-            " BackwardKeyConfig at widths above 128, a BackwardConfig at others"
-        )
+    check_backward(config, problem.widest)
     query_config = query_config or BACKWARD_QUERY[problem.widest]
     is_wide = isinstance(config, BackwardKeyConfig)
     adds = not (deterministic or is_wide)  # to dQ, in the order in which thread blocks end
@@ -270,7 +267,7 @@ def _columns(problem: Problem) -> tuple[Columns, Columns]:
     key, value = Columns.whole(problem.width), Columns.whole(problem.value_width)
     # dQ is made of dS' and K, and dV leaves from where dS' was: all in boxes of one width. Where
     # dQ has two tiles of columns, zeros fill what is missing.
-    if key.box_width == value.box_width and (key.size > _DQ_TILE) == (problem.widest > _DQ_TILE):
+    if key.box_width == value.box_width and (key.size > DQ_TILE) == (problem.widest > DQ_TILE):
         return key, value
     return (
         Columns(problem.width, problem.widest),
@@ -280,7 +277,7 @@ def _columns(problem: Problem) -> tuple[Columns, Columns]:
 
 def _dq_tiles(columns: Columns) -> list[slice]:
     """The columns of dQ in one tile, or in two as much alike as whole boxes allow."""
-    if columns.size <= _DQ_TILE:
+    if columns.size <= DQ_TILE:
         return [slice(0, columns.size)]
     middle = -(-columns.size // columns.box_width // 2) * columns.box_width
     return [slice(0, middle), slice(middle, columns.size)]
@@ -345,8 +342,8 @@ def _build_main(
     key_columns, value_columns = _columns(problem)
     dq_tiles = _dq_tiles(key_columns)
     # dV leaves from where dS' was, if it is made of tiles of that shape.
-    dv_apart = value_columns.size % _DQ_TILE > 0
-    staged_values = [value_columns] if dv_apart else value_columns.in_parts(_DQ_TILE)
+    dv_apart = value_columns.size % DQ_TILE > 0
+    staged_values = [value_columns] if dv_apart else value_columns.in_parts(DQ_TILE)
     has_cap, has_dropout = problem.soft_cap is not None, bool(problem.dropout)
     draws = _draws(problem, with_query_gradient)
     # At width 64 causal tiles of few steps would take 5% longer, with dropout the producer spills.
@@ -355,12 +352,6 @@ def _build_main(
     # registers.
     words_row = 1 + int(problem.has_shares)
     together = words_row + (2 if has_dropout else 0)
-    if block_q * width != _CONSUMERS * _DQ_TILE**2:
-        raise ValueError(
-            f"block_q: got {block_q} at width {width}, needs {_CONSUMERS * _DQ_TILE**2 // width},"
-            " a tile of dQ for each consumer"
-        )
-
     tiles = _key_tiles(problem, config, with_query_gradient)
     query_blocks = tiles.query_blocks
     dq_tiles_of_kv_head = _dq_tiles_of_kv_head(tiles)
@@ -410,7 +401,7 @@ def _build_main(
         q_smem=key_columns.smem(stages, block_q, dtype=dtype),
         o_smem=value_columns.smem(stages, block_q, dtype=dtype),
         ds_smem=plgpu.SMEM(
-            (2, block_q // _DQ_TILE, _BLOCK_KV, _DQ_TILE),
+            (2, block_q // DQ_TILE, _BLOCK_KV, DQ_TILE),
             dtype,
             transforms=operand_form(key_columns.box_width),
         ),
@@ -431,7 +422,7 @@ def _build_main(
     if dv_apart:
         scratch["dv_smem"] = value_columns.smem(1, _BLOCK_KV, dtype=dtype)
     if with_query_gradient:
-        scratch["dq_smem"] = plgpu.SMEM((_CONSUMERS, *fragment_shape(_DQ_TILE)), jnp.float32)
+        scratch["dq_smem"] = plgpu.SMEM((_CONSUMERS, *fragment_shape(DQ_TILE)), jnp.float32)
     if interpret:
         scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
@@ -621,7 +612,7 @@ def _build_main(
                 def issue_late_dq(parity, index):
                     """dQ of a step before, once the other's dS' of that step is there too."""
                     ds_stored.wait(2 * parity + (1 - consumer))
-                    dq_acc[...] = zero_tile(_DQ_TILE, _size(dq_columns))
+                    dq_acc[...] = zero_tile(DQ_TILE, _size(dq_columns))
                     plgpu.wgmma(
                         dq_acc,
                         ds_smem.at[parity, dq_row].transpose((1, 0)),
@@ -805,7 +796,7 @@ def _build_main(
                 accumulator(_KEYS, block_q),
             ]
             if with_query_gradient:
-                accumulators.append(accumulator(_DQ_TILE, _size(dq_columns)))
+                accumulators.append(accumulator(DQ_TILE, _size(dq_columns)))
             pl.run_scoped(compute, *accumulators)
 
         def _producer():
@@ -1039,7 +1030,7 @@ def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: 
     dtype = problem.dtype
     columns, _ = _columns(problem)
     column_tiles = _dq_tiles(columns)
-    row_tiles = -(-query_rows // _DQ_TILE)
+    row_tiles = -(-query_rows // DQ_TILE)
     thread_blocks = problem.batch * problem.heads * row_tiles
 
     def cast_dq(fragments_ref, *refs, dq_smem):
@@ -1048,20 +1039,20 @@ def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: 
         number = thread_blocks - 1 - lax.axis_index("block")
         head_of_all, row_tile = div_rem(number, row_tiles)
         batch, head = div_rem(head_of_all, problem.heads)
-        first = (head_of_all * (padded_rows // _DQ_TILE) + row_tile) * len(column_tiles)
+        first = (head_of_all * (padded_rows // DQ_TILE) + row_tile) * len(column_tiles)
         tiles = [
             load_fragment(_fragment(fragments_ref.at[first + n], of_tile), _size(of_tile))
             for n, of_tile in enumerate(column_tiles)
         ]
         for start_ref in start_refs:
             rows_of_head = start_ref.at[batch, head, 0]
-            seeing = load_rows(rows_of_head, row_tile * _DQ_TILE, padded_rows - 1) != -jnp.inf
+            seeing = load_rows(rows_of_head, row_tile * DQ_TILE, padded_rows - 1) != -jnp.inf
             tiles = [jnp.where(spread(seeing, tile.shape), tile, 0.0) for tile in tiles]
         for of_tile, tile in zip(column_tiles, tiles, strict=True):
             part = columns.part(dq_smem, of_tile)
             part[...] = (tile * (problem.scale * problem.d_logit_unit)).astype(dtype)
         plgpu.commit_smem()
-        rows = pl.ds(row_tile * _DQ_TILE, _DQ_TILE)
+        rows = pl.ds(row_tile * DQ_TILE, DQ_TILE)
         columns.store(dq_smem, dq_ref.at[batch, rows, head])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -1072,7 +1063,7 @@ def _build_cast(problem: Problem, padded_rows: int, query_rows: int, interpret: 
         ),
         grid=(thread_blocks,),
         grid_names=("block",),
-        scratch_types=dict(dq_smem=columns.smem(_DQ_TILE, dtype=dtype)),
+        scratch_types=dict(dq_smem=columns.smem(DQ_TILE, dtype=dtype)),
         compiler_params=HAND_ORDERED,
     )
 
@@ -1087,4 +1078,4 @@ def _fragment(ref, columns: slice):
 
 
 def _tiles_of(columns: int) -> list[slice]:
-    return [slice(first, first + _DQ_TILE) for first in range(0, columns, _DQ_TILE)]
+    return [slice(first, first + DQ_TILE) for first in range(0, columns, DQ_TILE)]

@@ -10,6 +10,7 @@ import numpy as np
 LOG2E = math.log2(math.e)
 SM_COUNT = 132  # H100 SXM and H200
 BACKWARD_CONSUMERS = 2  # how they share a tile is in the backward*.py
+DQ_TILE = 64  # dQ is accumulated in tiles of 64 rows by up to 64 columns
 # What the heads in work at a time may take of the 50 MB of L2: K and V where a thread block owns
 # queries, and Q, dO and dQ where it owns keys.
 FORWARD_SECTION_BYTES = 12 << 20
@@ -447,6 +448,25 @@ class Config:
     backward: BackwardConfig | BackwardKeyConfig
     backward_query: BackwardQueryConfig | None = None
     forward_fp8: ForwardFP8Config | None = None
+
+
+def check_backward(config: BackwardConfig | BackwardKeyConfig, widest: int) -> None:
+    """Raises an error where these settings are of other widths.
+
+    Args:
+      config: settings of the backward.
+      widest: `Problem.widest`.
+    """
+    if isinstance(config, BackwardKeyConfig) != (widest > 128):
+        raise TypeError(
+            f"config: got a {type(config).__name__} at width {widest}, needs a"
+            " BackwardKeyConfig at widths above 128, a BackwardConfig at others"
+        )
+    if isinstance(config, BackwardConfig):
+        # A tile of dQ for each consumer.
+        block_q = BACKWARD_CONSUMERS * DQ_TILE**2 // widest
+        name, needs = "block_q", f"{block_q} at width {widest}"
+        _need(config.block_q == block_q, name, f"{config.block_q} at width {widest}", needs)
 
 
 _TWO_CONSUMERS = ForwardConfig(

@@ -13,7 +13,6 @@ import pytest
 
 import jax_flash
 from jax_flash import decode
-from pallas_kernels import decode as kernel
 from pallas_kernels import decode_config, primitives
 from pallas_kernels.config import SM_COUNT
 from tests.support import compile as support
@@ -379,7 +378,7 @@ def test_splits_fill_the_gpu_and_no_more(batch, capacity, width, itemsize):
         assert (splits - 1) * -(-blocks // splits) < blocks  # none is always empty
     else:
         full = SM_COUNT * config.blocks_per_sm // 2
-        assert thread_blocks >= min(full, 0.8 * SM_COUNT) or blocks <= kernel._SPLIT_STEPS
+        assert thread_blocks >= min(full, 0.8 * SM_COUNT) or blocks <= decode_config._SPLIT_STEPS
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_flash
 from benchmarks import accuracy_fp8
-from jax_flash import Quantized, dispatch, kernel_fp8, xla
+from jax_flash import Quantized, cudnn, dispatch, kernel_fp8, xla
 from jax_flash.masks import dropout_keep
 from pallas_kernels import config
 from tests import oracle
@@ -348,7 +348,7 @@ def test_explain(monkeypatch):
         assert jax_flash.explain(*arrays()).implementation == "xla"
     # On a GPU that has the FP8 kernel alone.
     monkeypatch.setattr(dispatch, "_device_reason", lambda name, here: None)
-    monkeypatch.setattr(dispatch.cudnn, "unsupported", lambda call: "not here")
+    monkeypatch.setattr(cudnn, "unsupported", lambda call: "not here")
     assert jax_flash.explain(*for_kernels()).implementation == "mosaic_gpu"
     explanation = jax_flash.explain(*quantized())
     assert explanation.implementation == "xla"

@@ -1,0 +1,35 @@
+"""What a function launches, as it is traced."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+
+def launches(fn: Callable, *args: Any) -> list[Callable]:
+    """Launches of kernels (`jax_flash/launch.py`) of `fn(*args)`, each as often as it is there."""
+    return list(_launches(jax.make_jaxpr(fn)(*args)))
+
+
+def names(fn: Callable, *args: Any) -> list[str]:
+    """Their functions' names."""
+    return [launch.function.__name__ for launch in launches(fn, *args)]
+
+
+def kernels(fn: Callable, *args: Any) -> str:
+    """What is traced for all of them, as text."""
+    types = lambda launch: [jax.ShapeDtypeStruct(*of_one) for of_one in launch.types]
+    return "\n".join(str(jax.make_jaxpr(x)(*types(x))) for x in launches(fn, *args))
+
+
+def _launches(jaxpr) -> Iterator[Callable]:
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "jax_flash_launch":
+            yield eqn.params["launch"]
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from _launches(inner)
+
+
+def _is_jaxpr(x) -> bool:
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
