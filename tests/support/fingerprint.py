@@ -92,7 +92,7 @@ def _for_all(function: Callable, names: list[str], what: str) -> dict[str, Any]:
     """`function` of every name, on all cores."""
     results = {}
     with concurrent.futures.ProcessPoolExecutor(
-        os.process_cpu_count(), mp_context=multiprocessing.get_context("spawn")
+        os.cpu_count(), mp_context=multiprocessing.get_context("spawn")
     ) as processes:
         futures = {processes.submit(function, name): name for name in names}
         for n, future in enumerate(concurrent.futures.as_completed(futures), 1):
