@@ -167,7 +167,7 @@ def table(results: list[dict[str, Any]]) -> list[list[str]]:
     for result in results:
         names = [result["passes"], result["step"], result["candidate"]]
         if "failed" in result:
-            lines.append([*names, result["failed"]])
+            lines.append([*names, *[""] * len(STAGES), result["failed"]])
             continue
         times = [result[stage] for stage in STAGES]
         lines.append([*names, *(f"{t:.2f}" for t in times), f"{sum(times):.2f}"])

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from benchmarks import accuracy_fp8, attention, kernels, memory, options, timing, train_lm
+from benchmarks import (
+    accuracy_fp8,
+    attention,
+    first_call,
+    kernels,
+    memory,
+    options,
+    timing,
+    train_lm,
+)
 
 TINY = train_lm.Model(layers=1, heads=2, key_heads=1, head_width=64)
 
@@ -551,3 +560,28 @@ def test_memory_at_the_peak_of_a_gpu(tmp_path, monkeypatch, capsys):
     results = 4 * row.length * row.heads * row.width * 2
     # Output, gradients, dQ in float32; not a matrix of all weights.
     assert results <= result["peak_bytes"] < 4 * results
+
+
+def test_a_first_call_is_timed_in_a_process_that_has_imported_nothing(tmp_path):
+    arguments = ["--passes", "forward", "--scenarios", "second process", "--results", str(tmp_path)]
+    assert first_call.main(arguments) == 0
+    (path,) = tmp_path.glob("first-call-*.json")
+    (result,) = json.loads(path.read_text())["results"]
+    assert result["step"] == "second process" and result["error"] < attention.TOLERANCE
+    assert all(result[stage] > 0 for stage in first_call.STAGES)
+
+
+def test_a_first_call_that_fails_or_is_wrong_is_noticed(tmp_path, monkeypatch, capsys):
+    def run(candidate, passes, **options):
+        if options.get("variants"):
+            raise RuntimeError("no memory")
+        stages = dict.fromkeys(first_call.STAGES, 1.0)
+        return {"steps": [{"step": step, "error": 1.0, **stages} for step in options["steps"]]}
+
+    monkeypatch.setattr(first_call, "run", run)
+    arguments = ["--passes", "both", "--results", str(tmp_path), "--scenarios"]
+    assert first_call.main([*arguments, "cold"]) == 1
+    assert first_call.main([*arguments, "four variants"]) == 1
+    assert "no memory" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        first_call.main(["--scenarios", "warm"])
