@@ -17,17 +17,18 @@ plugin of CUDA compiles a kernel once in a process, and who needs one that is be
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import gc
 import hashlib
+import importlib
 import logging
 import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -77,7 +78,7 @@ def _type(x) -> tuple[tuple[int, ...], str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Launch:
-    """Everything that a module depends on."""
+    """Everything that a module depends on, but for the GPU and the versions of what makes it."""
 
     function: Callable
     static: tuple
@@ -92,20 +93,23 @@ class _Launch:
     def name(self) -> str:
         return f"jax_flash_{self.function.__name__.strip('_')}"
 
-    @property
-    def key(self) -> str:
+    def key(self, capability: tuple[int, int]) -> str:
         """Of a module on disk."""
         parts = self.function.__qualname__, self.static, str(self.tree), self.types, self.out_types
-        return hashlib.sha256(f"{_versions()} {parts!r}".encode()).hexdigest()
+        return hashlib.sha256(f"{_VERSIONS} {capability} {parts!r}".encode()).hexdigest()
 
 
-@functools.cache
-def _versions() -> str:
-    """Of what makes modules."""
+def _versions() -> str | None:
+    """Of what makes modules, None where its sources are not there to tell."""
     here = pathlib.Path(__file__).parent
     sources = sorted([*here.glob("*.py"), *(here.parent / "pallas_kernels").glob("*.py")])
+    if pathlib.Path(__file__) not in sources:
+        return None
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     return f"{code} {jax.__version__} {jaxlib.__version__}"
+
+
+_VERSIONS = _versions()  # of what this process runs, whatever becomes of the files
 
 
 _launch_p = Primitive("jax_flash_launch")
@@ -130,10 +134,11 @@ def _lower_for_cuda(ctx, *operands, launch):
     if ctx.is_forward_compat():  # jax.export: kernels in a form that an older jaxlib knows
         with _lowering_faster():
             return mlir.lower_fun(launch, multiple_results=True)(ctx, *operands)
-    _traced.pop(launch, None)
-    for other in _of_one_call(launch):
-        _module(other)
-    module = ir.Module.parse(_module(launch), context=ctx.module_context.context)
+    # It says in the environment where compiling finds what it links to.
+    importlib.import_module("jax.experimental.mosaic.gpu")
+    capability = device.default_device().compute_capability or (9, 0)
+    text = [_module(each, capability) for each in _recall(launch)][-1]
+    module = ir.Module.parse(text, context=ctx.module_context.context)
     name = mlir.merge_mlir_modules(
         ctx.module_context.module, launch.name, module, dst_symtab=ctx.module_context.symbol_table
     )
@@ -156,46 +161,63 @@ mlir.register_lowering(_launch_p, _lower_for_cuda, platform="cuda")
 
 
 _traced: collections.OrderedDict[_Launch, None] = collections.OrderedDict()
+_lock = threading.Lock()  # of those
 
 
 def _remember(this: _Launch) -> None:
-    _traced[this] = None
-    if len(_traced) > _REMEMBERED:
-        _traced.popitem(last=False)
+    with _lock:
+        _traced[this] = None
+        if len(_traced) > _REMEMBERED:
+            _traced.popitem(last=False)
 
 
-def _of_one_call(this: _Launch) -> list[_Launch]:
-    """Launches to lower before this one: the backward pass of a forward pass, if it was traced.
+def _recall(this: _Launch) -> list[_Launch]:
+    """What to lower now: this, and before it the backward pass of this forward pass, if traced.
 
-    Its kernels take longest to compile, so they are to begin first.
+    The backward's kernels take longest to compile, so they are to begin first.
     """
     mine = this.static, this.types[:3]
-    return [other for other in list(_traced) if (other.static, other.types[:3]) == mine]
+    with _lock:
+        _traced.pop(this, None)
+        others = [other for other in _traced if (other.static, other.types[:3]) == mine]
+        for other in others:
+            del _traced[other]
+    return [*others, this]
 
 
 # --- modules --------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(_KEPT)
-def _module(this: _Launch) -> bytes:
-    """StableHLO of a launch, whose `main` takes and gives flat arrays."""
-    path = _path(this)
+def _module(this: _Launch, capability: tuple[int, int]) -> bytes:
+    """StableHLO of a launch, whose `main` takes and gives flat arrays.
+
+    Args:
+      this: the launch.
+      capability: that of the GPU which it is lowered for.
+    """
+    path = _path(this, capability)
     if path is not None and (found := _read(path)) is not None:
         return found
-    # In a thread of its own, where nothing of the user's program is in force, such as a mesh.
-    lowered = _in_a_thread(_lowered, this)
+    # In a thread of its own, where no mesh and no setting of the user's program is in force.
+    lowered = _in_a_thread(_lowered, this, jax.config.jax_default_device)
     module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
-    if path is not None:
+    if path is not None and _versions() == _VERSIONS:  # else sources have changed meanwhile
         _write(path, module)
     if device.default_device().is_hopper:
-        # What it raises, the program that needs the kernel will raise too.
-        _compiling().submit(lowered.compile)
+        _begin_to_compile(lowered)
     return module
 
 
-def _lowered(this: _Launch) -> jax.stages.Lowered:
+def _lowered(this: _Launch, default_device: Any) -> jax.stages.Lowered:
     types = [jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for shape, dtype in this.types]
-    with jax.enable_x64(False), jax.disable_jit(False), _lowering_faster(), _keeping_garbage():
+    with (
+        jax.default_device(default_device),
+        jax.enable_x64(False),
+        jax.disable_jit(False),
+        _lowering_faster(),
+        _keeping_garbage(),
+    ):
         # A function of this call alone, with which JAX forgets what was traced.
         traced = jax.jit(lambda *arrays: this(*arrays), keep_unused=True).trace(*types)
         return traced.lower(lowering_platforms=("cuda",))
@@ -220,21 +242,34 @@ def _keeping_garbage() -> Iterator[None]:
 
 
 def _in_a_thread(run: Callable, *args) -> Any:
-    with concurrent.futures.ThreadPoolExecutor(1, "jax_flash-lowering") as thread:
-        return thread.submit(run, *args).result()
+    try:
+        thread = ThreadPoolExecutor(1, "jax_flash-lowering")
+        future = thread.submit(run, *args)
+    except RuntimeError:  # Python is ending, and starts no more threads
+        return run(*args)
+    with thread:
+        return future.result()
+
+
+def _begin_to_compile(lowered: jax.stages.Lowered) -> None:
+    # What it raises, the program that needs the kernel will raise too.
+    with contextlib.suppress(RuntimeError):  # Python is ending, and starts no more threads
+        _compiling().submit(lowered.compile)
 
 
 @functools.cache
-def _compiling() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "jax_flash-compiling")
+def _compiling() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "jax_flash-compiling")
 
 
-def _path(this: _Launch) -> pathlib.Path | None:
+def _path(this: _Launch, capability: tuple[int, int]) -> pathlib.Path | None:
     """Where a module is on disk, None where JAX has no cache on a disk."""
     directory = jax.config.jax_compilation_cache_dir
     if not directory or not jax.config.jax_enable_compilation_cache or "://" in directory:
         return None
-    return pathlib.Path(directory, "jax_flash", this.key)
+    if _VERSIONS is None:
+        return None
+    return pathlib.Path(directory, "jax_flash", this.key(capability))
 
 
 def _read(path: pathlib.Path) -> bytes | None:
@@ -261,3 +296,5 @@ def _write(path: pathlib.Path, module: bytes) -> None:
         own.replace(path)  # others see all of it or nothing
     except OSError as error:
         _logger.warning("lowered kernels cannot be kept on disk: %s", error)
+        with contextlib.suppress(OSError):
+            own.unlink()

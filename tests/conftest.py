@@ -36,6 +36,9 @@ os.environ.setdefault("NPROC", "16")
 # dispatched as many as JAX lets wait for the kernel's results, which is 32.
 os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
 
+# Tests of what is lowered and compiled are to do so, and what they patch is not to be kept.
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+
 # A machine of eight devices, to shard over.
 _XLA_FLAGS = {"--xla_force_host_platform_device_count": 8}
 if HAS_NVIDIA_GPU:

@@ -35,7 +35,7 @@ def lowerings(monkeypatch):
     """Launches that are lowered from now on, none of which is known."""
     found = []
     lower = launch._lowered
-    monkeypatch.setattr(launch, "_lowered", lambda this: found.append(this) or lower(this))
+    monkeypatch.setattr(launch, "_lowered", lambda this, at: found.append(this) or lower(this, at))
     monkeypatch.setattr(launch, "_traced", collections.OrderedDict())
     launch._module.cache_clear()
     yield found
@@ -70,6 +70,7 @@ def test_what_takes_longest_to_compile_is_lowered_first(lowerings):
     loss = lambda *qkv: on_kernels(*qkv, is_causal=True).astype(jnp.float32).sum()
     lowered(jax.grad(loss, (0, 1, 2)))
     assert [this.name for this in lowerings] == ["jax_flash_backward", "jax_flash_forward"]
+    assert not launch._traced
 
 
 def test_what_was_traced_is_forgotten_in_time(monkeypatch):
@@ -102,6 +103,61 @@ print(__import__("hashlib").sha256(tests.lowered(is_causal=True).encode()).hexdi
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == hashlib.sha256(first.encode()).hexdigest(), done.stderr
     assert list(cache.iterdir()) == [path]
+
+
+_COMPILE = """
+import jax, jax.numpy as jnp
+from jax_flash import attention, launch
+from tests.support import compile
+if {is_second}: launch._lowered = None
+jax.config.update("jax_compilation_cache_dir", {directory!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+(device,) = compile.compile_only_devices(1)
+sharding = jax.sharding.SingleDeviceSharding(device)
+x = jax.ShapeDtypeStruct((1, 136, 2, 64), jnp.bfloat16, sharding=sharding)
+run = lambda *qkv: attention(*qkv, is_causal=True, implementation="mosaic_gpu")
+print("mosaic_gpu" in jax.jit(run).lower(x, x, x).compile().as_text())
+"""
+
+
+@pytest.mark.compiler
+def test_another_process_compiles_what_it_finds_on_disk(cache):
+    for is_second in (False, True):
+        code = _COMPILE.format(is_second=is_second, directory=str(cache.parent))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.strip() == "True", done.stderr
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize("now", [None, "of other sources"])
+def test_what_may_be_of_other_sources_is_not_kept(lowerings, cache, now, monkeypatch):
+    """None: no sources are there to tell; else they have changed since they were imported."""
+    if now is None:
+        monkeypatch.setattr(launch, "_VERSIONS", None)
+    monkeypatch.setattr(launch, "_versions", lambda: now)
+    lowered(is_causal=True)
+    assert len(lowerings) == 1
+    assert not cache.exists()
+
+
+def test_sources_that_are_not_there_are_noticed(monkeypatch, tmp_path):
+    assert launch._versions() == launch._VERSIONS
+    monkeypatch.setattr(launch, "__file__", str(tmp_path / "launch.py"))
+    assert launch._versions() is None
+
+
+def test_a_thread_that_outlives_the_program_lowers():
+    code = """
+import threading, time
+import tests.test_launch as tests
+def late():
+    threading.main_thread().join()
+    time.sleep(0.1)
+    print("custom_call @mosaic_gpu" in tests.lowered(is_causal=True), flush=True)
+threading.Thread(target=late).start()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr
 
 
 @pytest.mark.parametrize("damage", [lambda x: x[:-1], lambda x: b"", lambda x: x[:40] + x[41:]])
@@ -153,9 +209,9 @@ def test_everything_that_kernels_depend_on_is_in_their_key(monkeypatch):
         dataclasses.replace(this, out_types=(((4,), "float32"),)),
         dataclasses.replace(this, function=lambda *_: None),
     ]
-    keys = {launch.key for launch in (this, *others)}
-    monkeypatch.setattr(launch, "_versions", lambda: "others")
-    assert len(keys | {this.key}) == len(others) + 2
+    keys = {launch.key((9, 0)) for launch in (this, *others)} | {this.key((10, 0))}
+    monkeypatch.setattr(launch, "_VERSIONS", "others")
+    assert len(keys | {this.key((9, 0))}) == len(others) + 3
 
 
 def test_what_is_in_force_where_a_program_is_lowered_does_not_count(lowerings):
@@ -172,7 +228,7 @@ def test_what_is_in_force_where_a_program_is_lowered_does_not_count(lowerings):
         finally:
             for setting in settings:
                 setting.__exit__(None, None, None)
-        modules.append(launch._module(lowerings[-1]))
+        modules.append(launch._module(lowerings[-1], (9, 0)))
     assert len(lowerings) == 4
     assert len(set(modules)) == 1
 

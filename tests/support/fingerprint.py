@@ -46,7 +46,11 @@ def fingerprint(fn: Callable, args: Any) -> str:
         return serialize(module, *args, **options)
 
     launch._module.cache_clear()  # as those that are known are not lowered again
-    with mock.patch.object(core, "_run_serde_pass", read_and_serialize), lowering_faster():
+    with (
+        mock.patch.object(launch, "_path", lambda *_: None),
+        mock.patch.object(core, "_run_serde_pass", read_and_serialize),
+        lowering_faster(),
+    ):
         jax.jit(lambda *args: fn(*args)).trace(*args).lower(lowering_platforms=("cuda",))
     if not texts:
         raise ValueError("the function has no Mosaic GPU kernel")
