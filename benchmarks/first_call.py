@@ -6,6 +6,7 @@ Every line is a process of its own: import, trace, lower, compile, and the first
     one core         the same on one core
     another length, ...   the next call in the same process, of another shape
     second process   the first call, where JAX's compilation cache has it from another process
+    another program  the same, where it has another program of the same calls
     four variants    four calls in one program: all keys, causal, a window, packed documents
 
 Candidates: "jax_flash", and on a GPU "cuDNN", as jax.nn.dot_product_attention calls it. Without a
@@ -65,7 +66,7 @@ def child(task: dict[str, Any]) -> dict[str, Any]:
 
     def variants(query, key, value):
         if not task["variants"]:
-            return attention(query, key, value, is_causal=True)
+            return attention(task["factor"] * query, key, value, is_causal=True)
         ids = jnp.arange(query.shape[1])[None] // 100 + jnp.zeros((query.shape[0], 1), jnp.int32)
         calls: list[dict[str, Any]] = [
             {},
@@ -113,7 +114,9 @@ def _error(jax, task: dict[str, Any], result, arrays) -> float | None:
     """Of a causal call the error beside jax.nn in float32, over its norm."""
     if task["variants"]:
         return None
-    attend = lambda *args: jax.nn.dot_product_attention(*args, is_causal=True)
+    attend = lambda query, *args: jax.nn.dot_product_attention(
+        task["factor"] * query, *args, is_causal=True
+    )
     wide = tuple(x.astype("float32") for x in arrays)
     if task["passes"] == "both":
         attend = jax.grad(lambda *args, f=attend: f(*args).sum(), (0, 1, 2))
@@ -128,11 +131,11 @@ def run(candidate: str, passes: str, **options: Any) -> dict[str, Any]:
 
     Args:
       candidate, passes: of `CANDIDATES` and `PASSES`.
-      **options: of the task: "steps", "variants", "one_core"; and "cache", a directory for JAX's
-        compilation cache, None for none.
+      **options: of the task: "steps", "variants", "one_core", "factor", which the query is times;
+        and "cache", a directory for JAX's compilation cache, None for none.
     """
     task: dict[str, Any] = {"candidate": candidate, "passes": passes, "steps": [""]}
-    task |= {"variants": False, "one_core": False} | options
+    task |= {"variants": False, "one_core": False, "factor": 1.0} | options
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     if cache := task.pop("cache", None):
         environment["JAX_COMPILATION_CACHE_DIR"] = cache
@@ -152,14 +155,15 @@ def measure(candidate: str, passes: str, scenario: str) -> list[dict[str, Any]]:
     elif scenario == "four variants":
         steps = run(candidate, passes, variants=True)["steps"]
     else:
+        factor = 2.0 if scenario == "another program" else 1.0
         with tempfile.TemporaryDirectory() as cache:
             run(candidate, passes, cache=cache)
-            steps = run(candidate, passes, cache=cache)["steps"]
+            steps = run(candidate, passes, cache=cache, factor=factor)["steps"]
     of_all = {"candidate": candidate, "passes": passes}
     return [of_all | step | {"step": step["step"] or scenario} for step in steps]
 
 
-SCENARIOS = ("cold", "one core", "second process", "four variants")
+SCENARIOS = ("cold", "one core", "second process", "another program", "four variants")
 
 
 def table(results: list[dict[str, Any]]) -> list[list[str]]:

@@ -106,7 +106,7 @@ def query_gradient(
         problem that is dynamic.
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
         `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
-      elements: mask and bias of a problem that has them (`elements.py`).
+      elements: mask and bias of a problem that has them (`element_arrays.py`).
       dropout_words: None, or for a problem with dropout the words of queries and keys, as
         `dropout.Words` has them.
       problem: static description; its lengths may be up to 7 below T and S.

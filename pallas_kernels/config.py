@@ -30,9 +30,9 @@ class Problem:
     both. Or, if it is `dynamic`, it sees an interval of keys that kernels get as an array
     (`intervals.py`). If it is `segmented`, it sees only those of them that have its segment id
     (`segments.py`). Kernels of one that `has_mask` or `has_bias` get these as arrays too
-    (`elements.py`). With a soft cap, logits with their bias become soft_cap * tanh(logits /
+    (`element_arrays.py`). With a soft cap, logits with their bias become soft_cap * tanh(logits /
     soft_cap) before all that hides keys. With dropout, kernels get words that say which weights are
-    dropped after the softmax (`dropout.py`).
+    dropped after the softmax (`dropout_words.py`).
 
     Attributes:
       value_width: as width if it is 0.
