@@ -8,7 +8,8 @@ to do.
 Mosaic numbers its modules, in jax 0.11.2 in what it hashes too, so that equal kernels would compile
 again and JAX's cache of programs would not know them. Without the number they are one.
 
-And for every cast of a bool it runs ptxas to ask for a version, which does not change.
+And for every cast from or to 8 bits or fewer, such as bools, it runs ptxas to ask for a version,
+which does not change.
 
 Where a JAX has none of these functions, kernels are lowered as it does.
 """
@@ -20,7 +21,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 from jaxlib.mlir import ir, passmanager
 
@@ -65,10 +65,15 @@ def _change() -> None:
         return serialize(module, *args, **options)
 
     if serialize is not None:
-        _changes.enter_context(mock.patch.object(core, _SERIALIZE, prepare_and_serialize))
+        _replace(core, _SERIALIZE, prepare_and_serialize)
     if version is not None:
-        once = lambda: _answer(version)
-        _changes.enter_context(mock.patch.object(library, _VERSION, once))
+        _replace(library, _VERSION, lambda: _answer(version))
+
+
+def _replace(owner: Any, name: str, new: Callable) -> None:
+    """Until `_changes` are undone."""
+    _changes.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, new)
 
 
 @functools.cache
