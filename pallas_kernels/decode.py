@@ -93,13 +93,6 @@ def box_columns(width: int, itemsize: int) -> int:
     return tiling.tiling[1]
 
 
-def _boxes(p: DecodeProblem) -> int:
-    """Boxes that a key block comes in: 1 where its rows can be tiles."""
-    if p.page_size is not None or p.capacity % 8 == 0:
-        return 1
-    return p.width // box_columns(p.width, p.cache_dtype.itemsize)
-
-
 def attention(
     query: jax.Array,
     key_cache: jax.Array,
@@ -295,7 +288,9 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
     copies = 1 if page_size is None else max(1, BLOCK_KV // page_size)
     rows_of_copy = BLOCK_KV // copies
     in_boxes = page_size is None and p.capacity % 8 != 0
-    box = width // _boxes(p)
+    # A key block comes in one box where its rows can be tiles.
+    box = box_columns(width, p.cache_dtype.itemsize) if in_boxes else width
+    boxes = width // box
     # The first key blocks can be loaded before a length is known.
     early = splits == 1 and p.window is None and page_size is None
     blocks_of_cache = -(-p.capacity // BLOCK_KV)
@@ -308,7 +303,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
         """The circular buffer of K or of V; in boxes, for copies and for products."""
         if not in_boxes:
             return smem(stages, BLOCK_KV, width)
-        for_products = smem(stages, _boxes(p), BLOCK_KV, box)
+        for_products = smem(stages, boxes, BLOCK_KV, box)
         _, swizzle = for_products.transforms
         for_copies = dataclasses.replace(for_products, transforms=(swizzle,))
         return plgpu.RefUnion(for_copies, for_products)
@@ -322,8 +317,8 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
         v_smem=slots(),
         p_smem=smem(columns, BLOCK_KV),
         reduced_smem=plgpu.SMEM((4 * rows,), jnp.float32),
-        k_full=plgpu.Barrier(num_arrivals=copies * _boxes(p), num_barriers=stages),
-        v_full=plgpu.Barrier(num_arrivals=copies * _boxes(p), num_barriers=stages),
+        k_full=plgpu.Barrier(num_arrivals=copies * boxes, num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=copies * boxes, num_barriers=stages),
     )
     if is_float8:
         scratch["turned_smem"] = smem(width, BLOCK_KV)
@@ -351,7 +346,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             def _():
                 first, buffer = (begin + step) * BLOCK_KV, buffers.at[slot(step)]
                 if in_boxes:
-                    for n in range(_boxes(p)):
+                    for n in range(boxes):
                         columns = pl.ds(n * box, box)
                         source = ref.at[batch, pl.ds(first, BLOCK_KV), head, columns]
                         plgpu.copy_gmem_to_smem(source, buffer.at[n], full.at[slot(step)])
@@ -373,7 +368,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
             """What a slot has for products."""
             if not in_boxes:
                 return [buffers.at[slot]]
-            return [buffers.at[slot, n] for n in range(_boxes(p))]
+            return [buffers.at[slot, n] for n in range(boxes)]
 
         def first_loads(end, begin, pages_of):
             for step in map(jnp.int32, range(stages)):
@@ -544,7 +539,7 @@ def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], inter
 
         pl.run_scoped(
             compute,
-            [plgpu.ACC((part, columns), jnp.float32)] * (1 if is_float8 else _boxes(p)),
+            [plgpu.ACC((part, columns), jnp.float32)] * (1 if is_float8 else boxes),
             plgpu.ACC((BLOCK_KV, columns), jnp.float32),
         )
 
