@@ -42,6 +42,7 @@ from jaxlib.mlir.dialects import func
 
 from jax_flash import device
 from jax_flash.sharding import vary_alike
+from pallas_kernels.canonicalize import lowering_faster
 from pallas_kernels.interpret import interpreting
 
 _KEPT = 256  # modules in memory, of up to a few megabytes
@@ -132,7 +133,7 @@ def _(*arrays, launch):
 
 def _lower_for_cuda(ctx, *operands, launch):
     if ctx.is_forward_compat():  # jax.export: kernels in a form that an older jaxlib knows
-        with _lowering_faster():
+        with lowering_faster():
             return mlir.lower_fun(launch, multiple_results=True)(ctx, *operands)
     # It says in the environment where compiling finds what it links to.
     importlib.import_module("jax.experimental.mosaic.gpu")
@@ -215,18 +216,12 @@ def _lowered(this: _Launch, default_device: Any) -> jax.stages.Lowered:
         jax.default_device(default_device),
         jax.enable_x64(False),
         jax.disable_jit(False),
-        _lowering_faster(),
+        lowering_faster(),
         _keeping_garbage(),
     ):
         # A function of this call alone, with which JAX forgets what was traced.
         traced = jax.jit(lambda *arrays: this(*arrays), keep_unused=True).trace(*types)
         return traced.lower(lowering_platforms=("cuda",))
-
-
-def _lowering_faster():
-    from pallas_kernels import canonicalize  # of MLIR alone
-
-    return canonicalize.lowering_faster()
 
 
 @contextlib.contextmanager
