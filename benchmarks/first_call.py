@@ -22,44 +22,54 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 CANDIDATES = ("jax_flash", "cuDNN")
 PASSES = ("forward", "both")
 STAGES = ("import", "trace", "lower", "compile", "run")
 
-# Steps of one process; the first is cold.
-SHAPES = ("", "another length", "a length of no whole tiles", "another batch")
+# Steps of one process: batch, and the length of that of the first, which is cold.
+SHAPES: dict[str, tuple[int, Callable[[int], int]]] = {
+    "": (1, lambda length: length),
+    "another length": (1, lambda length: length * 3 // 4),
+    "a length of no whole tiles": (1, lambda length: length - 93),
+    "another batch": (3, lambda length: length),
+}
+
+# What of a task differs from that of one cold call. Those of the second kind are run twice, first
+# as a cold call, with one directory for JAX's compilation cache.
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "cold": {"steps": list(SHAPES)},
+    "one core": {"one_core": True},
+    "second process": {},
+    "another program": {"factor": 2.0},
+    "four variants": {"variants": True},
+}
+CACHED = ("second process", "another program")
 
 
-def child(task: dict[str, Any]) -> dict[str, Any]:
+def child(task: dict[str, Any]) -> list[dict[str, Any]]:
     """Times the stages of each step of a task in this process, which has imported nothing yet."""
     if task["one_core"]:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     clock = time.perf_counter
-    begin = clock()
     import jax
     import jax.numpy as jnp
 
-    import_jax = clock() - begin
     gpu = jax.devices()[0].platform == "gpu"
     length, heads, kv_heads, width = (4096, 32, 8, 128) if gpu else (256, 4, 2, 64)
-    shapes = {
-        "": (1, length),
-        "another length": (1, length * 3 // 4),
-        "a length of no whole tiles": (1, length - 93),
-        "another batch": (3, length),
-    }
 
-    def inputs(batch: int, length: int):
+    def inputs(step: str):
+        batch, of_first = SHAPES[step]
         keys = jax.random.split(jax.random.key(0), 3)
         sizes = (heads, kv_heads, kv_heads)
         return tuple(
-            jax.random.normal(key, (batch, length, n, width), jnp.bfloat16)
+            jax.random.normal(key, (batch, of_first(length), n, width), jnp.bfloat16)
             for key, n in zip(keys, sizes, strict=True)
         )
 
-    data = {name: jax.block_until_ready(inputs(*shapes[name])) for name in task["steps"]}
+    data = {name: jax.block_until_ready(inputs(name)) for name in task["steps"]}
     begin = clock()
     attention = _attention(task["candidate"], gpu)
     import_library = clock() - begin
@@ -92,8 +102,8 @@ def child(task: dict[str, Any]) -> dict[str, Any]:
         stages = [b - a for a, b in itertools.pairwise(times)]
         step = {"step": name, "import": import_library if not steps else 0.0}
         step |= dict(zip(STAGES[1:], stages, strict=True))
-        steps.append(step | {"error": _error(jax, task, result, arrays)})
-    return {"import_jax": import_jax, "steps": steps}
+        steps.append(step | {"error": _error(task, result, arrays)})
+    return steps
 
 
 def _attention(candidate: str, gpu: bool):
@@ -110,23 +120,25 @@ def _attention(candidate: str, gpu: bool):
     )
 
 
-def _error(jax, task: dict[str, Any], result, arrays) -> float | None:
-    """Of a causal call the error beside jax.nn in float32, over its norm."""
+def _error(task: dict[str, Any], result, arrays) -> float | None:
+    """Of a causal call the error beside jax.nn in float32."""
     if task["variants"]:
         return None
-    attend = lambda query, *args: jax.nn.dot_product_attention(
-        task["factor"] * query, *args, is_causal=True
-    )
-    wide = tuple(x.astype("float32") for x in arrays)
-    if task["passes"] == "both":
-        attend = jax.grad(lambda *args, f=attend: f(*args).sum(), (0, 1, 2))
-    right = jax.tree.leaves(jax.jit(attend)(*wide))
-    norm = lambda x: float(jax.numpy.linalg.norm(x.ravel()))
-    pairs = zip(jax.tree.leaves(result), right, strict=True)
-    return max(norm(x.astype("float32") - y) / norm(y) for x, y in pairs)
+    import jax
+
+    from benchmarks import attention
+
+    def attend(query, key, value):
+        return jax.nn.dot_product_attention(task["factor"] * query, key, value, is_causal=True)
+
+    loss = lambda *arrays: attend(*arrays).sum()
+    right = attend if task["passes"] == "forward" else jax.grad(loss, (0, 1, 2))
+    expected = jax.jit(right)(*(x.astype("float32") for x in arrays))
+    leaves = jax.tree.leaves
+    return float(attention.relative_error(leaves(result), leaves(expected)))
 
 
-def run(candidate: str, passes: str, **options: Any) -> dict[str, Any]:
+def run(candidate: str, passes: str, **options: Any) -> list[dict[str, Any]]:
     """The same in a new process.
 
     Args:
@@ -148,22 +160,13 @@ def run(candidate: str, passes: str, **options: Any) -> dict[str, Any]:
 
 def measure(candidate: str, passes: str, scenario: str) -> list[dict[str, Any]]:
     """Steps of one scenario, each with its name and that of what was run."""
-    if scenario == "cold":
-        steps = run(candidate, passes, steps=list(SHAPES))["steps"]
-    elif scenario == "one core":
-        steps = run(candidate, passes, one_core=True)["steps"]
-    elif scenario == "four variants":
-        steps = run(candidate, passes, variants=True)["steps"]
-    else:
-        factor = 2.0 if scenario == "another program" else 1.0
-        with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as directory:
+        cache = directory if scenario in CACHED else None
+        if cache:
             run(candidate, passes, cache=cache)
-            steps = run(candidate, passes, cache=cache, factor=factor)["steps"]
+        steps = run(candidate, passes, cache=cache, **SCENARIOS[scenario])
     of_all = {"candidate": candidate, "passes": passes}
     return [of_all | step | {"step": step["step"] or scenario} for step in steps]
-
-
-SCENARIOS = ("cold", "one core", "second process", "another program", "four variants")
 
 
 def table(results: list[dict[str, Any]]) -> list[list[str]]:

@@ -576,7 +576,7 @@ def test_a_first_call_that_fails_or_is_wrong_is_noticed(tmp_path, monkeypatch, c
         if options.get("variants"):
             raise RuntimeError("no memory")
         stages = dict.fromkeys(first_call.STAGES, 1.0)
-        return {"steps": [{"step": step, "error": 1.0, **stages} for step in options["steps"]]}
+        return [{"step": step, "error": 1.0, **stages} for step in options["steps"]]
 
     monkeypatch.setattr(first_call, "run", run)
     arguments = ["--passes", "both", "--results", str(tmp_path), "--scenarios"]
