@@ -369,8 +369,12 @@ def _build_main(
     weights_first = problem.has_elements or has_cap
     # Then addresses are made anew in each step.
     crowded = has_cap or has_dropout or problem.segmented or problem.has_bias
+    if width <= 64 and tiles.any_mask:  # H64-full-ragged would spill 40 bytes
+        crowded |= problem.lowest is None and problem.highest is None and not problem.by_batch
     # Beside ids at width 128 the branches of the cap would spill 8 to 16 bytes.
     cap_branches = width <= 64 or not problem.segmented
+    # Beside dropout one loop more would spill; in H64-causal-ragged-dropout one less would.
+    far_in_masked = has_dropout and with_query_gradient and (width > 64 or problem.has_mask)
     ignores_unseen = problem.backward_ignores_unseen and with_query_gradient
     # Where query heads share keys times vary by more than it gains.
     prefetches = with_query_gradient and width > 64 and group == 1
@@ -770,7 +774,7 @@ def _build_main(
                         j,
                         own_first_key,
                         blank_step=blank,
-                        far_in_masked=has_dropout and with_query_gradient,
+                        far_in_masked=far_in_masked,
                     )
                     v_free.arrive(0)
                     parity = lax.rem(j + 1, jnp.int32(2))  # of the last step

@@ -112,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="compile what is known to pass too")
     options = parser.parse_args(argv)
 
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # of the processes below; none looks for a GPU
     known, names = golden(), list(cases())
     found = _for_all(_of, names, "lowered")
     touched = [name for name in names if options.all or known.get(name) != found[name]]
