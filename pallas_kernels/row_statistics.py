@@ -154,7 +154,7 @@ def _build(
                 own_start, share = far_rows.start_and_share(reference, log_sum, problem)
                 return jnp.where(is_far, own_start, start), jnp.where(is_far, share, one)
 
-            one = plgpu.layout_cast(jnp.ones((_ROWS,), jnp.float32), _PER_ROW)
+            one = far_rows.of_each_row(1.0)
             start, share = lax.cond(any_row(is_far), of_far_rows, lambda: (start, one))
             store_rows(start_ref.at[batch, head, 1, rows], share)
         store_rows(start_ref.at[batch, head, 0, rows], jnp.where(counts, start, -jnp.inf))

@@ -156,6 +156,28 @@ def test_ring_on_the_kernels_in_interpret_mode():
         )
 
 
+@pytest.mark.parametrize(
+    ("mask", "width"),
+    [
+        ("documents", 128),
+        pytest.param("full", 64, marks=pytest.mark.slow),
+        pytest.param("causal window", 128, marks=pytest.mark.slow),
+        pytest.param("soft cap", 64, marks=pytest.mark.slow),
+        pytest.param("documents", 64, marks=pytest.mark.slow),
+        pytest.param("documents", 256, marks=pytest.mark.slow),
+    ],
+)
+def test_hops_lower_for_cuda(mask, width):
+    """Of a hop the LSE is of more keys than the kernel has, and nothing else of its rows is known."""
+    mask = MASKS[mask]
+    if "ids" in mask:
+        mask = mask | dict(ids=(packed(512),) * 2)
+    run = sharded(jax_flash.ring_attention, mesh_of((4,)), implementation="mosaic_gpu", **mask)
+    arrays = [jax.ShapeDtypeStruct((B, 512, n, width), jnp.bfloat16) for n in (N, K, K)]
+    traced = jax.jit(functools.partial(with_gradients, run)).trace(*arrays)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("devices", "dtype"),

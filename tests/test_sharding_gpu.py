@@ -78,24 +78,39 @@ def test_shared_key_heads(mesh, axis_type):
         (jax_flash.ring_attention, dict(is_causal=True, zigzag=True)),
         (jax_flash.ring_attention, dict(is_causal=True, zigzag=True, local_window_size=(300, 0))),
         (jax_flash.ring_attention, dict(local_window_size=(200, 100))),
+        (jax_flash.ring_attention, dict(is_causal=True, zigzag=True, documents=3)),
+        (jax_flash.ring_attention, dict(documents=3)),
         (jax_flash.ulysses_attention, dict(is_causal=True)),
         (jax_flash.all_gather_attention, dict(is_causal=True)),
     ],
 )
 def test_sharded_sequence(mesh, method, options):
-    spec = P(None, "x")
-    local = functools.partial(method, axis_name="x", implementation="mosaic_gpu", **options)
-    attend = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
-    mask = {name: option for name, option in options.items() if name != "zigzag"}
-    whole = functools.partial(jax_flash.attention, implementation="mosaic_gpu", **mask)
-    arrays = operands()
+    """With packed documents too, which end inside what a device holds."""
+    mask = dict(options)
+    zigzag, documents = mask.pop("zigzag", False), mask.pop("documents", None)
     order = back = lambda x: x
-    if "zigzag" in options:
+    if zigzag:
         order = functools.partial(jax_flash.to_zigzag, devices=mesh.size)
         back = functools.partial(jax_flash.from_zigzag, devices=mesh.size)
+    ids = None
+    if documents is not None:
+        ids = jnp.broadcast_to(jnp.arange(T) * documents // T, (B, T))
+
+    def attend(method, query, key, value, ids):
+        both = dict(query_segment_ids=ids, key_value_segment_ids=ids)
+        return method(query, key, value, **both, **mask, implementation="mosaic_gpu")
+
+    local = functools.partial(method, axis_name="x", **(dict(zigzag=True) if zigzag else {}))
+    local = functools.partial(attend, local)
+    spec = P(None, "x")
+    shards = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+    own_ids = None if ids is None else order(ids)
+    arrays = operands()
     sharded = put(mesh, *((order(x), spec) for x in arrays))
-    results = jax.jit(functools.partial(with_gradients, attend))(*sharded)
+    run = functools.partial(with_gradients, lambda *arrays: shards(*arrays, own_ids))
+    whole = functools.partial(attend, jax_flash.attention, ids=ids)
     expected = jax.jit(functools.partial(with_gradients, whole))(*arrays)
+    results = jax.jit(run)(*sharded)
     assert_alike([back(jax.device_get(x)) for x in results], expected)
 
 
