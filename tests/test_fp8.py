@@ -318,9 +318,9 @@ def test_quantized_arrays_have_no_derivative(of, transform):
         jax.grad(loss, argnums=argument)(query.scales, sinks)
 
 
-def test_example_of_the_readme():
-    readme = pathlib.Path(__file__).parents[1].joinpath("README.md").read_text()
-    (example,) = re.findall(r"```python\n(quantized = .*?)```", readme, re.DOTALL)
+def test_example_of_the_guide():
+    guide = pathlib.Path(__file__).parents[1].joinpath("jax_flash/README.md").read_text()
+    (example,) = re.findall(r"```python\n(quantized = .*?)```", guide, re.DOTALL)
     query, key, value = draw(0, 2, 64, 4, 32), draw(1, 2, 64, 2, 32), draw(2, 2, 64, 2, 32)
     names = dict(jax=jax, jax_flash=jax_flash, query=query, key=key, value=value)
     exec(example, names)

@@ -451,10 +451,10 @@ def test_export_of_kernels_for_gpus(kind):
     assert exported.nr_devices == 4 and "mosaic_gpu_v2" in exported.mlir_module()
 
 
-def test_examples_of_the_readme():
+def test_examples_of_the_guide():
     """They run as they stand, with what they take for granted, and give what they say."""
-    readme = pathlib.Path(__file__).parents[1].joinpath("README.md").read_text()
-    section = readme.split("## Over several devices")[1].split("\n## ")[0]
+    guide = pathlib.Path(__file__).parents[1].joinpath("jax_flash/README.md").read_text()
+    section = guide.split("## Over several devices")[1].split("\n## ")[0]
     parallel, context = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     names = {"jax": jax, "jnp": jnp, "jax_flash": jax_flash}
     exec(parallel, names)
