@@ -5,7 +5,7 @@ lines of the sources. Equal fingerprints compile to equal machine code. `fingerp
 those of every case of `kernel_cases.py` as it was last compiled, without a spill and without a
 serialised wgmma; tests/test_compile.py compiles the others. After a change of a kernel,
 
-    python -m tests.support.fingerprint            lists the cases that it touched, in two minutes
+    python -m tests.support.fingerprint            lists the cases that it touched, in five minutes
     python -m tests.support.fingerprint --update   compiles those, and writes down what passed
     python -m tests.support.fingerprint --update --all   compiles all of them, in an hour
 
@@ -54,7 +54,8 @@ def fingerprint(fn: Callable, args: Any) -> str:
         jax.jit(lambda *args: fn(*args)).trace(*args).lower(lowering_platforms=("cuda",))
     if not texts:
         raise ValueError("the function has no Mosaic GPU kernel")
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+    # Which is lowered first depends on what else was traced.
+    return hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:
