@@ -473,7 +473,7 @@ _TWO_CONSUMERS = ForwardConfig(
     consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)
 )
 
-# Width of the wider of key and value, in whole tiles -> settings. What others gave is in README.md.
+# Width of the wider of key and value, in whole tiles -> settings. What others gave is in notes.
 FORWARD = {
     # Three consumers, as a third softmax under two others' products keeps the exponentials going.
     64: ForwardConfig(

@@ -45,7 +45,7 @@ _NEAR_TANH = (
     -0.04092902018919724,
 )
 # Up to a width of query and key: columns that a warp looks at together, and of these the columns
-# that are worked out at a time where all are below _NEAR. Others spill or take longer (README.md).
+# that are worked out at a time where all are below _NEAR. Others spill or take longer (notes/).
 _COLUMNS = {64: (128, 32), 128: (64, 32), 256: (64, 8)}
 # What is in the coefficients of _NEAR_TANH to the 7th power must stay within float32.
 _FACTORS = 1e-4, 1e4
