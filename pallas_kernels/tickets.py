@@ -35,7 +35,7 @@ _NONE = -1
 # or two for each, some thread blocks would draw a last one that is long.
 LAST_TILES = 4
 # Steps whose keys are yet to be loaded when the next tile is drawn. With more of them the thread
-# block is less often the one that is free first, with fewer the answer comes late (notes/segments.md).
+# block is less often the one that is free first, with fewer the answer comes late (notes/).
 _DRAWN_BEFORE = 2
 
 
