@@ -59,7 +59,7 @@ dnn_version_info { major: 9 minor: 10 patch: 1 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
-# What a ptxas note of a slow kernel says: wgmma serialised (C7510 to C7514) or setmaxnreg ignored,
+# What a ptxas note of a slow kernel says: wgmma serialised (C7512 to C7514) or setmaxnreg ignored,
 # and a wait injected (C7517). Each costs 20 to 35%; an injected arrive (C7519) costs nothing.
 SLOW = ("Potential Performance Loss", "(C7512)", "(C7513)", "(C7514)", "(C7517)")
 
