@@ -534,34 +534,6 @@ class _Hop:
         return _parts(x, self.col_starts, self.cols)
 
 
-def _packed(arrays) -> jax.Array:
-    """The bits of a tree of arrays in a row of uint32, those of each filled up with zeros."""
-
-    def words(x):
-        flat, each = x.reshape(-1), 4 // x.dtype.itemsize
-        if each > 1:
-            flat = jnp.pad(flat, (0, -flat.size % each)).reshape(-1, each)
-        return lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1)
-
-    return jnp.concatenate([words(x) for x in jax.tree.leaves(arrays)])
-
-
-def _unpacked(words: jax.Array, like):
-    """The tree of arrays, of the shapes and dtypes of another, that are `_packed` in words."""
-    leaves, tree = jax.tree.flatten(like)
-
-    def array(words, x):
-        each = x.dtype.itemsize // 4
-        if each > 1:
-            words = words.reshape(-1, each)
-        flat = lax.bitcast_convert_type(words, x.dtype).reshape(-1)
-        return flat[: x.size].reshape(x.shape)
-
-    ends = itertools.accumulate(-(-x.size * x.dtype.itemsize // 4) for x in leaves)
-    parts = jnp.split(words, list(ends)[:-1])
-    return jax.tree.unflatten(tree, map(array, parts, leaves))
-
-
 def _parts(x, starts: tuple[int, ...], size: int):
     return jnp.concatenate([lax.slice_in_dim(x, i, i + size, axis=1) for i in starts])
 
@@ -654,20 +626,11 @@ class _Ring:
         )
 
     def sent(self, arrays, distance: int):
-        """What the device `distance` before this one has of a tree of arrays.
-
-        They travel as one, as XLA lets a single transfer be under way beside kernels.
-        """
-        if distance % self.devices == 0 or not jax.tree.leaves(arrays):
+        """What the device `distance` before this one has."""
+        if distance % self.devices == 0:
             return arrays
         pairs = [(i, (i + distance) % self.devices) for i in range(self.devices)]
-        return _unpacked(lax.ppermute(_packed(arrays), self.axis_name, pairs), arrays)
-
-    def sent_both(self, some, others, distances: tuple[int, int]):
-        """The same of two trees, each with its distance."""
-        if distances[0] == distances[1]:
-            return self.sent((some, others), distances[0])
-        return self.sent(some, distances[0]), self.sent(others, distances[1])
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), arrays)
 
     def steps(self, T: int, S: int) -> list[tuple[int, int]]:
         """The shift of each hop, and how much further the keys of the next come from, 0 if none."""
@@ -708,16 +671,12 @@ def _attend(ring: _Ring, query, key, value, ids):
 
 def _attend_forward(ring: _Ring, query, key, value, ids):
     steps = ring.steps(query.shape[1], key.shape[1])
-    own = key, value, *ids[1:]
-    there = ring.sent(lax.optimization_barrier(_packed(own)), steps[0][0])
+    there = ring.sent((key, value, *ids[1:]), steps[0][0])
     results: Any = None
     for shift, further in steps:
-        # A transfer has begun by the time that keys are unpacked. Attention takes all SMs: one that
-        # begins later waits for its end, and keeps some of those of the device that waits for it.
         coming = ring.sent(there, further)
         forward = functools.partial(_forward_hop, ring, further == 0)
-        keys = lax.optimization_barrier(_unpacked(there, own))
-        results = ring.of_hop(forward, shift, query, keys, ids[:1], results)
+        results = ring.of_hop(forward, shift, query, there, ids[:1], results)
         # What arrives is sent on once this hop is done: one is here and one on its way.
         there, results = lax.optimization_barrier((coming, results))
     out, lse = named(*results)
@@ -747,18 +706,16 @@ def _attend_backward(ring: _Ring, residuals, cotangents):
     # send keys while that pass sends its own.
     key, value, *_ = lax.optimization_barrier((key, value, out, cotangents))
     steps = ring.steps(query.shape[1], key.shape[1])
-    own = key, value, *ids[1:]
-    there = ring.sent(lax.optimization_barrier(_packed(own)), steps[0][0])
+    there = ring.sent((key, value, *ids[1:]), steps[0][0])
     before = steps[0][0]
     d_query: Any = None
     d_there: Any = (None, None)
     for shift, further in steps:
         # Gradients of a hop go after their keys while those of the next hop are made.
-        coming, d_there = ring.sent_both(there, d_there, (further, shift - before))
+        coming, d_there = ring.sent(there, further), ring.sent(d_there, shift - before)
         backward = functools.partial(_backward_hop, ring, further == 0)
         of_rows = out, lse, *cotangents
-        keys = lax.optimization_barrier(_unpacked(there, own))
-        d_query, d_part = ring.of_hop(backward, shift, query, keys, ids[:1], of_rows, d_query)
+        d_query, d_part = ring.of_hop(backward, shift, query, there, ids[:1], of_rows, d_query)
         # Not in the hop, which would wait for what is on its way.
         d_there = [_merged(_sum, *parts) for parts in zip(d_there, d_part, strict=True)]
         if further == 0:
