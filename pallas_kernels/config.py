@@ -110,7 +110,7 @@ class Problem:
 
     @property
     def bias_shift(self) -> int:
-        """By how many powers of 2 a bias far from 0 comes nearer (`elements.compressed`)."""
+        """By how many powers of 2 a bias far from 0 comes nearer (`element_arrays.compressed`)."""
         lowest = 2  # in log2 units it stays within float32
         if self.scale < _LEAST_SCALE_OF_BEGINNINGS:
             return lowest
