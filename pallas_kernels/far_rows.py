@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -40,6 +39,7 @@ from pallas_kernels.primitives import (
     mark,
     shared_columns,
 )
+from pallas_kernels.row_masks import in_each_row
 
 LEAST_LSE = 2.0**14  # an LSE is right to 2^-10 of a weight below
 ROWS = 64  # of a table
@@ -107,7 +107,7 @@ def reference_of(
     """
     if not given:  # then it is as good as a reference
         nats = compressed(lse, problem) if problem.adds_bias else lse
-        given = nats * LOG2E, of_each_row(0.0)
+        given = nats * LOG2E, in_each_row(jnp.float32(0))
     reference, log_sum = given
     lower = reference - jnp.abs(reference) * 2.0**-22
     return jnp.where(is_far(reference, _allowed(problem)), lower, reference), log_sum
@@ -155,7 +155,7 @@ def start_and_share_of_marks(
       far_ref, place: as for `weights_by_query`.
     """
     is_marked = is_mark(start)
-    one = of_each_row(1.0)
+    one = in_each_row(jnp.float32(1))
 
     def of_marks():
         own = start_and_share(*_of_table(far_ref, place, problem), problem)
@@ -196,12 +196,6 @@ def weights_by_query(
         return exponents - spread(log_sum, logits.shape)
 
     return jnp.exp2(lax.cond(any_row(is_marked), far, near))
-
-
-def of_each_row(number: float) -> jax.Array:
-    """The same number for each row of a tile, which kernels can store and choose from."""
-    rows = jnp.full((ROWS,), number, jnp.float32)
-    return plgpu.layout_cast(rows, plgpu.Layout.WGMMA.reduce(1))
 
 
 def _of_table(far_ref: Any, place: tuple, problem: Problem) -> tuple[jax.Array, jax.Array]:

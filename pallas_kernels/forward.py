@@ -74,7 +74,7 @@ from pallas_kernels.primitives import (
     warpgroup_any,
     zero_tile,
 )
-from pallas_kernels.row_masks import PER_ROW, ROWS, RowMasks, in_each_row
+from pallas_kernels.row_masks import ROWS, RowMasks, in_each_row
 from pallas_kernels.soft_cap import capped, known_reference, weights_of
 
 _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
@@ -566,7 +566,7 @@ def _build(
         warpgroup = lax.axis_index("warpgroup")
         block = lax.axis_index("block")
         zero = jnp.int32(0)
-        no_rows = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.int32), PER_ROW)
+        no_rows = in_each_row(zero)
 
         def listed(column, anew=registers_are_scarce):
             """An entry of this thread block's list."""

@@ -38,6 +38,7 @@ from pallas_kernels.primitives import (
     store_rows,
     zero_fragment,
 )
+from pallas_kernels.row_masks import in_each_row
 
 _ROWS = 64  # of a thread block
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -154,7 +155,7 @@ def _build(
                 own_start, share = far_rows.start_and_share(reference, log_sum, problem)
                 return jnp.where(is_far, own_start, start), jnp.where(is_far, share, one)
 
-            one = far_rows.of_each_row(1.0)
+            one = in_each_row(jnp.float32(1))
             start, share = lax.cond(any_row(is_far), of_far_rows, lambda: (start, one))
             store_rows(start_ref.at[batch, head, 1, rows], share)
         store_rows(start_ref.at[batch, head, 0, rows], jnp.where(counts, start, -jnp.inf))
