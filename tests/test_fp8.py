@@ -7,8 +7,6 @@ of quantisation is measured apart from it.
 import contextlib
 import dataclasses
 import functools
-import pathlib
-import re
 
 import chex
 import jax
@@ -26,6 +24,7 @@ from pallas_kernels import config
 from tests import oracle
 from tests.support.interpret import interpret_mode
 from tests.support.nonzero import assert_none_is_zero
+from tests.support.pages import sections
 from tests.support.sharded import collectives, mesh_of, plain_kernels, put
 
 B, T, S, N, K, H, h = 2, 21, 50, 4, 2, 16, 24
@@ -319,11 +318,10 @@ def test_quantized_arrays_have_no_derivative(of, transform):
 
 
 def test_example_of_the_guide():
-    guide = pathlib.Path(__file__).parents[1].joinpath("jax_flash/README.md").read_text()
-    (example,) = re.findall(r"```python\n(quantized = .*?)```", guide, re.DOTALL)
+    (example,) = sections()["FP8"]
     query, key, value = draw(0, 2, 64, 4, 32), draw(1, 2, 64, 2, 32), draw(2, 2, 64, 2, 32)
     names = dict(jax=jax, jax_flash=jax_flash, query=query, key=key, value=value)
-    exec(example, names)
+    example.run(names)
     exact, _ = oracle.attention(query, key, value, is_causal=True)
     assert names["out"].dtype == jnp.bfloat16 and relative(names["out"], exact) < 0.1
 

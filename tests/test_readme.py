@@ -3,8 +3,6 @@
 import collections
 import contextlib
 import functools
-import pathlib
-import re
 from collections.abc import Iterator
 
 import jax
@@ -13,29 +11,10 @@ import pytest
 import jax_flash
 from jax_flash import device
 from pallas_kernels.interpret import interpreting
+from tests.support.pages import PAGES, sections
 
-ROOT = pathlib.Path(__file__).parents[1]
 H100 = device.Device("gpu", "NVIDIA H100", (9, 0))
 ATTENTION = [name for name in jax_flash.__all__ if name.endswith("attention") or "fp8" in name]
-
-
-PAGES = ROOT / "README.md", ROOT / "jax_flash" / "README.md"
-
-
-def sections() -> dict[str, list[tuple[str, pathlib.Path]]]:
-    """Python by heading, and its page, each block below empty lines, for errors to name its own."""
-    found: dict[str, list[tuple[str, pathlib.Path]]] = {}
-    for page in PAGES:
-        text = page.read_text()
-        for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            heading = re.findall(r"^## (.*)$", text[: block.start()], re.MULTILINE)[-1]
-            above = "\n" * text.count("\n", 0, block.start(1))
-            found.setdefault(heading, []).append((above + block[1], page))
-    return found
-
-
-def run(block: tuple[str, pathlib.Path], names: dict) -> None:
-    exec(compile(block[0], block[1], "exec"), names)
 
 
 def is_traced(*arguments) -> bool:
@@ -129,12 +108,12 @@ def test_blocks_run_and_lower_for_a_gpu(section, monkeypatch, capsys):
     monkeypatch.setattr(jax, "jit", on_hopper.recording_jit)
     names: dict = {}
     if section in GO_ON:
-        run(sections()["Use it"][0], names)
+        sections()["Use it"][0].run(names)
         on_hopper.lowered.clear()
         capsys.readouterr()
     for block in sections()[section]:
-        if "compile_kernels" not in block[0]:
-            run(block, names)
+        if "compile_kernels" not in block.code:
+            block.run(names)
     assert collections.Counter(on_hopper.lowered) == CALLS[section]
     if section == "Use it":
         assert capsys.readouterr().out.startswith("xla\n  mosaic_gpu passed over: it needs a Hop")
@@ -144,6 +123,6 @@ def test_blocks_run_and_lower_for_a_gpu(section, monkeypatch, capsys):
 def test_blocks_that_compile(capsys):
     before, block = sections()["Contribute"]
     names: dict = {}
-    run((before[0].partition("with interpret_mode")[0], before[1]), names)
-    run(block, names)
+    before._replace(code=before.code.partition("with interpret_mode")[0]).run(names)
+    block.run(names)
     assert "attention_forward" in capsys.readouterr().out

@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import logging
-import pathlib
-import re
 
 import chex
 import jax
@@ -19,6 +17,7 @@ import jax_flash
 from jax_flash import xla
 from tests.support import compile as support
 from tests.support.interpret import interpret_mode
+from tests.support.pages import sections
 from tests.support.sharded import collectives, mesh_of, plain_kernels, put
 
 B, T, S = 8, 16, 24
@@ -453,11 +452,9 @@ def test_export_of_kernels_for_gpus(kind):
 
 def test_examples_of_the_guide():
     """They run as they stand, with what they take for granted, and give what they say."""
-    guide = pathlib.Path(__file__).parents[1].joinpath("jax_flash/README.md").read_text()
-    section = guide.split("## Over several devices")[1].split("\n## ")[0]
-    parallel, context = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    parallel, context = sections()["Over several devices"]
     names = {"jax": jax, "jnp": jnp, "jax_flash": jax_flash}
-    exec(parallel, names)
+    parallel.run(names)
     assert names["out"].sharding.spec[0] == ("data", "model")
     whole = [np.asarray(x, np.float32) for x in (names["w_qkv"], names["w_out"], names["tokens"])]
 
@@ -472,7 +469,7 @@ def test_examples_of_the_guide():
             np.asarray(actual, np.float32), right, rtol=0, atol=0.02 * np.abs(right).max()
         )
 
-    exec(context, names)
+    context.run(names)
     query, key, value = jax.random.normal(jax.random.key(6), (3, 1, 1024, 4, 64), jnp.bfloat16)
     ids = jnp.arange(1024)[None] // 300
     expected = jax_flash.attention(

@@ -1,0 +1,30 @@
+"""The Python of the pages that users read, by heading."""
+
+import pathlib
+import re
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = ROOT / "README.md", ROOT / "jax_flash" / "README.md"
+
+
+class Block(NamedTuple):
+    """Lines of Python, below as many empty ones as stand above it on its page."""
+
+    code: str
+    page: pathlib.Path
+
+    def run(self, names: dict) -> None:
+        """Errors name page and line."""
+        exec(compile(self.code, self.page, "exec"), names)
+
+
+def sections() -> dict[str, list[Block]]:
+    found: dict[str, list[Block]] = {}
+    for page in PAGES:
+        text = page.read_text()
+        for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            heading = re.findall(r"^## (.*)$", text[: block.start()], re.MULTILINE)[-1]
+            above = "\n" * text.count("\n", 0, block.start(1))
+            found.setdefault(heading, []).append(Block(above + block[1], page))
+    return found
