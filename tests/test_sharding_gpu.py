@@ -71,46 +71,51 @@ def test_shared_key_heads(mesh, axis_type):
     assert_alike(run(*sharded), run(query, key, value, d_out))
 
 
+def with_ids(method):
+    """The method of arrays, and of segment ids that queries and keys share, or of none."""
+    return lambda query, key, value, ids: method(
+        query, key, value, query_segment_ids=ids, key_value_segment_ids=ids
+    )
+
+
 @pytest.mark.parametrize(
-    ("method", "options"),
+    ("method", "options", "documents"),
     [
-        (jax_flash.ring_attention, dict(is_causal=True)),
-        (jax_flash.ring_attention, dict(is_causal=True, zigzag=True)),
-        (jax_flash.ring_attention, dict(is_causal=True, zigzag=True, local_window_size=(300, 0))),
-        (jax_flash.ring_attention, dict(local_window_size=(200, 100))),
-        (jax_flash.ring_attention, dict(is_causal=True, zigzag=True, documents=3)),
-        (jax_flash.ring_attention, dict(documents=3)),
-        (jax_flash.ulysses_attention, dict(is_causal=True)),
-        (jax_flash.all_gather_attention, dict(is_causal=True)),
+        (jax_flash.ring_attention, dict(is_causal=True), None),
+        (jax_flash.ring_attention, dict(is_causal=True, zigzag=True), None),
+        (
+            jax_flash.ring_attention,
+            dict(is_causal=True, zigzag=True, local_window_size=(300, 0)),
+            None,
+        ),
+        (jax_flash.ring_attention, dict(local_window_size=(200, 100)), None),
+        (jax_flash.ring_attention, dict(is_causal=True, zigzag=True), 3),
+        (jax_flash.ring_attention, {}, 3),
+        (jax_flash.ulysses_attention, dict(is_causal=True), None),
+        (jax_flash.all_gather_attention, dict(is_causal=True), None),
     ],
 )
-def test_sharded_sequence(mesh, method, options):
-    """With packed documents too, which end inside what a device holds."""
-    mask = dict(options)
-    zigzag, documents = mask.pop("zigzag", False), mask.pop("documents", None)
-    order = back = lambda x: x
-    if zigzag:
-        order = functools.partial(jax_flash.to_zigzag, devices=mesh.size)
-        back = functools.partial(jax_flash.from_zigzag, devices=mesh.size)
+def test_sharded_sequence(mesh, method, options, documents):
+    """Packed documents end inside what a device holds."""
     ids = None
     if documents is not None:
         ids = jnp.broadcast_to(jnp.arange(T) * documents // T, (B, T))
-
-    def attend(method, query, key, value, ids):
-        both = dict(query_segment_ids=ids, key_value_segment_ids=ids)
-        return method(query, key, value, **both, **mask, implementation="mosaic_gpu")
-
-    local = functools.partial(method, axis_name="x", **(dict(zigzag=True) if zigzag else {}))
-    local = functools.partial(attend, local)
     spec = P(None, "x")
-    shards = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
-    own_ids = None if ids is None else order(ids)
+    local = functools.partial(method, axis_name="x", implementation="mosaic_gpu", **options)
+    shards = jax.shard_map(with_ids(local), mesh=mesh, in_specs=spec, out_specs=spec)
+    mask = {name: option for name, option in options.items() if name != "zigzag"}
+    whole = functools.partial(jax_flash.attention, implementation="mosaic_gpu", **mask)
     arrays = operands()
+    order = back = lambda x: x
+    if "zigzag" in options:
+        order = functools.partial(jax_flash.to_zigzag, devices=mesh.size)
+        back = functools.partial(jax_flash.from_zigzag, devices=mesh.size)
+    own_ids = jax.tree.map(order, ids)
+    attend = functools.partial(with_gradients, lambda *x: shards(*x, own_ids))
+    attend_whole = functools.partial(with_gradients, lambda *x: with_ids(whole)(*x, ids))
     sharded = put(mesh, *((order(x), spec) for x in arrays))
-    run = functools.partial(with_gradients, lambda *arrays: shards(*arrays, own_ids))
-    whole = functools.partial(attend, jax_flash.attention, ids=ids)
-    expected = jax.jit(functools.partial(with_gradients, whole))(*arrays)
-    results = jax.jit(run)(*sharded)
+    results = jax.jit(attend)(*sharded)
+    expected = jax.jit(attend_whole)(*arrays)
     assert_alike([back(jax.device_get(x)) for x in results], expected)
 
 
