@@ -198,7 +198,10 @@ def ring_attention(
         implementation=implementation,
     )
     operands = vary_alike((call.query, call.key, call.value, ids), lax.axis_index(axis_name))
-    out, lse = _attend(ring, *operands)
+    if call.is_empty:  # on this device as on all
+        out, lse = xla.nothing_visible(operands[0], value.shape[-1], call.out_dtype, operands)
+    else:
+        out, lse = _attend(ring, *operands)
     if call.sinks is not None:
         out, lse = xla.with_sinks(out, lse, call.sinks)
     return (out, lse) if return_residual else out
@@ -629,8 +632,9 @@ class _Ring:
         """What the device `distance` before this one has."""
         if distance % self.devices == 0:
             return arrays
-        pairs = [(i, (i + distance) % self.devices) for i in range(self.devices)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), arrays)
+        axis_name, place = _in_order_of_mesh(self.axis_name)
+        pairs = list(zip(place, np.roll(place, -distance), strict=True))
+        return jax.tree.map(lambda x: lax.ppermute(x, axis_name, pairs), arrays)
 
     def steps(self, T: int, S: int) -> list[tuple[int, int]]:
         """The shift of each hop, and how much further the keys of the next come from, 0 if none."""
@@ -798,6 +802,15 @@ def _call(*args, **options) -> Call:
     bound = inspect.signature(api.attention).bind(*args, **options)
     bound.apply_defaults()
     return api._checked(**bound.arguments)
+
+
+def _in_order_of_mesh(axis_name: AxisName) -> tuple[AxisName, np.ndarray]:
+    """The axes in the mesh's order, which ppermute needs, and the place there of each device."""
+    if isinstance(axis_name, str):
+        return axis_name, np.arange(lax.axis_size(axis_name))
+    names = sorted(axis_name, key=jax.sharding.get_abstract_mesh().axis_names.index)
+    places = np.arange(lax.axis_size(axis_name)).reshape([lax.axis_size(x) for x in names])
+    return tuple(names), places.transpose([names.index(x) for x in axis_name]).ravel()
 
 
 def _axis_size(axis_name: AxisName) -> int:

@@ -284,6 +284,45 @@ def test_rows_that_see_nothing(order):
     chex.assert_trees_all_close(results, with_gradients(mask, *arrays), atol=1e-4)
 
 
+@pytest.mark.parametrize("implementation", [None, "xla", "mosaic_gpu"])
+@pytest.mark.parametrize(("T", "S"), [(0, 8), (8, 0), (0, 0)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        jax_flash.ring_attention,
+        functools.partial(jax_flash.ring_attention, zigzag=True),
+        jax_flash.ulysses_attention,
+        jax_flash.all_gather_attention,
+    ],
+    ids=["ring", "zigzag", "ulysses", "all-gather"],
+)
+def test_empty_axes(method, T, S, implementation):
+    arrays = *operands(T, S, (4, 4), jnp.bfloat16), draw(3, 4)
+    run = sharded(method, mesh_of((4,)), is_causal=True, implementation=implementation)
+    out, lse, *gradients = jax.jit(functools.partial(with_gradients, run))(*arrays)
+    chex.assert_trees_all_equal(out, jnp.zeros_like(arrays[0]))
+    assert lse.shape == out.shape[:3] and jnp.isneginf(lse).all()
+    chex.assert_trees_all_equal(gradients, [*map(jnp.zeros_like, arrays)])
+
+
+@pytest.mark.parametrize("axes", [("y", "x"), ("x", "y"), ("y",)])
+@pytest.mark.parametrize(
+    "method",
+    [jax_flash.ring_attention, jax_flash.ulysses_attention, jax_flash.all_gather_attention],
+)
+def test_axes_in_any_order(method, axes):
+    """The first of several is the one that varies least, as in a PartitionSpec."""
+    of_rows = P(None, axes)
+    attend = functools.partial(method, axis_name=axes, is_causal=True, return_residual=True)
+    run = jax.shard_map(attend, mesh=mesh_of((2, 4)), in_specs=of_rows, out_specs=of_rows)
+    arrays = operands(heads=(8, 8))
+    chex.assert_trees_all_close(
+        jax.jit(functools.partial(with_gradients, run))(*arrays),
+        with_gradients(whole(is_causal=True), *arrays),
+        atol=1e-4,
+    )
+
+
 def program(run, *arrays):
     return jax.jit(functools.partial(with_gradients, run)).lower(*arrays).compile()
 
@@ -332,7 +371,8 @@ def test_compiled_for_gpus_hops_run_while_arrays_travel():
         on_their_way += {"collective-permute-start": 1, "collective-permute-done": -1}.get(found, 0)
     # The second and the third hop, forward and backward.
     assert of_hops == [True, False, True, True]
-    assert not re.search(r"= (bf16|f32)\[\S* (concatenate|copy)\(", text)
+    # But for one counter of the backward's, which begins as a constant.
+    assert set(re.findall(r"(\S+) (?:concatenate|copy)\(", text)) <= {"s32[1]{0}"}
 
 
 @pytest.mark.parametrize(
