@@ -524,9 +524,10 @@ def _choose(call: DecodeCall, implementation: str | None) -> dispatch.Explanatio
     reason = dispatch._device_reason("mosaic_gpu", here) or unsupported["mosaic_gpu"]
     if reason is None:
         return dispatch.Explanation("mosaic_gpu", {})
+    explanation = dispatch.Explanation("xla", {"mosaic_gpu": reason})
     if here.is_hopper:
-        dispatch._log_once(logging.WARNING, "xla", ("mosaic_gpu", reason))
-    return dispatch.Explanation("xla", {"mosaic_gpu": reason})
+        dispatch.log_choice(logging.WARNING, explanation)
+    return explanation
 
 
 # --- the kernel ----------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Which device a computation will run on, as far as it can be known before it is compiled."""
 
+import ctypes
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -16,11 +18,13 @@ class Device:
       platform: "cpu", "gpu", "tpu", ...
       kind: the vendor's name for it, such as "NVIDIA H100 80GB HBM3".
       compute_capability: (major, minor) of an NVIDIA GPU, None for anything else.
+      slow_kernels: why the kernels are slow there, None where they are not.
     """
 
     platform: str
     kind: str
     compute_capability: tuple[int, int] | None = None
+    slow_kernels: str | None = None
 
     @property
     def is_hopper(self) -> bool:
@@ -55,8 +59,33 @@ def default_device() -> Device:
 def _describe(device: Any) -> Device:
     # An AMD GPU is a "gpu" too, but its capability reads "gfx942", not "9.0".
     capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    return Device(
+    described = Device(
         platform=device.platform,
         kind=device.device_kind,
         compute_capability=(int(capability[1]), int(capability[2])) if capability else None,
     )
+    if described.is_hopper:
+        return dataclasses.replace(described, slow_kernels=_slow_kernels(jax.__version_info__))
+    return described
+
+
+@functools.cache
+def _slow_kernels(version: tuple[int, ...]) -> str | None:
+    """Why a JAX of that version makes slow code of the kernels here, None if it does not.
+
+    JAX 0.12.0 assembles by libnvJitLink where it finds it, beside CUDA or among what jax[cuda13]
+    installs, and no flag says otherwise. That makes relocatable code, in which ptxas ignores
+    setmaxnreg: registers of consumers spill and wgmma is serialised (C7504, C7511).
+    """
+    if version[:3] != (0, 12, 0):
+        return None
+    for library in ("libnvJitLink.so.13", "libnvJitLink.so.12"):
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            continue
+        return (
+            f"jax {'.'.join(map(str, version))} assembles them with {library}, which ignores"
+            " setmaxnreg: they take 2 to 6 times as long as with jax 0.11"
+        )
+    return None

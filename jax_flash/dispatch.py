@@ -18,6 +18,7 @@ from jax_flash.call import Call, by_device, without_derivative
 
 # Modules of this package, fastest first, imported where they are asked.
 IMPLEMENTATIONS = {"mosaic_gpu": "autodiff", "cudnn": "cudnn", "xla": "xla"}
+_WHERE_KERNELS_ARE_SLOW = ("cudnn", "mosaic_gpu", "xla")
 
 _logger = logging.getLogger("jax_flash")
 
@@ -35,9 +36,13 @@ class Explanation:
     implementation: str
     reasons: dict[str, str]
 
+    @property
+    def passed_over(self) -> list[str]:
+        """The reasons as text."""
+        return [f"{name} passed over: {reason}" for name, reason in self.reasons.items()]
+
     def __str__(self) -> str:
-        passed_over = [f"{name} passed over: {reason}" for name, reason in self.reasons.items()]
-        return "\n  ".join([self.implementation, *passed_over])
+        return "\n  ".join([self.implementation, *self.passed_over])
 
 
 def choose(call: Call, implementation: str | None) -> Explanation:
@@ -51,16 +56,18 @@ def choose(call: Call, implementation: str | None) -> Explanation:
       NotImplementedError: `implementation` cannot do the call or run on this device.
     """
     here = device.device_of(call.query)
+    if here.slow_kernels:
+        _log_once(logging.WARNING, f"the kernels are slow here: {here.slow_kernels}")
     if implementation is not None:
         return _named(implementation, here, _module(implementation, call).unsupported(call))
     reasons: dict[str, str] = {}
-    for name in IMPLEMENTATIONS:
+    for name in _WHERE_KERNELS_ARE_SLOW if here.slow_kernels else IMPLEMENTATIONS:
         reason = _device_reason(name, here) or _module(name, call).unsupported(call)
         if reason is None:
+            explanation = Explanation(name, reasons)
             if reasons:
-                level = logging.WARNING if here.is_hopper else logging.INFO
-                _log_once(level, name, *reasons.items())
-            return Explanation(name, reasons)
+                log_choice(logging.WARNING if here.is_hopper else logging.INFO, explanation)
+            return explanation
         reasons[name] = reason
     raise NotImplementedError(f"No implementation can do this call: {reasons}")
 
@@ -120,7 +127,12 @@ def _device_reason(implementation: str, here: device.Device) -> str | None:
     return None
 
 
+def log_choice(level: int, explanation: Explanation) -> None:
+    """Says what runs and what was passed over, once."""
+    why = "; ".join(explanation.passed_over)
+    _log_once(level, f"attention runs on {explanation.implementation} ({why})")
+
+
 @functools.cache
-def _log_once(level: int, name: str, *passed_over: tuple[str, str]) -> None:
-    why = "; ".join(f"{faster} passed over: {reason}" for faster, reason in passed_over)
-    _logger.log(level, "attention runs on %s (%s)", name, why)
+def _log_once(level: int, message: str) -> None:
+    _logger.log(level, "%s", message)

@@ -1,5 +1,7 @@
 """Which implementation runs a call, and the reasons given; what cuDNN is trusted with."""
 
+import ctypes
+import dataclasses
 import logging
 import types
 
@@ -17,6 +19,7 @@ from pallas_kernels import config
 
 CPU = Device("cpu", "cpu")
 H100 = Device("gpu", "NVIDIA H100", (9, 0))
+SLOW_H100 = dataclasses.replace(H100, slow_kernels="it is a Monday")
 A100 = Device("gpu", "NVIDIA A100", (8, 0))
 B200 = Device("gpu", "NVIDIA B200", (10, 0))
 V100 = Device("gpu", "NVIDIA V100", (7, 0))
@@ -59,6 +62,9 @@ def on(monkeypatch):
         (H100, None, None, "mosaic_gpu", []),
         (H100, "no such width", None, "cudnn", ["mosaic_gpu"]),
         (H100, "no such width", "none found", "xla", ["mosaic_gpu", "cudnn"]),
+        (SLOW_H100, None, None, "cudnn", []),
+        (SLOW_H100, None, "none found", "mosaic_gpu", ["cudnn"]),
+        (SLOW_H100, "no such width", "none found", "xla", ["cudnn", "mosaic_gpu"]),
         (A100, None, None, "cudnn", ["mosaic_gpu"]),
         (A100, None, "none found", "xla", ["mosaic_gpu", "cudnn"]),
         (B200, None, None, "cudnn", ["mosaic_gpu"]),
@@ -302,6 +308,15 @@ def test_log_is_quiet_where_nothing_faster_is_hoped_for(on, caplog):
 # --- explain() ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("implementation", [None, "mosaic_gpu", "cudnn"])
+def test_log_says_that_kernels_are_slow(on, caplog, implementation):
+    on(SLOW_H100)
+    for _ in range(2):
+        jax_flash.explain(*shapes(), implementation=implementation)
+    message = "the kernels are slow here: it is a Monday"
+    assert caplog.record_tuples == [("jax_flash", logging.WARNING, message)]
+
+
 def test_explain_takes_arrays_and_shapes_alike():
     options = {
         "is_causal": True,
@@ -348,6 +363,35 @@ def test_explain_inside_jit():
 def test_compute_capability(capability, expected):
     fake = types.SimpleNamespace(platform="gpu", device_kind="a GPU", compute_capability=capability)
     assert device._describe(fake).compute_capability == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "libraries", "slow"),
+    [
+        ((0, 12, 0, 1), ["libnvJitLink.so.13"], "jax 0.12.0.1 assembles them with libnvJitLink"),
+        ((0, 12, 0), ["libnvJitLink.so.12"], "which ignores setmaxnreg"),
+        ((0, 12, 0, 1), [], None),
+        ((0, 11, 2), ["libnvJitLink.so.13"], None),
+        ((0, 12, 1), ["libnvJitLink.so.13"], None),
+    ],
+)
+def test_where_kernels_are_slow(monkeypatch, version, libraries, slow):
+    def load(name):
+        if name not in libraries:
+            raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    device._slow_kernels.cache_clear()
+    monkeypatch.setattr(jax, "__version_info__", version)
+    kernels, others = (
+        device._describe(
+            types.SimpleNamespace(platform="gpu", device_kind="", compute_capability=capability)
+        ).slow_kernels
+        for capability in ("9.0", "8.0")
+    )
+    device._slow_kernels.cache_clear()
+    assert others is None
+    assert kernels is None if slow is None else slow in kernels
 
 
 def test_device_of_arrays_and_tracers():
@@ -614,7 +658,8 @@ def test_cudnn_vmap_on_gpu():
 def test_fastest_on_gpu():
     query, key, value = on_gpu(256, 256, 128, jnp.bfloat16)
     explanation = jax_flash.explain(query, key, value, is_causal=True)
-    assert explanation == dispatch.Explanation("mosaic_gpu", {})
+    fastest = "cudnn" if device.device_of(query).slow_kernels else "mosaic_gpu"
+    assert explanation == dispatch.Explanation(fastest, {})
     explanation = jax_flash.explain(*(x.astype(jnp.float32) for x in (query, key, value)))
     assert explanation.implementation == "xla"
     assert list(explanation.reasons) == ["mosaic_gpu", "cudnn"]
