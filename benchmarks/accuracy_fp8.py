@@ -6,7 +6,6 @@ number of keys, for values around 0 and around 1, where an accumulator of few bi
 is small beside the sum; "quantised, in float64" has no error but that of quantisation.
 """
 
-import argparse
 import importlib.util
 import pathlib
 from typing import Any
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_flash
-from benchmarks import attention, timing
+from benchmarks import attention, reporting, timing
 from jax_flash import Quantized
 from jax_flash.quantization import rotate
 
@@ -112,31 +111,19 @@ def length_errors(
     return errors
 
 
-def plot(results: list[dict], path: pathlib.Path) -> None:
+def plot(record: dict[str, Any], path: pathlib.Path) -> None:
     """Error against the number of keys, a panel for each mean of the values."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, len(MEANS), figsize=(9, 3.5), squeeze=False, sharey=True)
-    for panel, mean in zip(panels[0], MEANS, strict=True):
-        of_mean = [r for r in results if r["mean"] == mean]
-        for name in of_mean[0]["errors"]:
-            panel.plot(
-                [r["keys"] for r in of_mean],
-                [r["errors"][name] for r in of_mean],
-                marker="o",
-                label=name,
-            )
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set_xlabel(f"keys; values around {mean:g}")
-        panel.grid(alpha=0.3)
-    panels[0, 0].set_ylabel("relative error, rms")
-    panels[0, -1].legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
+    results = record["lengths"]
+    panels = {}
+    for mean in dict.fromkeys(result["mean"] for result in results):
+        of_mean = [result["errors"] for result in results if result["mean"] == mean]
+        panels[f"values around {mean:g}"] = {
+            name: [errors[name] for errors in of_mean] for name in of_mean[0]
+        }
+    keys = list(dict.fromkeys(result["keys"] for result in results))
+    title = "FP8: error of the output, lower is better; dashed, beside quantised in float64"
+    title += f"\n{reporting.where(record)}"
+    reporting.curves(panels, keys, ("keys", "relative error, rms"), title, path)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -146,15 +133,18 @@ def main(argv: list[str] | None = None) -> int:
         if gpu
         else ["jax_flash fp8 xla", "jax_flash xla"]
     )
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    chosen = "mosaic_gpu" if gpu else "xla"
+    parser = reporting.parser(__doc__)
     parser.add_argument("--candidates", default=",".join(names), help="of the second table")
-    parser.add_argument("--implementation", default="mosaic_gpu" if gpu else "xla")
+    parser.add_argument("--implementation", default=chosen, help="of the first table")
     parser.add_argument("--rows", type=int, default=1024 if gpu else 128, help="queries")
-    parser.add_argument("--heads", type=int, default=8 if gpu else 2)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=8 if gpu else 2, help="N = K")
+    parser.add_argument("--width", type=int, default=128, help="H = h")
     parser.add_argument("--keys", type=int, default=16384 if gpu else 4096, help="with outliers")
-    parser.add_argument("--longest", type=int, default=2**18 if gpu else 4096)
-    parser.add_argument("--results", type=pathlib.Path, default=attention.RESULTS)
+    parser.add_argument(
+        "--longest", type=int, default=2**18 if gpu else 4096, help="most keys, without"
+    )
+    reporting.add_results(parser)
     options = parser.parse_args(argv)
     names = options.candidates.split(",")
     if unknown := {*names} - {*attention.CANDIDATES}:
@@ -171,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
         errors = length_errors(names, min(options.rows, 128), keys, 2, options.width, mean)
         results.append({"keys": keys, "mean": mean, "errors": errors})
 
-    record = attention.provenance() | {
+    record = reporting.provenance() | {
         "implementation": options.implementation,
         "outliers": {
             "rows": options.rows,
@@ -182,18 +172,22 @@ def main(argv: list[str] | None = None) -> int:
         },
         "lengths": results,
     }
-    path = attention.write(options.results, "accuracy fp8", record)
+    path = reporting.write(options.results, "accuracy fp8", record)
     whole = of_outliers["a scale per tensor"]
+    print(f"\n{reporting.where(record)}")
     header = ["RMSE with outliers", options.implementation, "a scale per tensor over it"]
-    cells = [[name, f"{x:.2e}", f"{whole / x:.2f}"] for name, x in of_outliers.items()]
-    print("\n" + attention.markdown([header, *cells]))
+    cells = [
+        [name, reporting.figure(x, ".2e"), reporting.figure(whole / x, ".2f")]
+        for name, x in of_outliers.items()
+    ]
+    print(reporting.markdown([header, *cells]))
     lines = [["keys", "mean of values", *results[0]["errors"]]]
     for result in results:
-        figures = (f"{x:.2e}" for x in result["errors"].values())
+        figures = (reporting.figure(x, ".2e") for x in result["errors"].values())
         lines.append([f"{result['keys']}", f"{result['mean']:g}", *figures])
-    print(f"\nrelative error, rms\n{attention.markdown(lines)}\n\nwritten: {path}")
+    print(f"\nrelative error, rms\n{reporting.markdown(lines)}\n\nwritten: {path}")
     if importlib.util.find_spec("matplotlib"):
-        plot(results, path.with_suffix(".png"))
+        plot(record, path.with_suffix(".png"))
         print(f"plotted: {path.with_suffix('.png')}")
     # Hopper's sums of FP8 products lose values with a mean.
     losing = {"jax_flash fp8", "cuDNN fp8"}

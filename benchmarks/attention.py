@@ -16,11 +16,9 @@ Peers: cuDNN through jax.nn, and FlashAttention-3 where the package dew_flash_at
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import importlib.util
 import itertools
-import json
 import math
 import pathlib
 import re
@@ -35,10 +33,9 @@ import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo
 
 import jax_flash
-from benchmarks import timing
+from benchmarks import reporting, timing
+from benchmarks.reporting import figure, markdown
 from pallas_kernels import config
-
-RESULTS = pathlib.Path(__file__).parent / "results"
 
 # Relative error of a right result: bf16 output and weights give 2e-3 to 3e-3.
 TOLERANCE = 1e-2
@@ -595,7 +592,7 @@ def best(result: dict) -> tuple[float, float]:
 
 
 def summarize(results: list[dict]) -> dict[str, dict]:
-    """For each pass, ours / best peer over the rows that have both."""
+    """For each pass, the speedup over the best peer in the rows that have both."""
     summary = {}
     for kind in dict.fromkeys(result["passes"] for result in results):
         speeds = {r["row"]: best(r) for r in results if r["passes"] == kind}
@@ -619,31 +616,25 @@ def over_16_bits(result: dict) -> float:
 
 
 def fp8_table(results: list[dict]) -> str:
-    """For rows with candidates in FP8: errors, microseconds of quantisation, ours over 16 bits."""
+    """For rows with candidates in FP8: errors, microseconds of quantisation, speedup."""
     names = list(dict.fromkeys(n for r in results for n in r["candidates"] if is_fp8(n)))
     headers = [[f"{name}: error", "quantisation, us"] for name in names]
-    lines = [["shape", *itertools.chain(*headers), "fp8 / 16 bits"]]
+    lines = [["shape", *itertools.chain(*headers), "speedup over 16 bits"]]
     for result in results:
         cells = []
         for entry in (result["candidates"].get(name, {}) for name in names):
-            cells.append(f"{entry['error']:.1e}" if "error" in entry else "-")
             time = entry.get("quantisation_milliseconds")
-            cells.append(f"{1e3 * time['mean']:.1f}" if time else "-")
-        lines.append([result["row"], *cells, f"{over_16_bits(result):.2f}"])
+            cells.append(figure(entry.get("error"), ".1e"))
+            cells.append(figure(1e3 * time["mean"] if time else None, ".1f"))
+        lines.append([result["row"], *cells, figure(over_16_bits(result), ".2f")])
     return markdown(lines)
 
 
-def markdown(lines: list[list[str]]) -> str:
-    """A table whose first line is the header."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([rows[0], rule, *rows[1:]])
-
-
 def table(results: list[dict], candidates: list[str], matmul: float) -> str:
-    """TFLOP/s of every candidate; for ours, the ratio to the best peer and to the matmul."""
-    lines = [["shape", "passes", *candidates, "ours / best peer", "ours / matmul", "error"]]
+    """TFLOP/s of every candidate; of ours, the speedup, and the part of the matmul's rate."""
+    lines = [
+        ["shape", "passes", *candidates, "speedup over best peer", "of the matmul", "error"],
+    ]
     for result in results:
         entries = result["candidates"]
         speed = {n: e["teraflops"] for n, e in entries.items() if "teraflops" in e}
@@ -653,10 +644,10 @@ def table(results: list[dict], candidates: list[str], matmul: float) -> str:
             [
                 result["row"],
                 result["passes"],
-                *(f"{speed[n]:.3g}" if n in speed else "-" for n in candidates),
-                f"{ours / peer:.2f}",
-                f"{ours / matmul:.2f}",
-                f"{max(errors, default=math.nan):.1e}",
+                *(figure(speed.get(name), ".3g") for name in candidates),
+                figure(ours / peer, ".2f"),
+                figure(ours / matmul, ".2f"),
+                figure(reporting.worst(errors), ".1e"),
             ]
         )
     return markdown(lines)
@@ -679,8 +670,8 @@ def memory_table(results: list[dict], candidates: list[str]) -> str:
 
 def heading(record: dict[str, Any], calls: str) -> str:
     """What stands above a table: where and when it was measured, and what its figures are."""
-    where = f"{record['device']}, jax {record['jax']}, {record['date']}"
-    return f"{where}, {record.get('dtype', 'bf16')}; TFLOP/s, means of\n{calls} calls"
+    dtype = record.get("dtype", "bf16")
+    return f"{reporting.where(record)}, {dtype}; TFLOP/s, means of\n{calls} calls"
 
 
 def report(record: dict, candidates: list[str], calls: str) -> str:
@@ -699,9 +690,9 @@ def report(record: dict, candidates: list[str], calls: str) -> str:
         parts.append(fp8_table(results))
     parts.append(
         "\n".join(
-            f"{kind}: ours / best peer {s['geometric_mean']:.3f}, the geometric mean of {s['rows']}"
-            f" of {[r['passes'] for r in results].count(kind)} rows; smallest {s['smallest']:.3f},"
-            f" {s['smallest_row']}"
+            f"{kind}: speedup over best peer {s['geometric_mean']:.3f}, the geometric mean of"
+            f" {s['rows']} of {[r['passes'] for r in results].count(kind)} rows; smallest"
+            f" {s['smallest']:.3f}, {s['smallest_row']}"
             for kind, s in record["summary"].items()
         )
     )
@@ -709,71 +700,34 @@ def report(record: dict, candidates: list[str], calls: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def plot(results: list[dict], candidates: list[str], title: str, path: pathlib.Path) -> None:
+def plot(record: dict, path: pathlib.Path) -> None:
     """Bars of TFLOP/s for every row, a panel for each kind of pass."""
     labels = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+    results = record["results"]
+    candidates = reporting.in_order(name for result in results for name in result["candidates"])
     rows = list(dict.fromkeys(result["row"] for result in results))
     panels = {}
     for kind in dict.fromkeys(result["passes"] for result in results):
         of_kind = {r["row"]: r["candidates"] for r in results if r["passes"] == kind}
-        panels["TFLOP/s, " + labels[kind]] = {
-            name: [of_kind[row].get(name, {}).get("teraflops", 0) for row in rows]
+        label = f"TFLOP/s, {labels[kind]}"
+        if kind in record["summary"]:
+            speedup = record["summary"][kind]["geometric_mean"]
+            label += f"\nspeedup over best peer {speedup:.2f}"
+        panels[label] = {
+            name: [of_kind.get(row, {}).get(name, {}).get("teraflops", 0) for row in rows]
             for name in candidates
         }
-    bars(panels, rows, title, path)
-
-
-def bars(
-    panels: dict[str, dict[str, list[float]]], rows: list[str], title: str, path: pathlib.Path
-) -> None:
-    """Draws a panel for each label, in which each candidate has a bar for every row, or none."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    candidates = list(next(iter(panels.values())))
-    figure, axes = plt.subplots(
-        len(panels), figsize=(2 + 0.6 * len(rows), 3.5 * len(panels)), squeeze=False, sharex=True
-    )
-    drawn = {}
-    for axis, (label, heights) in zip(axes[:, 0], panels.items(), strict=True):
-        shown = [name for name in candidates if any(heights[name])]
-        width = 0.8 / max(1, len(shown))
-        for i, name in enumerate(shown):
-            drawn[name] = axis.bar(
-                [x + (i - (len(shown) - 1) / 2) * width for x in range(len(rows))],
-                heights[name],
-                width,
-                color=f"C{candidates.index(name)}",
-            )
-        axis.set_ylabel(label)
-        axis.grid(axis="y", alpha=0.3)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.margins(x=0.01)
-    axes[0, 0].set_title(title, loc="left", pad=28)  # above the legend
-    legend = {name: drawn[name] for name in candidates if name in drawn}
-    axes[0, 0].legend(
-        legend.values(),
-        legend.keys(),
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        frameon=False,
-        ncols=max(1, len(legend)),
-    )
-    axes[-1, 0].set_xticks(range(len(rows)), rows, rotation=60, ha="right")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
+    title = f"Attention beside its peers: longer is faster\n{reporting.where(record)}"
+    reporting.bars(panels, rows, f"{title}, {record.get('dtype', 'bf16')}", path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that say which rows to time, how often, and where results go."""
     parser.add_argument("--quick", action="store_true", help="the rows of length 4096 alone")
     parser.add_argument("--rows", default="", help="regular expression that names of rows match")
-    parser.add_argument("--rounds", type=int, default=timing.ROUNDS)
+    parser.add_argument("--rounds", type=int, default=timing.ROUNDS, help="turns of each")
     parser.add_argument("--iterations", type=int, default=10, help="calls in a round")
-    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="where to write")
+    reporting.add_results(parser)
 
 
 def select(suite: str, options: argparse.Namespace) -> list[Row]:
@@ -784,30 +738,20 @@ def select(suite: str, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def provenance() -> dict[str, Any]:
-    """Where and when something was measured: device, jax, date."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
-    }
-
-
-def write(directory: pathlib.Path, title: str, record: dict[str, Any]) -> pathlib.Path:
-    """Writes a record with `provenance` as JSON, named after its title, device and date."""
-    directory.mkdir(parents=True, exist_ok=True)
-    stem = re.sub(r"\W+", "-", f"{title} {record['device']} {record['date'][:10]}".lower())
-    path = directory / f"{stem}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    return path
-
-
-def parse(argv: list[str] | None, description: str) -> argparse.Namespace:
+def parse(argv: list[str] | None, doc: str | None) -> argparse.Namespace:
     """The command line: its candidates, passes and rows as lists of what there is."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--suite", choices=SUITES, default="train" if timing.on_gpu() else "small")
-    parser.add_argument("--passes", help=f"of {','.join(PASSES)}, all but for FP8")
-    parser.add_argument("--candidates", help=f"of {', '.join(CANDIDATES)}, separated by commas")
+    parser = reporting.parser(doc)
+    suite = "train" if timing.on_gpu() else "small"
+    parser.add_argument("--suite", choices=SUITES, default=suite, help="which rows")
+    parser.add_argument(
+        "--passes", help=f"of {','.join(PASSES)} (default: all; forward for suites of FP8)"
+    )
+    parser.add_argument(
+        "--candidates",
+        help=f"of {', '.join(CANDIDATES)}, separated by commas (default:"
+        f" {','.join(default_candidates())}; for suites of FP8"
+        f" {','.join(default_candidates('fp8'))})",
+    )
     add_arguments(parser)
     options = parser.parse_args(argv)
 
@@ -827,7 +771,7 @@ def parse(argv: list[str] | None, description: str) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse(argv, __doc__.split("\n")[0])
+    options = parse(argv, __doc__)
     matmul = timing.matmul_teraflops(8192 if timing.on_gpu() else 512)
     results: list[dict] = []
     built = compile_all(options.rows, options.passes, options.candidates)
@@ -835,7 +779,7 @@ def main(argv: list[str] | None = None) -> int:
         results += benchmark(row, programs, options.rounds, options.iterations)
         programs.clear()
         results.sort(key=lambda result: options.passes.index(result["passes"]))
-        record = provenance() | {
+        record = reporting.provenance() | {
             "dtype": "fp8 and bf16" if any(map(is_fp8, options.candidates)) else "bf16",
             "matmul_teraflops": matmul,
             "notes": NOTES,
@@ -843,14 +787,13 @@ def main(argv: list[str] | None = None) -> int:
             "results": results,
         }
         # After each row, so that a run that is cut short leaves what it found.
-        path = write(options.results, f"attention {options.suite}", record)
+        path = reporting.write(options.results, f"attention {options.suite}", record)
 
     print(report(record, options.candidates, f"{options.rounds} x {options.iterations}"))
 
     print(f"\nwritten: {path}")
     if importlib.util.find_spec("matplotlib"):
-        title = f"{record['device']}, {record['dtype']}"
-        plot(results, options.candidates, title, path.with_suffix(".png"))
+        plot(record, path.with_suffix(".png"))
         print(f"plotted: {path.with_suffix('.png')}")
 
     return 1 if any(map(is_ours, problems(results))) else 0

@@ -23,17 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_flash
-from benchmarks import timing
-from benchmarks.attention import (
-    RESULTS,
-    TOLERANCE,
-    bars,
-    is_ours,
-    markdown,
-    provenance,
-    relative_error,
-    write,
-)
+from benchmarks import reporting, timing
+from benchmarks.attention import TOLERANCE, is_ours, relative_error
+from benchmarks.reporting import figure, markdown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,8 +299,8 @@ def best(result: dict) -> tuple[float, float]:
 
 
 def table(record: dict, candidates: list[str]) -> str:
-    """Microseconds of every candidate; for ours, the read rate and the ratio to the best peer."""
-    lines = [["shape", *candidates, "TB/s", "of read rate", "best peer / ours", "error"]]
+    """Microseconds of every candidate; of ours, the rate of reading and the speedup."""
+    lines = [["shape", *candidates, "TB/s", "of the read rate", "speedup over best peer", "error"]]
     for result in record["results"]:
         entries = result["candidates"]
         ours, peer = best(result)
@@ -318,32 +310,33 @@ def table(record: dict, candidates: list[str]) -> str:
         lines.append(
             [
                 result["row"],
-                *("-" if time is None else f"{1e3 * time['mean']:.1f}" for time in times),
-                f"{rate:.2f}",
-                f"{rate / record['read_terabytes_per_second']:.2f}",
-                f"{peer / ours:.2f}",
-                f"{max(errors, default=math.nan):.1e}",
+                *(figure(1e3 * time["mean"] if time else None, ".1f") for time in times),
+                figure(rate, ".2f"),
+                figure(rate / record["read_terabytes_per_second"], ".2f"),
+                figure(peer / ours, ".2f"),
+                figure(reporting.worst(errors), ".1e"),
             ]
         )
     return markdown(lines)
 
 
 def summarize(results: list[dict]) -> str:
-    """Best peer / ours over the rows that have both."""
+    """The speedup over the best peer in the rows that have both."""
     ratios = {result["row"]: best(result)[1] / best(result)[0] for result in results}
     ratios = {row: ratio for row, ratio in ratios.items() if not math.isnan(ratio)}
     if not ratios:
         return "no row has both ours and a peer"
     lowest = min(ratios, key=lambda row: ratios[row])
     return (
-        f"best peer / ours {statistics.geometric_mean(ratios.values()):.3f}, the geometric mean of"
-        f" {len(ratios)} of {len(results)} rows; smallest {ratios[lowest]:.3f}, {lowest}"
+        f"speedup over best peer {statistics.geometric_mean(ratios.values()):.3f}, the geometric"
+        f" mean of {len(ratios)} of {len(results)} rows; smallest {ratios[lowest]:.3f}, {lowest}"
     )
 
 
-def plot(record: dict, candidates: list[str], path: pathlib.Path) -> None:
+def plot(record: dict, path: pathlib.Path) -> None:
     """Bars of the part of the read rate that each candidate reaches in every row."""
     results = record["results"]
+    candidates = reporting.in_order(name for result in results for name in result["candidates"])
     heights = {
         name: [
             result["candidates"].get(name, {}).get("terabytes_per_second", 0)
@@ -352,23 +345,26 @@ def plot(record: dict, candidates: list[str], path: pathlib.Path) -> None:
         ]
         for name in candidates
     }
-    title = f"{record['device']}, decoding"
-    bars({"of the read rate": heights}, [result["row"] for result in results], title, path)
+    title = f"Decoding beside its peers: longer is faster\n{reporting.where(record)}"
+    label = f"of the rate of reading memory, {record['read_terabytes_per_second']:.2f} TB/s"
+    reporting.bars({label: heights}, [result["row"] for result in results], title, path)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line, with candidates and rows as lists of what there is."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--suite", choices=SUITES, default="decode" if timing.on_gpu() else "small")
-    parser.add_argument("--candidates", help=f"of {', '.join(CANDIDATES)}, separated by commas")
+    parser = reporting.parser(__doc__)
+    suite, names = "decode" if timing.on_gpu() else "small", ",".join(default_candidates())
+    parser.add_argument("--suite", choices=SUITES, default=suite, help="which rows")
+    parser.add_argument(
+        "--candidates", default=names, help=f"of {', '.join(CANDIDATES)}, separated by commas"
+    )
     parser.add_argument("--splits", default="", help="numbers, separated by commas, to try too")
     parser.add_argument("--rows", default="", help="regular expression that names of rows match")
-    parser.add_argument("--rounds", type=int, default=timing.ROUNDS)
+    parser.add_argument("--rounds", type=int, default=timing.ROUNDS, help="turns of each")
     parser.add_argument("--iterations", type=int, default=10, help="calls in a round")
-    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="where to write")
+    reporting.add_results(parser)
     options = parser.parse_args(argv)
-    names = options.candidates
-    options.candidates = names.split(",") if names else default_candidates()
+    options.candidates = options.candidates.split(",")
     if unknown := {*options.candidates} - {*CANDIDATES}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     if not re.fullmatch(r"(\d+(,\d+)*)?", options.splits):
@@ -386,18 +382,21 @@ def main(argv: list[str] | None = None) -> int:
     results: list[dict] = []
     for row in timing.progress(options.rows, "decode"):
         results.append(measure(row, options.candidates, options.rounds, options.iterations))
-        record = provenance() | {"read_terabytes_per_second": read_rate, "results": results}
+        record = reporting.provenance() | {
+            "read_terabytes_per_second": read_rate,
+            "results": results,
+        }
         # After each row, so that a run that is cut short leaves what it found.
-        path = write(options.results, f"decode {options.suite}", record)
-    where = f"{record['device']}, jax {record['jax']}, {record['date']}"
+        path = reporting.write(options.results, f"decode {options.suite}", record)
+    calls = f"{options.rounds} x {options.iterations}"
     print(
-        f"\n{where}; microseconds, means of {options.rounds} x {options.iterations} calls; reads"
+        f"\n{reporting.where(record)}; microseconds, means of {calls} calls; reads"
         f" {read_rate:.2f} TB/s\n\n{table(record, options.candidates)}\n\n{summarize(results)}"
     )
     print(*problems(results), sep="\n")
     print(f"\nwritten: {path}")
     if importlib.util.find_spec("matplotlib"):
-        plot(record, options.candidates, path.with_suffix(".png"))
+        plot(record, path.with_suffix(".png"))
         print(f"plotted: {path.with_suffix('.png')}")
     return 1 if problems(results) else 0
 

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
-from benchmarks import attention, timing
+from benchmarks import attention, reporting, timing
 from benchmarks.attention import Row
 
 METHODS: dict[str, Callable] = {
@@ -73,6 +73,17 @@ def lowered(name: str, row: Row, devices: int, implementation: str | None) -> An
         for x in jax.eval_shape(functools.partial(inputs_of, row))
     ]
     return jax.jit(functools.partial(with_gradients, attend)).lower(*shapes)
+
+
+def ran_by_one(row: Row, implementation: str | None) -> str:
+    """The implementation that runs a row on one device, the fastest unless one is named."""
+    query, key, value, _, *ids = jax.eval_shape(functools.partial(inputs_of, row))
+    options: dict[str, Any] = {"is_causal": True, "implementation": implementation}
+    if row.window is not None:
+        options["local_window_size"] = (row.window, 0)
+    if ids:
+        options |= {"query_segment_ids": ids[0], "key_value_segment_ids": ids[0]}
+    return jax_flash.explain(query, key, value, **options).implementation
 
 
 def inputs_of(row: Row) -> tuple[jax.Array, ...]:
@@ -396,27 +407,27 @@ def table(results: list[dict[str, Any]]) -> str:
             figures = [
                 f"{result['milliseconds']:.1f}",
                 f"{rate:.0f}",
-                f"{rate / alone:.2f}" if alone else "",
-                f"{result['error']:.1e}",
+                reporting.figure(rate / alone if alone else None, ".2f"),
+                reporting.figure(result["error"], ".1e"),
             ]
         lines.append([result["method"], str(result["devices"]), result["row"], *figures])
-    return attention.markdown(lines)
+    return reporting.markdown(lines)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = reporting.parser(__doc__)
     parser.add_argument("--length", type=int, default=32768, help="positions of a device")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--key-heads", type=int, default=8)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=32, help="N")
+    parser.add_argument("--key-heads", type=int, default=8, help="K")
+    parser.add_argument("--width", type=int, default=128, help="H = h")
     powers = [2**i for i in range(len(jax.devices()).bit_length())]
     parser.add_argument("--devices", default=",".join(map(str, powers)), help="beside one")
-    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--methods", default=",".join(METHODS), help="separated by commas")
     parser.add_argument("--masks", default="causal", help=f"of {','.join(MASKS)}")
     parser.add_argument("--window", type=int, default=4096, help="keys before its own")
     parser.add_argument("--documents", type=int, default=8, help="packed, of a device")
-    parser.add_argument("--implementation", help="as in jax_flash.attention")
-    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--implementation", help="default: the fastest here")
+    parser.add_argument("--iterations", type=int, default=10, help="calls of each")
     parser.add_argument("--kernels", action="store_true", help="also the times of kernels (CUPTI)")
     parser.add_argument(
         "--profile", action="store_true", help="also which transfers no kernel hides"
@@ -426,7 +437,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=30, help="that its run may take")
     parser.add_argument("--memory", type=float, help="GB of a device, if not all that JAX has")
-    parser.add_argument("--results", type=pathlib.Path, default=attention.RESULTS)
+    reporting.add_results(parser)
     options = parser.parse_args(argv)
     for name in ("kernels", "profile"):
         if getattr(options, name) and not timing.on_gpu():
@@ -477,6 +488,9 @@ def main(argv: list[str] | None = None) -> int:
             for name, mask, count in timing.progress(todo, "lower")
         ]
         concurrent.futures.wait([*whole.values(), *runs])
+    ran = ", ".join(
+        dict.fromkeys(ran_by_one(rows[mask, 1], options.implementation) for mask in options.masks)
+    )
     title = f"distributed {counts[-1]}"
     if options.masks != ["causal"]:
         title += f" {' '.join(options.masks)}"
@@ -484,10 +498,14 @@ def main(argv: list[str] | None = None) -> int:
     compiled_todo = zip(todo, runs, strict=True)
     for (name, mask, count), run in timing.progress(compiled_todo, "distributed"):
         results.append(measure(name, rows[mask, count], count, run, whole[mask, count], options))
-        record = attention.provenance() | {"devices": counts[-1], "results": results}
+        record = reporting.provenance() | {
+            "devices": counts[-1],
+            "implementation": ran,
+            "results": results,
+        }
         # After each, so that a run that is cut short leaves what it found.
-        path = attention.write(options.results, title, record)
-    print(f"\n{table(results)}", flush=True)
+        path = reporting.write(options.results, title, record)
+    print(f"\n{reporting.where(record)}; one GPU runs {ran}\n{table(results)}", flush=True)
     for result in results:
         for name, times in result.get("kernels", {}).items():
             who = f"{result['method']} on {result['devices']}: {name}"
@@ -506,7 +524,7 @@ def main(argv: list[str] | None = None) -> int:
             and name in options.longest
             and "failed" not in result
         ]
-        path = attention.write(options.results, title, record | {"longest": found})
+        path = reporting.write(options.results, title, record | {"longest": found})
         for result in found:
             print(
                 f"{result['method']}: {result['fits']} positions fit in {options.memory:.1f} GB a "

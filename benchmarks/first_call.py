@@ -17,13 +17,14 @@ import argparse
 import itertools
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
+
+from benchmarks import reporting  # no jax, which a child imports
 
 CANDIDATES = ("jax_flash", "cuDNN")
 PASSES = ("forward", "both")
@@ -182,11 +183,13 @@ def table(results: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--candidates", default=None, help="default: all that this machine has")
-    parser.add_argument("--passes", default=",".join(PASSES))
-    parser.add_argument("--scenarios", default=",".join(SCENARIOS))
-    parser.add_argument("--results", type=pathlib.Path, default=None)
+    parser = reporting.parser(__doc__)
+    parser.add_argument(
+        "--candidates", help=f"of {','.join(CANDIDATES)} (default: all that this machine has)"
+    )
+    parser.add_argument("--passes", default=",".join(PASSES), help="separated by commas")
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="the same")
+    reporting.add_results(parser)
     parser.add_argument("--task", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.task:
@@ -194,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU
-    from benchmarks import attention, timing  # jax, which a child times
+    from benchmarks import attention, timing
 
     gpu = timing.on_gpu()
     names = (arguments.candidates or ",".join(CANDIDATES if gpu else CANDIDATES[:1])).split(",")
@@ -212,11 +215,11 @@ def main(argv: list[str] | None = None) -> int:
         except RuntimeError as error:  # a peer may lack something: the others go on
             of = {"candidate": name, "passes": kind, "step": scenario}
             results.append(of | {"failed": str(error)})
-    record = attention.provenance() | {"cores": os.cpu_count(), "results": results}
-    path = attention.write(arguments.results or attention.RESULTS, "first call", record)
-    where = f"{record['device']}, jax {record['jax']}, {record['date']}"
-    print(f"\nseconds before the first result; {where}, {os.cpu_count()} cores")
-    print(f"{attention.markdown(table(results))}\nwritten: {path}")
+    record = reporting.provenance() | {"cores": os.cpu_count(), "results": results}
+    path = reporting.write(arguments.results, "first call", record)
+    where = f"{reporting.where(record)}, {os.cpu_count()} cores"
+    print(f"\nseconds before the first result; {where}")
+    print(f"{reporting.markdown(table(results))}\nwritten: {path}")
     return 1 if any(_is_bad(result, attention.TOLERANCE) for result in results) else 0
 
 

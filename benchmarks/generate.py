@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import smollm2, timing
-from benchmarks.attention import RESULTS, markdown, provenance, write
+import jax_flash
+from benchmarks import reporting, smollm2, timing
 from benchmarks.smollm2 import Attention, Model
 
 MODELS = ("smollm2", "random", "tiny")
@@ -458,6 +458,21 @@ def measure(
     return results
 
 
+def ran(loaded: Loaded, row: Sizes) -> str:
+    """The implementations that "jax_flash" is in prefill and in decoding, in words."""
+    model, dtype = loaded.model, loaded.params["embedding"].dtype
+
+    def array(length: int, heads: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((row.batch, length, heads, model.head_width), dtype)
+
+    key = array(row.context, model.key_heads)
+    prompt = jax_flash.explain(array(row.context, model.heads), key, key, is_causal=True)
+    cache = array(row.capacity, model.key_heads)
+    lengths = jax.ShapeDtypeStruct((row.batch,), jnp.int32)
+    token = jax_flash.explain_decode(array(1, model.heads), cache, cache, lengths)
+    return f"{prompt.implementation} (prefill) and {token.implementation} (decode)"
+
+
 def failures(results: list[dict]) -> list[str]:
     return [
         f"batch {result['batch']} {result['pass']}: {name} failed: {entry['failed']}"
@@ -479,15 +494,16 @@ def disagreements(results: list[dict]) -> list[str]:
 
 
 def table(results: list[dict], names: Sequence[str]) -> str:
-    """Tokens a second of every candidate; the first's over the best other's."""
-    lines = [["batch", "pass", *names, f"{names[0]} / best other"]]
+    """Tokens a second of every candidate; the speedup of the first over the best other."""
+    lines = [["batch", "pass", *names, f"speedup of {names[0]} over best other"]]
     for result in results:
         entries = result["candidates"]
         rates = [entries[name].get("tokens_per_second", math.nan) for name in names]
         ratio = rates[0] / max((x for x in rates[1:] if x == x), default=math.nan)
-        shown = ("-" if math.isnan(x) else f"{x:,.0f}" for x in rates)
-        lines.append([str(result["batch"]), result["pass"], *shown, f"{ratio:.2f}"])
-    return markdown(lines)
+        shown = (reporting.figure(x, ",.0f") for x in rates)
+        last = reporting.figure(ratio, ".2f")
+        lines.append([str(result["batch"]), result["pass"], *shown, last])
+    return reporting.markdown(lines)
 
 
 def speed(loaded: Loaded, options: argparse.Namespace) -> list[str]:
@@ -499,18 +515,19 @@ def speed(loaded: Loaded, options: argparse.Namespace) -> list[str]:
     for row in timing.progress(rows, "measure"):
         of_row = {title: {name: programs[row, title, name] for name in names} for title in PASSES}
         results += measure(loaded, row, of_row, options.rounds)
-        record = provenance() | {
+        record = reporting.provenance() | {
             "weights": loaded.name,
+            "auto": ran(loaded, rows[-1]),
             "dtype": loaded.params["embedding"].dtype.name,
             "context": options.context,
             "steps": options.steps,
             "results": results,
         }
         # After each batch, so that a run that is cut short leaves what it found.
-        path = write(options.results, "generate", record)
+        path = reporting.write(options.results, "generate", record)
     print(
-        f"\n{record['device']}, jax {record['jax']}, {record['date']}; {loaded.name},"
-        f" {record['dtype']}; tokens a second: prefill of {options.context} a sequence, then"
+        f"\n{reporting.where(record)}; {loaded.name}, {record['dtype']}; jax_flash ran on"
+        f" {record['auto']}; tokens a second: prefill of {options.context} a sequence, then"
         f" {options.steps} more; medians of {options.rounds}\n\n{table(results, names)}\n"
     )
     failed = failures(results)
@@ -524,28 +541,34 @@ def speed(loaded: Loaded, options: argparse.Namespace) -> list[str]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     gpu = timing.on_gpu()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = reporting.parser(__doc__)
     parser.add_argument("prompts", nargs="*", help="several make a batch")
     parser.add_argument("--tokens", type=int, default=200, help="to generate, at most")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for the likeliest")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--page-size", type=int, help="of a paged cache; contiguous without")
-    parser.add_argument("--attention", choices=ATTENTIONS, default="jax_flash")
-    parser.add_argument("--model", choices=MODELS, help="smollm2, or random weights; tiny is small")
-    parser.add_argument("--weights", type=pathlib.Path, help="GGUF file for smollm2")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="jax_flash", help="by what")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16" if gpu else "float32"
+        "--model",
+        choices=MODELS,
+        help="smollm2, or random weights; tiny is small (default: smollm2; for --speed random where"
+        " its weights are missing)",
+    )
+    parser.add_argument("--weights", type=pathlib.Path, help="GGUF file for smollm2")
+    dtype = "bfloat16" if gpu else "float32"
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default=dtype, help="of weights and caches"
     )
     parser.add_argument("--verify", action="store_true", help="compare with float32, no cache")
     parser.add_argument("--speed", action="store_true", help="time prefill and decoding")
     speeds = parser.add_argument_group("for --speed")
     names = "jax_flash,cuDNN,jax.nn xla" if gpu else "jax_flash,jax.nn xla"
     speeds.add_argument("--candidates", default=names, help=f"of {', '.join(ATTENTIONS)}")
-    speeds.add_argument("--batches", default="1,16,128" if gpu else "1,2")
-    speeds.add_argument("--context", type=int, default=4096 if gpu else 128)
-    speeds.add_argument("--steps", type=int, default=64 if gpu else 8)
-    speeds.add_argument("--rounds", type=int, default=3)
-    speeds.add_argument("--results", type=pathlib.Path, default=RESULTS, help="where to write")
+    speeds.add_argument("--batches", default="1,16,128" if gpu else "1,2", help="prompts")
+    speeds.add_argument("--context", type=int, default=4096 if gpu else 128, help="tokens of each")
+    speeds.add_argument("--steps", type=int, default=64 if gpu else 8, help="tokens after them")
+    speeds.add_argument("--rounds", type=int, default=3, help="turns of each")
+    reporting.add_results(speeds)
     options = parser.parse_args(argv)
     for name in ("tokens", "page_size", "context", "steps", "rounds"):
         got = getattr(options, name)

@@ -7,7 +7,7 @@ a GPU. XLA's own kernels are among them.
 import concurrent.futures
 from collections.abc import Iterator
 
-from benchmarks import attention, timing
+from benchmarks import attention, reporting, timing
 from benchmarks.attention import Row
 
 
@@ -44,7 +44,7 @@ def line(result: dict) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = attention.parse(argv, __doc__.split("\n")[0])
+    options = attention.parse(argv, __doc__)
     if not timing.on_gpu():
         raise SystemExit("times of single kernels need an NVIDIA GPU")
     results: list[dict] = []
@@ -54,10 +54,11 @@ def main(argv: list[str] | None = None) -> int:
         for passes, of_pass in programs.items():
             results += measure(row, passes, of_pass, inputs, options.iterations)
         programs.clear()
-    record = attention.provenance() | {"results": results}
-    path = attention.write(options.results, f"kernels {options.suite}", record)
+    record = reporting.provenance() | {"results": results}
+    path = reporting.write(options.results, f"kernels {options.suite}", record)
     header = ["shape", "pass", "candidate", "us", "kernels, us"]
-    print(attention.markdown([header, *map(line, results)]))
+    print(f"\n{reporting.where(record)}")
+    print(reporting.markdown([header, *map(line, results)]))
     print(f"\nwritten: {path}")
     return 1 if any("failed" in r and attention.is_ours(r["candidate"]) for r in results) else 0
 

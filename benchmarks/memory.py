@@ -5,23 +5,21 @@ counts all that jax allocates, also what a peer's kernels ask for as they run, w
 benchmarks.attention does not.
 """
 
-import argparse
 import concurrent.futures
 import multiprocessing
 import os
-import pathlib
 from typing import Any
 
 import jax
 
-from benchmarks import attention, timing
+from benchmarks import attention, reporting, timing
 from benchmarks.attention import Row
 
 ROWS = [Row(4, 4096, 16, 16, 128, True), Row(1, 16384, 32, 32, 64, True)]
 
 
 def peak_bytes(name: str, row: Row) -> tuple[dict[str, Any], int]:
-    """`attention.provenance`, and bytes that one call needs at its peak beside its arguments.
+    """`reporting.provenance`, and bytes that one call needs at its peak beside its arguments.
 
     Results are among them. To be called once a process.
 
@@ -35,13 +33,14 @@ def peak_bytes(name: str, row: Row) -> tuple[dict[str, Any], int]:
     stats = jax.devices()[0].memory_stats()
     if not stats:
         raise RuntimeError(f"{jax.devices()[0].device_kind} does not count its memory")
-    return attention.provenance(), stats["peak_bytes_in_use"] - arguments
+    return reporting.provenance(), stats["peak_bytes_in_use"] - arguments
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--candidates", default="jax_flash,jax_flash deterministic,cuDNN,FA3")
-    parser.add_argument("--results", type=pathlib.Path, default=attention.RESULTS)
+    parser = reporting.parser(__doc__)
+    every = "jax_flash,jax_flash deterministic,cuDNN,FA3"
+    parser.add_argument("--candidates", default=every, help="separated by commas")
+    reporting.add_results(parser)
     arguments = parser.parse_args(argv)
     names = arguments.candidates.split(",")
     if unknown := {*names} - {*attention.CANDIDATES}:
@@ -56,13 +55,14 @@ def main(argv: list[str] | None = None) -> int:
         with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as process:
             record, peak = process.submit(peak_bytes, name, row).result()
         results.append({"row": row.name, "candidate": name, "peak_bytes": peak})
-    path = attention.write(arguments.results, "memory", record | {"results": results})
+    path = reporting.write(arguments.results, "memory", record | {"results": results})
     lines = [["shape", *names]]
     for row in ROWS:
         peaks = [r["peak_bytes"] for r in results if r["row"] == row.name]
         lines.append([row.name, *(f"{peak / 2**20:.0f}" for peak in peaks)])
-    print("\nMiB at the peak of forward + backward, beside the arguments")
-    print(f"{attention.markdown(lines)}\nwritten: {path}")
+    print(f"\n{reporting.where(record)}")
+    print("MiB at the peak of forward + backward, beside the arguments")
+    print(f"{reporting.markdown(lines)}\nwritten: {path}")
     return 0
 
 

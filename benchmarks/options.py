@@ -5,12 +5,10 @@ shape, and with cuDNN where jax.nn has the option, or with xla for dropout besid
 is the time over that of the plain call.
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_flash
-from benchmarks import attention, timing
+from benchmarks import attention, reporting, timing
 from benchmarks.attention import Row
 
 ROWS = [Row(4, 4096, 16, 16, 128, True), Row(4, 4096, 32, 32, 64, True)]
@@ -223,7 +221,7 @@ def table(results: list[dict], passes: str) -> str:
             of_row = cells.setdefault((result["row"], result["option"]), {})
             of_row[result["candidate"]] = cell
     lines += [[*index, *(of_row.get(n, "-") for n in names)] for index, of_row in cells.items()]
-    return attention.markdown(lines)
+    return reporting.markdown(lines)
 
 
 def problems(results: list[dict]) -> list[str]:
@@ -240,11 +238,12 @@ def problems(results: list[dict]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     gpu = timing.on_gpu()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--implementation", default="mosaic_gpu" if gpu else "xla")
+    chosen = "mosaic_gpu" if gpu else "xla"
+    parser = reporting.parser(__doc__)
+    parser.add_argument("--implementation", default=chosen, help="of ours")
     parser.add_argument("--options", default=",,".join(OPTIONS), help="separated by two commas")
-    parser.add_argument("--rounds", type=int, default=timing.ROUNDS)
-    parser.add_argument("--results", type=pathlib.Path, default=attention.RESULTS)
+    parser.add_argument("--rounds", type=int, default=timing.ROUNDS, help="turns of each")
+    reporting.add_results(parser)
     arguments = parser.parse_args(argv)
     names = arguments.options.split(",,")
     if unknown := {*names} - {*OPTIONS}:
@@ -254,10 +253,10 @@ def main(argv: list[str] | None = None) -> int:
     results: list[dict] = []
     for row in timing.progress(ROWS if gpu else SMALL_ROWS, "options"):
         results += measure(row, names, arguments.implementation, arguments.rounds)
-    record = attention.provenance() | {"results": results}
-    path = attention.write(arguments.results, "options", record)
-    print(f"\n{record['device']}, jax {record['jax']}, {record['date']}, bf16; milliseconds, and")
-    print("the time over that of the plain call")
+    record = reporting.provenance() | {"results": results}
+    path = reporting.write(arguments.results, "options", record)
+    print(f"\n{reporting.where(record)}, bf16; milliseconds, in brackets")
+    print("times what the plain call takes")
     for kind in PASSES:
         print(f"\n{kind}\n{table(results, kind)}")
     wrong = problems(results)

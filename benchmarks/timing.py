@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -116,13 +117,15 @@ def reason(error: Exception) -> str:
 
 
 def progress(items: Iterable, what: str) -> Iterator[Any]:
-    """Shows how far a loop is: with tqdm where it is installed, else a line for each item."""
+    """Shows on a terminal how far a loop is: with tqdm, or without it a line for each item."""
     items = list(items)
+    is_shown = sys.stderr.isatty()
     try:
         from tqdm import tqdm
     except ImportError:
         for i, item in enumerate(items):
-            print(f"{what} {i + 1}/{len(items)}", flush=True)
+            if is_shown:
+                print(f"{what} {i + 1}/{len(items)}", file=sys.stderr, flush=True)
             yield item
     else:
-        yield from tqdm(items, desc=what, dynamic_ncols=True)
+        yield from tqdm(items, desc=what, dynamic_ncols=True, disable=not is_shown)

@@ -5,7 +5,6 @@ own sources, which every machine has. `--compare` trains it once for each implem
 same seed and on the same data, and fails if their losses differ by more than bf16 rounding makes.
 """
 
-import argparse
 import dataclasses
 import functools
 import os
@@ -20,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_flash
-from benchmarks import timing
-from benchmarks.attention import RESULTS, provenance, write
+from benchmarks import reporting, timing
 
 VOCABULARY = 256  # bytes
 IMPLEMENTATIONS = ("auto", "mosaic_gpu", "cudnn", "xla", "jax.nn", "fp8")
@@ -125,6 +123,16 @@ def attention_of(implementation: str) -> Callable:
         return functools.partial(jax_flash.attention_fp8, is_causal=True, incoherent_key=key)
     name = None if implementation == "auto" else implementation
     return functools.partial(jax_flash.attention, is_causal=True, implementation=name)
+
+
+def ran(model: Model, batch: int, length: int) -> str:
+    """The implementation that "auto" is for these sizes."""
+
+    def array(heads: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, length, heads, model.head_width), jnp.bfloat16)
+
+    key = array(model.key_heads)
+    return jax_flash.explain(array(model.heads), key, key, is_causal=True).implementation
 
 
 def loss(params: dict, tokens: jax.Array, model: Model, attention: Callable) -> jax.Array:
@@ -252,22 +260,24 @@ def disagreement(curves: dict[str, np.ndarray]) -> str | None:
 
 def main(argv: list[str] | None = None) -> int:
     gpu = timing.on_gpu()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=300 if gpu else 60)
-    parser.add_argument("--batch", type=int, default=16 if gpu else 8)
-    parser.add_argument("--length", type=int, default=1024 if gpu else 128)
-    parser.add_argument("--layers", type=int, default=4 if gpu else 2)
-    parser.add_argument("--heads", type=int, default=8 if gpu else 2)
-    parser.add_argument("--key-heads", type=int, default=2 if gpu else 1)
-    parser.add_argument("--head-width", type=int, choices=(64, 128), default=64)
-    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, default="auto")
+    parser = reporting.parser(__doc__)
+    parser.add_argument("--steps", type=int, default=300 if gpu else 60, help="of training")
+    parser.add_argument("--batch", type=int, default=16 if gpu else 8, help="sequences a step")
+    parser.add_argument("--length", type=int, default=1024 if gpu else 128, help="bytes of each")
+    parser.add_argument("--layers", type=int, default=4 if gpu else 2, help="of the decoder")
+    parser.add_argument("--heads", type=int, default=8 if gpu else 2, help="of queries")
+    parser.add_argument("--key-heads", type=int, default=2 if gpu else 1, help="of keys")
+    parser.add_argument("--head-width", type=int, choices=(64, 128), default=64, help="H = h")
+    parser.add_argument(
+        "--implementation", choices=IMPLEMENTATIONS, default="auto", help="auto: the fastest here"
+    )
     parser.add_argument(
         "--compare",
         nargs="?",
         const="mosaic_gpu" if gpu else "jax.nn",
         help="implementations, separated by commas, to train beside xla",
     )
-    parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
+    reporting.add_results(parser)
     options = parser.parse_args(argv)
     model = Model(options.layers, options.heads, options.key_heads, options.head_width)
     names = [options.implementation]
@@ -277,9 +287,11 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"unknown: {', '.join(sorted(unknown))}")
 
     shape = f"{model.layers} layers, {model.heads}/{model.key_heads} heads of {model.head_width}"
-    print(
-        f"{jax.devices()[0].device_kind}: {shape}, {options.batch} x {options.length} bytes a step"
-    )
+    measured = reporting.provenance()
+    print(f"{reporting.where(measured)}: {shape}, {options.batch} x {options.length} bytes a step")
+    auto = ran(model, options.batch, options.length)
+    if "auto" in names:
+        print(f"auto runs on {auto}")
     curves, seconds = {}, {}
     for name in names:
         curves[name], seconds[name] = train(
@@ -299,7 +311,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"largest difference of {name} and xla: {apart:.4f} nats")
     wrong = disagreement(curves)
     print(wrong or "The curves agree to within rounding.")
-    record = provenance() | {
+    record = measured | {
+        "auto": auto,
         "model": dataclasses.asdict(model),
         "batch": options.batch,
         "length": options.length,
@@ -307,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
         "losses": {name: losses.tolist() for name, losses in curves.items()},
     }
     title = " ".join(["train lm", *names[2:]])
-    print(f"written: {write(options.results, title, record)}")
+    print(f"written: {reporting.write(options.results, title, record)}")
     return 1 if wrong else 0
 
 

@@ -5,7 +5,6 @@ the best of them. Each is checked against float32 before it is timed. Prints eve
 best settings of each width beside the default as lines for pallas_kernels/config.py.
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
 import itertools
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
 
-from benchmarks import attention, timing
+from benchmarks import attention, reporting, timing
 from jax_flash.device import device_of
 from pallas_kernels.config import BACKWARD, FORWARD, WIDTHS, Config, ForwardConfig
 
@@ -164,7 +163,7 @@ def table(results: list[dict], default: ForwardConfig) -> str:
         reference = timed.get(source(default), math.nan)
         for name, speed in timed.items():
             lines.append([result["row"], name, f"{speed:.1f}", f"{speed / reference:.3f}"])
-    return attention.markdown(lines)
+    return reporting.markdown(lines)
 
 
 def conclusion(width: int, results: list[dict]) -> str:
@@ -187,9 +186,9 @@ def conclusion(width: int, results: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = reporting.parser(__doc__)
     parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), help="separated by commas")
-    parser.add_argument("--suite", choices=attention.SUITES, default="train")
+    parser.add_argument("--suite", choices=attention.SUITES, default="train", help="which rows")
     parser.add_argument("--list", action="store_true", help="print what would be tried, and stop")
     attention.add_arguments(parser)
     options = parser.parse_args(argv)
@@ -203,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
             for c in candidates(width):
                 needs = registers_needed(width, c), shared_memory_bytes(width, c), named_barriers(c)
                 lines.append([str(width), source(c), *map(str, needs)])
-        print(attention.markdown(lines))
+        print(reporting.markdown(lines))
         return 0
 
     rows = [row for row in attention.select(options.suite, options) if row.width in widths]
@@ -214,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"benchmarks.tune needs a Hopper GPU; this is {device}", file=sys.stderr)
         return 1
 
-    record = attention.provenance() | {"results": []}
+    record = reporting.provenance() | {"results": []}
     calls = f"{options.rounds} x {options.iterations}"
     conclusions = []
     for width in dict.fromkeys(row.width for row in rows):
@@ -227,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
         conclusions.append(conclusion(width, sections))
         # After each width, so that a search that is cut short leaves what it found.
         record["results"] += settings + sections
-        path = attention.write(options.results, f"tune {options.suite} forward", record)
+        path = reporting.write(options.results, f"tune {options.suite} forward", record)
 
     print("", *conclusions, sep="\n")
     found = attention.problems(record["results"])

@@ -73,7 +73,7 @@ def test_ratio_and_rate_of_a_row():
     assert [cell.strip() for cell in line.strip("|").split("|")] == (
         ["a", "100.0", "200.0", "150.0", "1.00", "0.50", "1.50", "0.0e+00"]
     )
-    assert decode.summarize(record["results"]).startswith("best peer / ours 1.500")
+    assert decode.summarize(record["results"]).startswith("speedup over best peer 1.500")
 
 
 def test_numbers_of_splits_to_try():

@@ -1,0 +1,134 @@
+"""What benchmarks print, draw and write can be read; the tables of their page are the records'."""
+
+import importlib
+import io
+import itertools
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import attention, decode, reporting, tables, timing, train_lm
+
+COMMANDS = sorted(
+    path.stem
+    for path in pathlib.Path(attention.__file__).parent.glob("*.py")
+    if "reporting.parser(" in path.read_text() or path.stem == "kernels"
+)
+
+
+def test_tables_are_those_of_the_records():
+    page = tables.README.read_text()
+    assert tables.written(page) == page
+    assert all(page.count(f"<!-- table {name} -->") == 1 for name in tables.TABLES)
+    assert page.count("<!-- end -->") == len(tables.TABLES)
+
+
+def test_what_leads_is_bold_unless_the_next_is_level():
+    assert tables.leading({"a": 100.0, "b": 102.0, "c": None}) == "b"
+    assert tables.leading({"a": 100.0, "b": 100.9}) is None
+    assert tables.leading({"a": 100.0, "b": None}) is None
+    assert tables.cells({"a": 3.0, "b": 2.0}, {"a": "3", "b": "2"}) == ["**3**", "2"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_every_default(command, monkeypatch, capsys):
+    """And results go where git does not see them."""
+    shown = []
+    show = reporting.argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(
+        reporting.argparse.ArgumentParser,
+        "parse_args",
+        lambda self, argv=None: (shown.append(self), show(self, argv))[1],
+    )
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"benchmarks.{command}").main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    (parser,) = shown
+    for action in parser._actions:
+        assert action.help, action.dest
+        if action.default not in (None, False, "", [], reporting.argparse.SUPPRESS):
+            default = " ".join(str(action.default).split())
+            assert f"(default: {default})".replace(" ", "") in text.replace(" ", ""), action.dest
+    assert "default: None" not in text and "default: False" not in text
+    if command != "tables":
+        assert parser.get_default("results") == pathlib.Path("build/benchmarks")
+
+
+def test_git_ignores_results():
+    root = pathlib.Path(attention.__file__).parents[1]
+    assert "build/" in (root / ".gitignore").read_text().splitlines()
+    assert reporting.RESULTS.parts[0] == "build"
+
+
+def test_a_table_has_no_nan():
+    entries = {"jax_flash": {"error": math.nan}, "cuDNN": {"failed": "no such shape"}}
+    result = {"row": "a", "passes": "forward", "bytes": 8, "candidates": entries}
+    lines = [
+        attention.table([result], [*entries], matmul=800.0),
+        attention.fp8_table([{**result, "candidates": {"jax_flash fp8": {"error": math.nan}}}]),
+        decode.table({"read_terabytes_per_second": 2.0, "results": [result]}, [*entries]),
+    ]
+    assert "nan" not in "".join(lines)
+    assert reporting.figure(None, ".1f") == reporting.figure(math.nan, ".1f") == "-"
+    assert math.isnan(reporting.worst([1.0, math.nan])) and math.isnan(reporting.worst([]))
+    assert reporting.worst([1.0, 2.0]) == 2.0
+
+
+def test_a_candidate_has_a_colour_of_its_own_in_every_figure():
+    names = {*attention.CANDIDATES, *decode.CANDIDATES}
+    assert names <= {*reporting.COLORS}
+    assert len({*reporting.COLORS.values()}) == len(reporting.COLORS)
+    assert reporting.color("FA3 beside it") == reporting.color("FA3")
+    splits = [reporting.color(f"jax_flash {n} splits") for n in (1, 2, 4, 8)]
+    assert all(a != b for a, b in itertools.combinations(splits, 2))
+
+
+@pytest.mark.parametrize("name", ["attention-masks", "attention-fp8", "decode", "accuracy-fp8"])
+def test_figures_say_what_where_and_when(name, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="needs the extra benchmarks")
+    titles, finish = [], reporting._finish
+
+    def noted(figure, title, *more):
+        titles.append(title)
+        finish(figure, title, *more)
+
+    monkeypatch.setattr(reporting, "_finish", noted)
+    path = next(tables.RECORDS.glob(f"{name}-*nvidia*.json"))
+    record = json.loads(path.read_text())
+    (plot,) = (plot for beginning, plot in tables.PLOTS.items() if name.startswith(beginning))
+    plot(record, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes()[1:4] == b"PNG"
+    (title,) = titles
+    assert all(record[key] in title for key in ("device", "jax", "date"))
+    assert "faster" in title or "better" in title
+
+
+@pytest.mark.parametrize("has_tqdm", [True, False])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_only(has_tqdm, is_terminal, monkeypatch):
+    if has_tqdm:
+        pytest.importorskip("tqdm", reason="needs the extra benchmarks")
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert list(timing.progress(range(3), "rows")) == [0, 1, 2]
+    assert ("rows" in stream.getvalue()) == is_terminal
+
+
+def test_training_says_what_auto_ran(monkeypatch, capsys):
+    monkeypatch.setattr(train_lm, "train", lambda *_: ([1.0] * 5, 1.0))
+    monkeypatch.setattr(train_lm, "ran", lambda *_: "some kernel")
+    assert train_lm.main(["--steps", "5"]) == 0
+    assert "auto runs on some kernel" in capsys.readouterr().out
+
+
+def test_reporting_imports_no_jax():
+    """A child of benchmarks.first_call imports it before it measures."""
+    code = "import sys; import benchmarks.first_call; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
