@@ -505,7 +505,7 @@ def _backward(
     settings, query, key, value, intervals, ids, query_words, key_words, elements,
     differentiated, references, out, lse, d_out, d_lse,
 ):  # fmt: skip
-    from pallas_kernels import backward  # of Pallas, which is slow to import
+    from pallas_kernels.gradients import attention_gradients  # of Pallas, slow to import
 
     problem = settings.problem(query, key, value)
     query, d_out = _zero_empty(query, d_out, lse, problem)
@@ -513,7 +513,7 @@ def _backward(
         d_out = _zero_unseeing(d_out, problem, intervals, ids)
     if differentiated:
         elements = elements._replace(bias=differentiated[0])
-    d_query, d_key, d_value, *d_bias = backward.attention_gradients(
+    d_query, d_key, d_value, *d_bias = attention_gradients(
         _pad_rows(query),
         _pad_rows(key),
         _pad_rows(value),

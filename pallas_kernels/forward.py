@@ -34,11 +34,9 @@ the consumers arrive and the producer waits. Turn: a named barrier a consumer; w
 issues its two products, so one warpgroup's softmax runs under another's products (ping-pong).
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -47,318 +45,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels import online_softmax, scheduler, segments, tickets
+from pallas_kernels import online_softmax, segments
 from pallas_kernels.columns import Columns, as_rows
-from pallas_kernels.config import LOG2E, ForwardConfig, Problem, sees_itself
-from pallas_kernels.dropout import DropoutRefs, Words, kept
+from pallas_kernels.config import LOG2E, ForwardConfig, Problem
+from pallas_kernels.dropout import Words, kept
 from pallas_kernels.dropout import operands as dropout_operands
-from pallas_kernels.element_arrays import NO_ELEMENTS, Elements, compressed, expanded
-from pallas_kernels.elements import NOTHING_LOADED, ElementRefs
-from pallas_kernels.elements import masked as masked_by_element
+from pallas_kernels.element_arrays import NO_ELEMENTS, Elements, compressed
+from pallas_kernels.forward_block import ThreadBlock
+from pallas_kernels.forward_plan import BIAS_BOX, Plan
+from pallas_kernels.forward_rows import Rows
+from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.online_softmax import RowState, spread
 from pallas_kernels.primitives import (
-    BlockVote,
-    NamedBarriers,
-    SharedZeros,
-    all_columns,
     code_fence,
-    div_rem,
     fence_async_shared,
     fresh_zero,
-    keep_bits,
     load_operand,
-    operand_form,
-    store_rows,
     warpgroup_any,
     zero_tile,
 )
-from pallas_kernels.row_masks import ROWS, RowMasks, in_each_row
-from pallas_kernels.soft_cap import capped, known_reference, weights_of
+from pallas_kernels.row_masks import ROWS
 
 _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
-_BIAS_BOX = 64  # keys: of 16 bits, as wide as TMA swizzles
-_TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Which tiles there are, and which key blocks each one needs."""
-
-    problem: Problem
-    config: ForwardConfig
-    batch_inside: bool = False  # number batch entries within a head, as they share its bias
-
-    @property
-    def per_head(self) -> int:
-        return -(-self.problem.query_length // self.config.block_q)
-
-    @property
-    def rows(self) -> int:
-        return self.config.whole_tiles(self.problem.query_length)
-
-    @property
-    def shift(self) -> int:
-        """Rows by which the first tile starts before the first query.
-
-        Where tiles do not divide the rows, some warpgroups of one tile have none. Under a causal
-        mask that is the first tile, which sees the fewest keys.
-        """
-        rows_of_warpgroups = -(-self.problem.query_length // ROWS) * ROWS
-        is_causal = self.problem.highest is not None and not self.problem.segmented
-        return self.rows - rows_of_warpgroups if is_causal else 0
-
-    def first_row(self, tile, warpgroup):
-        """First query row of a warpgroup: beyond the last query for one that has none."""
-        row = tile * self.config.block_q + warpgroup * ROWS
-        return lax.rem(row + (self.rows - self.shift), jnp.int32(self.rows)) if self.shift else row
-
-    @property
-    def count(self) -> int:
-        """Of all heads of all batch entries."""
-        return self.problem.batch * self.problem.heads * self.per_head
-
-    @property
-    def thread_blocks(self) -> int:
-        return min(self.config.thread_blocks, self.count)
-
-    def key_blocks(self) -> np.ndarray:
-        """What each tile of a head needs: `[tiles, 2]` int32, or `[tiles, 4]` with a lower bound.
-
-        Of its key blocks, which run from the last that a row sees to the first: how many they are;
-        how many steps must be exact, those with a mask at the near edge; with a lower bound, how
-        many come before those with a mask at the far edge, and the end of the first one, in blocks.
-        Where some row sees no key, all steps are exact. A tile that sees nothing takes one block,
-        fully masked, so that every tile has a first one.
-        """
-        p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv
-        if p.by_batch:
-            raise ValueError("problem: got one that is dynamic or segmented, needs key_blocks_of")
-        first_row = np.arange(self.per_head) * block_q - self.shift
-        last_row = np.minimum(first_row + block_q, p.query_length) - 1
-        first_row = np.maximum(first_row, 0)
-        seen_by_last = seen_by_first = np.full(self.per_head, p.key_length)
-        if p.highest is not None:
-            seen_by_first = np.minimum(p.key_length, first_row + 1 + p.highest)
-            seen_by_last = np.minimum(p.key_length, last_row + 1 + p.highest)
-        end = np.maximum(1, -(-seen_by_last // block_kv))
-        # Causal tiles: one more block where none of the masked ones holds a key of the first row.
-        unmasked = np.clip((seen_by_first - (p.highest is not None)) // block_kv, 0, end)
-        if p.lowest is None:
-            return np.stack([end, end - unmasked], axis=1).astype(np.int32)
-        first = np.clip((first_row + p.lowest) // block_kv, 0, end - 1)
-        first_unmasked = np.maximum(0, -(-(last_row + p.lowest) // block_kv))
-        blocks, any_unmasked = end - first, first_unmasked < unmasked
-        # Then steps at the far edge may trust the maximum, as each row has seen its last key.
-        all_see = last_row + p.lowest < p.key_length
-        if p.highest is not None:
-            all_see &= first_row + p.highest >= 0
-        exact = np.where(all_see, end - unmasked, blocks)
-        near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), exact)
-        return np.stack([blocks, exact, near, end], axis=1).astype(np.int32)
-
-    def reach(self, intervals: jax.Array | None) -> run_time_intervals.Reach:
-        """What each tile sees, but for ids; intervals are those of `key_blocks_of`."""
-        p = self.problem
-        rows = np.minimum(np.arange(self.rows), p.query_length - 1)
-        bounds = run_time_intervals.of_bounds(p.lowest, p.highest, rows, p.key_length)
-        seen = bounds if intervals is None else intervals
-        return run_time_intervals.reach(seen, self.config.block_q, empty_rows_count=not p.dynamic)
-
-    def key_blocks_of(
-        self,
-        intervals: jax.Array | None,
-        ids: tuple[jax.Array, jax.Array] | None = None,
-        ids_are_sorted: jax.Array | None = None,
-    ) -> jax.Array:
-        """The same for each batch entry, `[B, tiles, 4 or 5]`.
-
-        Args:
-          intervals: the keys `[B, 2, T]` of each query, if the problem is dynamic. A row that sees
-            nothing then lets its tile go without masks.
-          ids: segment ids of queries and keys, if the problem is segmented.
-          ids_are_sorted: None, or of each batch entry what `segments.intervals` says, for a fifth
-            column: whether steps with a mask compare ids, but for the first. That is of one more
-            block then, of which no row sees a key.
-        """
-        block_q, block_kv, reach = self.config.block_q, self.config.block_kv, self.reach(intervals)
-        # One more block where none of the masked ones holds a key of some row.
-        blocks = segments.Blocks(
-            first=reach.first // block_kv,
-            end=-(-reach.end // block_kv),
-            first_unmasked=-(-reach.common_first // block_kv),
-            end_unmasked=(reach.common_end - 1) // block_kv,
-        )
-        one_more: jax.Array | int = 0
-        if ids is not None:
-            sharing = segments.sharing(*ids, block_q, block_kv)
-            blocks = segments.restricted(blocks, sharing)
-            one_more = 1 - self._first_key_is_seen(sharing, blocks.end_unmasked)
-        end = jnp.maximum(1, blocks.end)
-        first = jnp.clip(blocks.first, 0, end - 1)
-        unmasked, first_unmasked = jnp.clip(blocks.end_unmasked, 0, end), blocks.first_unmasked
-        count, any_unmasked = end - first, first_unmasked < unmasked
-        all_masked = count  # how many are exact where none is without a mask
-        if ids is not None and not self.problem.dynamic:
-            # Of the tile's first row.
-            own_block = np.arange(self.per_head, dtype=np.int32)[None] * block_q // block_kv
-            all_masked = jnp.where(self._see_themselves(*ids), end - own_block, count)
-            all_masked = jnp.clip(all_masked, 1, count)
-        exact = jnp.where(any_unmasked, end - unmasked + one_more, all_masked)
-        near = jnp.where(any_unmasked, end - jnp.maximum(first_unmasked, first), all_masked)
-        if ids_are_sorted is None:
-            return jnp.stack([count, exact, near, end], axis=-1)
-        comparing = jnp.broadcast_to(~ids_are_sorted[:, None], count.shape).astype(jnp.int32)
-        exact = jnp.maximum(exact, 1)  # with the first step, which looks for maxima anyway
-        entries = (x + comparing for x in (count, exact, near, end))
-        return jnp.stack([*entries, comparing], axis=-1)
-
-    def _see_themselves(self, query_ids: jax.Array, key_ids: jax.Array) -> jax.Array | np.ndarray:
-        """Whether each row of a tile sees the key of its own number, `[B, tiles]`.
-
-        Then every row has a key in the blocks from that of the tile's first row on, and those
-        before them, even with a mask, need not be exact.
-        """
-        p = self.problem
-        if not sees_itself(p.lowest, p.highest) or p.query_length > p.key_length:
-            return np.zeros((1, self.per_head), bool)
-        equal = query_ids == key_ids[:, : p.query_length]
-        equal = jnp.pad(equal, ((0, 0), (0, self.rows - p.query_length)), constant_values=True)
-        return equal.reshape(equal.shape[0], self.per_head, -1).all(-1)
-
-    def _first_key_is_seen(self, sharing: segments.Sharing, block: jax.Array) -> jax.Array:
-        """Whether ids let all rows of a tile see the first key of a block, `[B, tiles]` int32.
-
-        Args:
-          block: `[B, tiles]`; where its rows have one id.
-        """
-        block = jnp.clip(block, 0, sharing.first.shape[-1] - 1)
-        seen = jnp.take_along_axis(sharing.first, block[:, :, None], axis=-1)
-        return seen[..., 0].astype(jnp.int32)
-
-    def schedule(self, thread_blocks: int) -> np.ndarray:
-        """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`.
-
-        If costs are known at run time only, as `scheduler.deals_by_rank` does, with ranks in the
-        place of tiles.
-        """
-        number, tile, cost = self.order()
-        if self.problem.by_batch:
-            return scheduler.deals_by_rank(number, tile, self.per_head, thread_blocks)
-        return scheduler.deal(number, cost, thread_blocks)
-
-    def order(self, last_section: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The order of starting: number of each tile, its number in its head, and its cost.
-
-        If costs are known at run time only, with ranks in the place of tiles.
-
-        Args:
-          last_section: as for `scheduler.tile_order`.
-        """
-        p = self.problem
-        cost = np.zeros(self.per_head)
-        if not p.by_batch:
-            cost = self.key_blocks()[:, 0] + _TILE_OVERHEAD
-        bytes_per_kv_head = p.key_length * p.pair_bytes
-        section = scheduler.heads_per_section(
-            self.config.section_bytes,
-            bytes_per_kv_head,
-            tiles_per_kv_head=self.per_head * p.group,
-            slots=self.config.thread_blocks,
-            kv_heads=p.batch * p.kv_heads,
-            group=p.group,
-        )
-        tile, head = scheduler.tile_order(cost, p.batch * p.heads, section, last_section)
-        return head * self.per_head + tile, tile, cost[tile]
-
-    def kernel(
-        self,
-        body: Callable,
-        scratch: dict[str, Any],
-        padded_query_length: int,
-        out_dtype: np.dtype,
-        references: bool = False,
-    ) -> Callable:
-        """A forward kernel over all tiles, for `with_lists` or `with_tickets`.
-
-        Args:
-          body: of refs of the schedule, or the order and what is drawn, of the key blocks, of the
-            operands, of the results, and of scratch by name.
-          scratch: types of shared memory and barriers.
-          padded_query_length: of the output.
-          out_dtype: of the output.
-          references: results are three.
-
-        Returns:
-          A function of what stands for these before the output, that returns the output, the LSE
-          `[B, N, rows]`, and if wanted references of rows and their log_sum, `[B, N, 2, rows]`.
-        """
-        p = self.problem
-        out_shape = (p.batch, padded_query_length, p.heads, p.value_width)
-        of_rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-        results = (
-            jax.ShapeDtypeStruct(out_shape, out_dtype),
-            of_rows((p.batch, p.heads, self.rows)),
-            of_rows((p.batch, p.heads, 2, self.rows)),
-        )
-        return plgpu.kernel(
-            body,
-            out_type=results if references else results[:2],
-            grid=(self.thread_blocks,),
-            grid_names=("block",),
-            num_threads=self.config.consumers + 1,
-            thread_name="warpgroup",
-            scratch_types=scratch,
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True,
-                lowering_semantics=plgpu.LoweringSemantics.Lane,
-                reduction_scratch_bytes=0,  # those here are of rows, which a quad of threads has
-            ),
-        )
-
-    def with_lists(self, kernel: Callable) -> Callable:
-        """A function of the operands that runs a kernel whose schedule has lists of tiles.
-
-        Operands begin with `key_blocks_of` where these depend on the batch entry.
-        """
-        schedule = self.schedule(self.thread_blocks)
-        if not self.problem.by_batch:
-            tables = schedule, self.key_blocks()
-            return lambda *operands: kernel(*map(jnp.asarray, tables), *operands)
-
-        def run(key_blocks, *operands):
-            order = scheduler.longest_first(schedule, _cost(key_blocks), self.problem.heads)
-            return kernel(order, key_blocks, *operands)
-
-        return run
-
-    def with_tickets(self, kernel: Callable) -> Callable:
-        """The same, for a kernel whose thread blocks draw their tiles."""
-        numbers, _, _ = self.order(tickets.LAST_TILES * self.thread_blocks)
-
-        def run(key_blocks, *operands):
-            order = scheduler.order_by_rank(numbers, _cost(key_blocks), self.problem.heads)
-            drawn = jax.new_ref(tickets.none_drawn(self.thread_blocks, self.count))
-            return kernel(order, drawn, key_blocks, *operands)
-
-        return run
-
-    def locate(self, number):
-        """Tile, batch entry and head of a tile's number; of any if it is below 0."""
-        if self.problem.by_batch:
-            number = jnp.maximum(number, 0)
-        head_of_all, tile = div_rem(number, self.per_head)
-        if self.batch_inside:
-            head, batch = div_rem(head_of_all, self.problem.batch)
-        else:
-            batch, head = div_rem(head_of_all, self.problem.heads)
-        return tile, batch, head
-
-
-def _cost(key_blocks: jax.Array) -> jax.Array:
-    """Of each tile of a head, `[B, tiles]`, from `Tiles.key_blocks_of`."""
-    return key_blocks[:, :, 0].astype(jnp.float32) + _TILE_OVERHEAD
 
 
 def attention(
@@ -439,734 +148,533 @@ def _build(
     batch_inside: bool,
     interpret: bool,
 ):
-    tiles = Tiles(problem, config, batch_inside)
-    brings_bias = bias_dtype is not None  # in tiles
-    comes_by_tma = has_bias_of_keys or brings_bias  # beside K
-    dynamic, by_batch, has_far_edge = problem.dynamic, problem.by_batch, problem.has_far_edge
-    key_blocks = None if by_batch else tiles.key_blocks()
-    any_mask = has_far_edge or (key_blocks is not None and bool(key_blocks[:, 1].any()))
-    # The bias of rows that see nothing may be NaN, which `online_softmax.close` does not stop. And
-    # with a window, loops of their own for other steps take registers that a bias needs.
-    loads_bias = problem.has_bias and not comes_by_tma
-    loads_elements = problem.has_mask or loads_bias
-    mask_throughout = problem.has_bias and has_far_edge
-    # With a bias or a mask a row's first keys may be hidden, or as good as that. Steps look for
-    # maxima until each row has seen another: all steps, and no second round is needed, where loops
-    # of both kinds take registers that there are not. None looks where the reference is known.
-    reference = known_reference(problem)
-    searches = problem.has_elements and reference is None
-    settles = searches and not (problem.segmented or mask_throughout)
-    exact_throughout = searches and not settles
-    one_round_does = exact_throughout or reference is not None
-    # What has no second round, or so far a bias that its rows never settle, is bounded at once.
-    always_bounded = exact_throughout or (settles and problem.adds_bias)
-    unseen = -jnp.inf if reference is None else 0.0
-    ignores_unseen = problem.forward_ignores_unseen
-    # Each step waits for V of its own keys: those with a mask zero rows of it.
-    own_values = config.early_values or ignores_unseen
+    plan = Plan(problem, config, with_sinks, has_bias_of_keys, bias_dtype, batch_inside)
+    consumers = config.consumers
 
-    consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
-    block_kv, dtype = config.block_kv, problem.dtype
-    key_columns = Columns.whole(problem.width)
-    value_columns = Columns.whole(problem.value_width)
-    has_cap = problem.soft_cap is not None
-    # Then addresses and bounds too are made anew where they are used.
-    has_dropout, in_boxes = problem.dropout > 0, key_columns.tiles > 1
-    beside_wide_output = problem.segmented or has_dropout or (in_boxes and dynamic)
-    registers_are_scarce = (
-        has_cap
-        or loads_bias
-        or (problem.widest > 192 and beside_wide_output)
-        or (problem.segmented and has_dropout and problem.widest > 64)
+    def attention_forward(*refs, **scratch):
+        block = ThreadBlock(plan, refs, **scratch)
+        pl.when(block.warpgroup < consumers)(lambda: _consume(block))
+        pl.when(block.warpgroup == consumers)(lambda: _produce(block))
+
+    tiles, scratch = plan.tiles, plan.scratch(interpret)
+    kernel = tiles.kernel(
+        attention_forward, scratch, padded_query_length, problem.dtype, references=True
     )
-    # Then entries of lists are.
-    registers_are_short = registers_are_scarce or (
-        query_buffers == 1 and (config.block_kv > 64 or problem.segmented)
-    )
-    # Then the number of a tile that was drawn is: 8 bytes would spill at width 64.
-    cap_beside_lengths = has_cap and dynamic and not problem.segmented
-    # The output is staged some columns at a time. A bias of keys is where half of it would be.
-    staged_columns = value_columns.in_parts(64 if has_bias_of_keys else config.staged_columns)
-    allowed = online_softmax.weight_range(dtype)
+    return tiles.with_tickets(kernel) if problem.by_batch else tiles.with_lists(kernel)
 
-    turn = NamedBarriers(first=consumers + 2, count=consumers, arrivers=1)
-    k_free = NamedBarriers(turn.first + consumers, stages, arrivers=consumers)
-    v_free = NamedBarriers(k_free.first + stages, stages, arrivers=consumers)
-    q_free = NamedBarriers(v_free.first + stages, query_buffers, arrivers=consumers)
-    block_vote = BlockVote(consumers + 1)
-    unseen_values = SharedZeros(consumers)
-    named: dict[str, Any] = dict(
-        turn=turn,
-        k_free=k_free,
-        v_free=v_free,
-        q_free=q_free,
-        block_vote=block_vote,
-        unseen_values=unseen_values,
-    )
 
-    bias_boxes = block_kv // _BIAS_BOX if brings_bias else 0  # a consumer
+# --- the producer ---------------------------------------------------------------------------------
 
-    scratch: dict[str, Any] = dict(
-        q_smem=key_columns.smem(query_buffers, consumers, ROWS, dtype=dtype),
-        k_smem=key_columns.smem(stages, block_kv, dtype=dtype),
-        v_smem=value_columns.smem(stages, block_kv, dtype=dtype),
-        o_smem=staged_columns[0].smem(consumers, ROWS, dtype=dtype),
-        q_full=plgpu.Barrier(
-            num_arrivals=consumers * key_columns.tiles, num_barriers=query_buffers
-        ),
-        k_full=plgpu.Barrier(
-            num_arrivals=key_columns.tiles + consumers * bias_boxes + int(has_bias_of_keys),
-            num_barriers=stages,
-        ),
-        v_full=plgpu.Barrier(num_arrivals=value_columns.tiles, num_barriers=stages),
-    )
-    if has_bias_of_keys:
-        scratch["bias_smem"] = plgpu.SMEM((stages, block_kv), jnp.float32)
-    if bias_dtype is not None:
-        scratch["bias_smem"] = plgpu.SMEM(
-            (stages, consumers, bias_boxes, ROWS, _BIAS_BOX),
-            bias_dtype,
-            transforms=operand_form(_BIAS_BOX),
-        )
-    if by_batch:
-        scratch["entries"] = tickets.TicketsInRounds.scratch()
-    if interpret:
-        scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
 
-    def attention_forward(
-        schedule_ref, *more_refs,
-        q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full, bias_smem=None,
-        entries=None, twins=None,
-    ):  # fmt: skip
-        drawn_refs, more_refs = more_refs[: int(by_batch)], more_refs[int(by_batch) :]
-        key_blocks_ref, q_ref, k_ref, v_ref, *optional_refs, o_ref, lse_ref, reference_ref = (
-            more_refs
-        )
-        # Intervals come first, then the reach of tiles, ids, words, elements and sinks.
-        intervals_refs = optional_refs[: int(by_batch) + 2 * int(ignores_unseen)]
-        ids_refs = optional_refs[len(intervals_refs) :][: 2 * int(problem.segmented)]
-        rest = optional_refs[len(intervals_refs) + len(ids_refs) :]
-        dropout, rest = DropoutRefs.split(problem, rest)
-        elements, _ = ElementRefs.split(problem, rest, comes_by_tma=comes_by_tma)
-        # Elements that come late take the registers of weights that no product reads any more.
-        elements_early = config.elements_early and not elements.wide
-        late = loads_elements and not elements_early
-        open_products = 0 if late or config.products_first else value_columns.tiles
-        turn, k_free, v_free, q_free, block_vote, unseen_values = (
-            dataclasses.replace(barriers, twins=twins and twins[name])
-            for name, barriers in named.items()
-        )
-        masks = RowMasks(
-            problem,
-            block_kv,
-            tiles.rows,
-            intervals_ref=intervals_refs[0] if by_batch else None,
-            ids_refs=ids_refs,
-        )
-        warpgroup = lax.axis_index("warpgroup")
-        block = lax.axis_index("block")
-        zero = jnp.int32(0)
-        no_rows = in_each_row(zero)
+def _produce(block: ThreadBlock) -> None:
+    plgpu.set_max_registers(block.plan.config.registers[1], action="decrease")
+    block.rounds(lambda begin, steps: _Producer(block, begin).walk(steps))
 
-        def listed(column, anew=registers_are_scarce):
-            """An entry of this thread block's list."""
-            return schedule_ref[block + fresh_zero() if anew else block, column]
 
-        drawn = None
-        if by_batch:
-            (drawn_ref,) = drawn_refs
-            entries_ref, entries_full = entries
-            drawn = tickets.TicketsInRounds(
-                schedule_ref,
-                drawn_ref,
-                entries_ref,
-                tiles.count,
-                tiles.thread_blocks,
-                lambda: block,
-                entries_full,
-            )
+class _Producer:
+    """Fills the buffers of all tiles of a round, each as it gets free.
+
+    Attributes:
+      begin: index of the round's first tile.
+      end: the index after its last; of tiles that are drawn there is none.
+    """
+
+    def __init__(self, block: ThreadBlock, begin):
+        self.block, self.plan, self.begin = block, block.plan, begin
+        if block.drawn:
+            block.drawn.begin(begin)
         else:
-            tiles_listed = listed(0)
+            self.end = begin + block.tile_count()
 
-        def tile_count():
-            return listed(0) if registers_are_scarce else tiles_listed
+    def walk(self, first_step):
+        """The round. Returns the index after its last tile, the steps by then, and what is 0."""
+        block = self.block
+        if block.drawn:
+            return *block.drawn.each(self.begin, self.load_tile, first_step), block.no_rows
+        if self.plan.config.query_buffers > 1:
+            self.load_queries(self.begin)
+        steps = lax.fori_loop(self.begin, self.end, self.load_tile, first_step)
+        return self.end, steps, block.no_rows
 
-        slot = lambda step: lax.rem(step, jnp.int32(stages))
+    def locate(self, index):
+        block = self.block
+        if block.drawn:
+            return self.plan.tiles.locate(block.drawn.number(index))
+        anew = self.plan.registers_are_scarce
+        return self.plan.tiles.locate(block.listed(1 + index - self.begin, anew=anew))
 
-        def query_buffer(index):
-            buffer = lax.rem(index, jnp.int32(query_buffers))
-            return buffer + fresh_zero() if registers_are_scarce else buffer
+    def load_tile(self, index, steps):
+        """Keys and values of a tile, and queries, of the next tile where these are listed."""
+        block, plan = self.block, self.plan
+        tile, batch, head = self.locate(index)
+        kv_head = lax.div(head, jnp.int32(plan.problem.group))
+        blocks = block.needs(tile, batch, 0)
+        end_block = block.end_of(tile, batch) if plan.problem.has_far_edge else blocks
 
-        def needs(tile, batch, column):
-            """An entry of `Tiles.key_blocks`."""
-            entry = (batch, tile, column) if by_batch else (tile, column)
-            return key_blocks_ref[entry]
+        def load(ref, buffers, columns: Columns, full, free, j):
+            step = steps + j
+            slot = lambda: block.slot(step)  # made anew, as registers are few
+            pl.when(step >= plan.config.stages)(lambda: free.wait(slot()))
+            rows = pl.ds((end_block - 1 - j) * plan.config.block_kv, plan.config.block_kv)
+            columns.load(ref.at[batch, rows, kv_head], buffers.at[slot()], full.at[slot()])
 
-        def end_of(tile, batch):
-            """The end of the first key block of a tile, in blocks."""
-            return needs(tile, batch, 3 if has_far_edge else 0)
+        def load_key(j):
+            load(block.k, block.k_smem, plan.key_columns, block.k_full, block.k_free, j)
+            if plan.comes_by_tma:
+                first_key = (end_block - 1 - j) * plan.config.block_kv
+                self.load_bias((tile, batch, head), first_key, block.slot(steps + j))
 
-        def rounds(one_round):
-            """Runs `one_round(begin, steps)` once, and again if a reference was too low."""
-            if one_round_does:
-                one_round(zero, zero)
-                return
+        def load_value(j):
+            load(block.v, block.v_smem, plan.value_columns, block.v_full, block.v_free, j)
 
-            if drawn:
-                drawn.rounds(one_round, lambda too_low: block_vote.any(too_low, warpgroup))
-                return
+        def load_pair(j):
+            load_key(j)
+            load_value(j - 1)
 
-            def run(carry):
-                begin, steps = carry
-                _, steps, too_low = one_round(begin, steps)
-                is_last = jnp.logical_not(block_vote.any(too_low, warpgroup)) | (begin > 0)
-                return jnp.where(is_last, 2 * tile_count(), tile_count()), steps
+        load_key(jnp.int32(0))
+        if block.drawn:  # the next tile is drawn too late for queries ahead
+            self.load_queries(index)
+        else:
+            wanted = index + (plan.config.query_buffers - 1)
+            pl.when(wanted < self.end)(lambda: self.load_queries(wanted))
+        load_last = lambda: load_value(blocks - 1)
+        if block.drawn:
+            block.drawn.load_and_draw(index, self.begin > 0, blocks, load_pair, load_last)
+        else:
+            pl.loop(jnp.int32(1), blocks)(load_pair)
+            load_last()
+        return steps + blocks
 
-            lax.while_loop(lambda carry: carry[0] < 2 * tile_count(), run, (zero, zero))
+    def load_queries(self, index) -> None:
+        block, plan = self.block, self.plan
+        tile, batch, head = self.locate(index)
+        buffer = block.query_buffer(index)
+        pl.when(index >= plan.config.query_buffers)(lambda: block.q_free.wait(buffer))
+        for w in range(plan.config.consumers):
+            source = block.q.at[batch, pl.ds(plan.tiles.first_row(tile, w), ROWS), head]
+            plan.key_columns.load(source, block.q_smem.at[buffer, w], block.q_full.at[buffer])
 
-        @pl.when(warpgroup < consumers)
-        def _consumer():
-            plgpu.set_max_registers(config.registers[0], action="increase")
-            take_turn = lambda: turn.wait(warpgroup)
-            pass_turn = lambda: turn.arrive(lax.rem(warpgroup + 1, jnp.int32(consumers)))
-            pl.when(warpgroup == consumers - 1)(pass_turn)  # warpgroup 0 begins
+    def load_bias(self, place, first_key, slot) -> None:
+        """A bias that comes by TMA: of keys, or in tiles of each consumer's rows."""
+        block, plan = self.block, self.plan
+        tile, batch, head = place
+        full = block.k_full.at[slot]
+        if plan.has_bias_of_keys:
+            source = block.elements.bias_of_keys(batch, head, first_key, plan.config.block_kv)
+            plgpu.copy_gmem_to_smem(source, block.bias_smem.at[slot], full)
+        for w, n in itertools.product(range(plan.config.consumers), range(plan.bias_boxes)):
+            row, key = plan.tiles.first_row(tile, w), first_key + n * BIAS_BOX
+            source = block.elements.bias_tile(batch, head, row, key)
+            plgpu.copy_gmem_to_smem(source, as_rows(block.bias_smem.at[slot, w]).at[n], full)
 
-            first_row_of = lambda tile: tiles.first_row(tile, warpgroup)
-            rows_of = lambda tile: pl.ds(first_row_of(tile), ROWS)
 
-            def bounds_of(tile, batch):
-                """What gives the bounds of rows but for ids, or None where these are static.
+# --- the consumers --------------------------------------------------------------------------------
 
-                It loads them only then where registers are short.
-                """
-                if not dynamic:
-                    return lambda: None
-                if registers_are_scarce or problem.segmented:
-                    return lambda: masks.load_bounds(batch, first_row_of(tile))
-                bounds = masks.load_bounds(batch, first_row_of(tile))
-                return lambda: bounds
 
-            def ids_of(tile, batch, j):
-                """Ids of rows, and where those of the keys of step j are."""
-                first_key = (end_of(tile, batch) - 1 - j) * block_kv
-                return masks.load_ids(batch, first_row_of(tile), first_key)
+def _consume(block: ThreadBlock) -> None:
+    plan = block.plan
+    plgpu.set_max_registers(plan.config.registers[0], action="increase")
+    is_last = block.warpgroup == plan.config.consumers - 1
+    pl.when(is_last)(lambda: _pass_turn(block))  # warpgroup 0 begins
+    accumulators = (
+        plgpu.ACC((ROWS, plan.value_columns.size), jnp.float32),
+        plgpu.ACC((ROWS, plan.config.block_kv), jnp.float32),
+    )
 
-            def bits_of(tile, batch, j, *, near=True, is_first=False):
-                """Which keys of step j rows see whose ids are in an interval; None without ids.
+    def one_round(begin, steps):
+        walk = lambda o_acc, s_acc: _Consumer(block, o_acc, s_acc, begin).walk(steps)
+        return pl.run_scoped(walk, *accumulators)
 
-                A first step that is of one more block sees none.
-                """
-                if not problem.segmented:
-                    return None
-                there = needs(tile, batch, 4) == 0 if is_first else True
-                first_row, first_key = first_row_of(tile), (end_of(tile, batch) - 1 - j) * block_kv
-                bounds = masks.load_bounds(batch, first_row)
-                bits = all_columns(ROWS, block_kv, there)
-                return masks.visible(bits, first_row, first_key, bounds, near=near)
+    block.rounds(one_round)
 
-            def masked(tile_values, tile, key_block, bounds, bits, *, ids=None, near=True):
-                """Logits, or weights if their reference is known, without those of unseen keys."""
-                if bits is not None:
-                    return keep_bits(tile_values, bits, unseen)
-                first_row, first_key = first_row_of(tile), key_block * block_kv
-                return masks.masked(
-                    tile_values, first_row, first_key, bounds, ids, near=near, fill=unseen
-                )
 
-            def there_is(key_block):
-                """The number of a block that there is: a first step may be of one more."""
-                if not problem.segmented:
-                    return key_block
-                return jnp.minimum(key_block, -(-problem.key_length // block_kv) - 1)
+def _pass_turn(block: ThreadBlock) -> None:
+    block.turn.arrive(lax.rem(block.warpgroup + 1, jnp.int32(block.plan.config.consumers)))
 
-            def load_elements(number, j, *, is_first=False):
-                """Mask and bias of step j of a tile, asked for before the product is there."""
-                if not loads_elements:
-                    return NOTHING_LOADED
-                tile, batch, head = tiles.locate(number())
-                first_row = tiles.first_row(tile, warpgroup)
-                key_block = end_of(tile, batch) - 1 - j
-                if is_first:
-                    key_block = there_is(key_block)
-                first_key = key_block * block_kv
-                return elements.load(
-                    batch, head, first_row, first_key, block_kv, early=elements_early
-                )
 
-            def words_of(tile, batch, head):
-                """Words of dropout of the rows; None if there is no dropout."""
-                return dropout.of_rows(batch, head, tiles.first_row(tile, warpgroup))
+class _Consumer:
+    """Attention of 64 rows of each tile of a round.
 
-            def values_of(products, loaded, state, *, exact=True):
-                """Logits and their factor, or weights and None if their reference is known."""
-                if reference is None:
-                    return capped(products, loaded, problem, exact=exact)
-                return weights_of(products, state.reference, loaded, problem), None
+    Attributes:
+      o_acc, s_acc: accumulators of the output and of logits.
+      begin: index of the round's first tile.
+      end: the index after its last; of tiles that are drawn there is none.
+    """
 
-            def first_softmax(products, tile, key_block, bounds, bits, loaded, bounded):
-                state = None if reference is None else online_softmax.begin(ROWS, reference)
-                tile_values, factor = values_of(products, loaded, state)
-                bounds = bounds()
-                if any_mask:
-                    tile_values = masked(tile_values, tile, key_block, bounds, bits)
-                tile_values = masked_by_element(tile_values, loaded, unseen)
-                if state is None:
-                    weights, state = online_softmax.start(tile_values, factor, allowed, bounded)
-                else:
-                    weights, state = tile_values, online_softmax.add(tile_values, state)
-                if bounds is not None:
-                    state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
-                return weights, state
+    def __init__(self, block: ThreadBlock, o_acc, s_acc, begin):
+        self.block, self.plan, self.begin = block, block.plan, begin
+        self.o_acc, self.s_acc = o_acc, s_acc
+        self.rows = Rows(block, begin)
+        if not block.drawn:
+            self.end = begin + block.tile_count()
 
-            def first_operand(weights, place, key_block):
-                """The weights of `first_softmax` as the first product of a tile reads them."""
-                tile, batch, head = place
-                words, first_key = words_of(tile, batch, head), there_is(key_block) * block_kv
-                return kept(weights, dropout.dropped(words, batch, first_key, block_kv), dtype)
+    def walk(self, first_step):
+        """The round. Returns the index after its last tile, the steps by then, and of each row
+        whether its reference was too low."""
+        block, begin, drawn = self.block, self.begin, self.block.drawn
+        number, there = lambda: self.number(begin), lambda: begin < self.end
+        if drawn:
+            number, there = lambda: drawn.first_number(begin), lambda: jnp.bool_(True)
+        place = self.plan.tiles.locate(number())
+        weights, state = self.start_tile(begin, first_step, place, number, there)
+        carry = first_step, weights, state, block.no_rows
+        if drawn:
+            end, carry = drawn.each(begin, self.whole_tile, carry)
+        else:
+            end, carry = self.end, lax.fori_loop(begin, self.end, self.whole_tile, carry)
+        steps, _, _, too_low = carry
+        plgpu.wait_smem_to_gmem(0)
+        return end, steps, too_low
 
-            def compute(o_acc, s_acc, begin, first_step):
-                # A cap bounds all logits.
-                bounded = not has_cap and (always_bounded or begin > 0)
-                if drawn:
-                    number_of = drawn.number
-                else:
-                    end = begin + tile_count()
-                    number_of = lambda index: listed(1 + index - begin, anew=registers_are_short)
+    def number(self, index):
+        """Of a tile of the round."""
+        if self.block.drawn:
+            return self.block.drawn.number(index)
+        anew = self.plan.registers_are_short
+        return self.block.listed(1 + index - self.begin, anew=anew)
 
-                def put_bias(k_slot, *, exact=True):
-                    """Tiles of a bias where the product is added to them, outside of the turn."""
-                    if not bias_boxes:
-                        return
-                    boxes = [bias_smem.at[k_slot, warpgroup, n] for n in range(bias_boxes)]
-                    parts = [load_operand(box, _BIAS_BOX, bias_dtype) for box in boxes]
-                    bias = jnp.concatenate(parts, axis=1).astype(jnp.float32)
-                    if exact and problem.adds_bias and bias_dtype != jnp.float16:
-                        bias = compressed(bias, problem)
-                    s_acc[...] = bias * (1.0 / problem.scale)
-                    fence_async_shared()  # TMA will overwrite the bias that was read
+    def is_there(self, index, number):
+        """Whether there is such a tile."""
+        return number() >= 0 if self.block.drawn else index < self.end
 
-                def issue_logits(buffer, k_slot):
-                    if has_bias_of_keys:
-                        bias = plgpu.load(bias_smem.at[k_slot], layout=_PER_KEY)
-                        s_acc[...] = lax.broadcast_in_dim(bias, (ROWS, block_kv), [1])
-                        fence_async_shared()  # TMA will overwrite the bias that was read
-                    elif not bias_boxes:
-                        s_acc[...] = zero_tile(ROWS, block_kv)
-                    key_columns.contract(s_acc, q_smem.at[buffer, warpgroup], k_smem.at[k_slot])
+    # --- products ---
 
-                def zero_unseen_values(v_slot, tile, batch, key_block):
-                    """Rows of V that no query of a tile sees: 0 times what they hold may be NaN."""
-                    # Addresses are made anew: registers are short.
-                    first, end = (ref[batch + fresh_zero(), tile] for ref in intervals_refs[1:])
-                    first_key = key_block * block_kv
-                    is_cut = (first_key < first) | (first_key + block_kv > end)
-                    if problem.key_length % block_kv:  # zeros stand behind the last key
-                        is_cut &= (first_key < first) | (end < problem.key_length)
+    def put_bias(self, slot, *, exact: bool = True) -> None:
+        """Tiles of a bias where the product is added to them, outside of the turn."""
+        block, problem, dtype = self.block, self.plan.problem, self.plan.bias_dtype
+        if not self.plan.bias_boxes:
+            return
+        boxes = [block.bias_smem.at[slot, block.warpgroup, n] for n in range(self.plan.bias_boxes)]
+        parts = [load_operand(box, BIAS_BOX, dtype) for box in boxes]
+        bias = jnp.concatenate(parts, axis=1).astype(jnp.float32)
+        if exact and problem.adds_bias and dtype != jnp.float16:
+            bias = compressed(bias, problem)
+        self.s_acc[...] = bias * (1.0 / problem.scale)
+        fence_async_shared()  # TMA will overwrite the bias that was read
 
-                    @pl.when(is_cut)
-                    def _():
-                        rows = first - first_key, end - first_key
-                        box_width = value_columns.box_width
-                        unseen_values.keep_rows(v_smem.at[v_slot], *rows, warpgroup, box_width)
+    def issue_logits(self, buffer, slot) -> None:
+        block, block_kv = self.block, self.plan.config.block_kv
+        if self.plan.has_bias_of_keys:
+            bias = plgpu.load(block.bias_smem.at[slot], layout=_PER_KEY)
+            self.s_acc[...] = lax.broadcast_in_dim(bias, (ROWS, block_kv), [1])
+            fence_async_shared()  # TMA will overwrite the bias that was read
+        elif not self.plan.bias_boxes:
+            self.s_acc[...] = zero_tile(ROWS, block_kv)
+        queries = block.q_smem.at[buffer, block.warpgroup]
+        self.plan.key_columns.contract(self.s_acc, queries, block.k_smem.at[slot])
 
-                def await_first_value(there, v_slot):
-                    """V of a tile's first key block, if there is such a tile."""
-                    if own_values:
-                        pl.when(there())(lambda: plgpu.barrier_wait(v_full.at[v_slot]))
+    def load_logits(self):
+        """While the output product that was issued behind them goes on, if any may."""
+        waits = self.rows.elements_late or self.plan.config.products_first
+        open_products = 0 if waits else self.plan.value_columns.tiles
+        return plgpu.wgmma_accumulator_load(self.s_acc, wait_n=open_products)
 
-                def issue_output(weights, v_slot):
-                    if not own_values:
-                        plgpu.barrier_wait(v_full.at[v_slot])
-                    value_columns.expand(o_acc, weights, v_smem.at[v_slot])
+    def issue_output(self, weights, slot) -> None:
+        if not self.plan.own_values:
+            plgpu.barrier_wait(self.block.v_full.at[slot])
+        self.plan.value_columns.expand(self.o_acc, weights, self.block.v_smem.at[slot])
 
-                def load_logits():
-                    """While the output product that was issued behind them goes on, if any may."""
-                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
+    def load_output(self):
+        return plgpu.wgmma_accumulator_load(self.o_acc, wait_n=0)
 
-                def start_tile(index, steps, place, number, there):
-                    """The first key block of a tile, if it is there, with no other product open."""
-                    tile, batch, _ = place
-                    end_block, bounds = end_of(tile, batch), bounds_of(tile, batch)
-                    bits = bits_of(tile, batch, zero, is_first=True)
-                    loaded = load_elements(number, zero, is_first=True)
+    def await_first_value(self, there: Callable, slot) -> None:
+        """V of a tile's first key block, if there is such a tile."""
+        if self.plan.own_values:
+            pl.when(there())(lambda: plgpu.barrier_wait(self.block.v_full.at[slot]))
 
-                    @pl.when(there())
-                    def _():
-                        plgpu.barrier_wait(q_full.at[query_buffer(index)])
-                        plgpu.barrier_wait(k_full.at[slot(steps)])
+    def zero_unseen_values(self, slot, tile, batch, key_block) -> None:
+        """Rows of V that no query of a tile sees: 0 times what they hold may be NaN."""
+        block, block_kv = self.block, self.plan.config.block_kv
+        key_length = self.plan.problem.key_length
+        # Addresses are made anew: registers are short.
+        first, end = (ref[batch + fresh_zero(), tile] for ref in block.reach)
+        first_key = key_block * block_kv
+        is_cut = (first_key < first) | (first_key + block_kv > end)
+        if key_length % block_kv:  # zeros stand behind the last key
+            is_cut &= (first_key < first) | (end < key_length)
 
-                    put_bias(slot(steps))
-                    issue_logits(query_buffer(index), slot(steps))
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                    pl.when(there())(lambda: k_free.arrive(slot(steps)))
-                    weights, state = first_softmax(
-                        logits, tile, end_block - 1, bounds, bits, loaded, bounded
-                    )
-                    await_first_value(there, slot(steps))
-                    # LLVM would carry float32 into the loop and cast there.
-                    operand = first_operand(weights, place, end_block - 1)
-                    operand = lax.optimization_barrier(operand)
-                    if ignores_unseen:
-                        pl.when(there())(
-                            lambda: zero_unseen_values(slot(steps), tile, batch, end_block - 1)
-                        )
-                    return operand, state
-
-                def key_step(
-                    j, carry, *, steps, index, place, words, end_block, exact, far=False,
-                    comparing=False,
-                ):  # fmt: skip
-                    """Logits of step j's key block together with the output of the step before."""
-                    weights, state = carry
-                    tile, batch, _ = place
-                    needs_mask = exact or far
-                    has_ids = needs_mask and problem.segmented and registers_are_short
-                    if loads_elements or has_ids or cap_beside_lengths:  # registers are short
-                        number = number_of(index + fresh_zero())
-                        tile, batch, _ = tiles.locate(number)
-                        end_block = end_of(tile, batch)
-                    if needs_mask:
-                        bounds = bounds_of(tile, batch)
-                        ids = ids_of(tile, batch, j) if comparing else None
-                        bits = None if comparing else bits_of(tile, batch, j, near=exact)
-                    k_slot, v_slot = slot(steps + j), slot(steps + j - 1)
-                    looks = exact or exact_throughout  # for maxima
-                    plgpu.barrier_wait(k_full.at[k_slot])
-                    put_bias(k_slot, exact=looks)
-                    take_turn()
-                    issue_logits(query_buffer(index), k_slot)
-                    issue_output(weights, v_slot)
-                    if not config.products_first:
-                        pass_turn()
-                    loaded = load_elements(lambda: number, j)
-                    products = load_logits()
-                    if config.products_first:
-                        output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-                        pass_turn()
-                        k_free.arrive(k_slot)
-                        v_free.arrive(v_slot)
-                        code_fence(end_block)
-                    else:
-                        k_free.arrive(k_slot)
-                    correction = None
-                    tile_values, factor = values_of(products, loaded, state, exact=looks)
-                    if needs_mask and any_mask:
-                        key_block = end_block - 1 - j
-                        tile_values = masked(
-                            tile_values, tile, key_block, bounds(), bits, ids=ids, near=exact
-                        )
-                    tile_values = masked_by_element(tile_values, loaded, unseen)
-                    if reference is not None:
-                        weights, state = tile_values, online_softmax.add(tile_values, state)
-                    elif looks:
-                        weights, correction, state = online_softmax.advance(
-                            tile_values, factor, allowed, state, bounded
-                        )
-                    else:
-                        weights, state = online_softmax.go_on(tile_values, factor, state)
-                    first_key = (end_block - 1 - j) * block_kv
-                    if cap_beside_lengths and has_dropout:  # only now: registers are short
-                        words = words_of(*tiles.locate(number_of(index + fresh_zero())))
-                    dropped = dropout.dropped(words, batch, first_key, block_kv)
-                    if not config.products_first:
-                        # A cast of the weights before the wait makes ptxas serialise every wgmma.
-                        weights, dropped, correction, state = lax.optimization_barrier(
-                            (weights, dropped, correction, state)
-                        )
-                        # A wait here keeps ptxas from computing the weights after the product.
-                        if config.early_values:
-                            plgpu.barrier_wait(v_full.at[k_slot])
-                        output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-                        v_free.arrive(v_slot)
-                    if correction is not None:
-                        output *= spread(correction, output.shape)
-                    o_acc[...] = output
-                    operand = kept(weights, dropped, dtype)
-                    if own_values and not config.early_values:
-                        plgpu.barrier_wait(v_full.at[k_slot])
-                    if ignores_unseen and needs_mask:
-                        if registers_are_scarce:  # read anew: registers are short
-                            tile, batch, _ = tiles.locate(number_of(index + fresh_zero()))
-                            end_block = end_of(tile, batch)
-                        zero_unseen_values(k_slot, tile, batch, end_block - 1 - j)
-                    return operand, state
-
-                def end_rows(state, any_too_low, tile, batch, head):
-                    """Stores LSE and more; returns 1 / sum, and if a reference was too low so far.
-
-                    1 / sum is negative where a row that sees nothing may have seen NaN.
-                    """
-                    if ignores_unseen:
-                        state, closed = online_softmax.cleared(state)
-                    sink = in_each_row(optional_refs[-1][batch, head]) if with_sinks else None
-                    in_nats = None
-                    if problem.adds_bias:
-                        in_nats = lambda x: expanded(x * (1.0 / LOG2E), problem)
-                    (inverse, lse, log_sum), too_low = online_softmax.finish(
-                        state, allowed.limit, sink, in_nats
-                    )
-                    store_rows(lse_ref.at[batch, head, rows_of(tile)], lse)
-                    for n, of_rows in enumerate((state.reference, log_sum)):
-                        store_rows(reference_ref.at[batch, head, n, rows_of(tile)], of_rows)
-                    if dropout.refs:
-                        inverse *= 1.0 / problem.kept_share
-                    if ignores_unseen:
-                        inverse = jnp.where(closed, -1.0, inverse)
-                    if one_round_does:  # no reference is
-                        return inverse, any_too_low
-                    return inverse, any_too_low | too_low.astype(jnp.int32)
-
-                def store_output(output, inverse, tile, batch, head):
-                    """Divides by the row sums and sends output to global memory."""
-                    staging = o_smem.at[warpgroup]
-                    factor = spread(inverse, output.shape)
-                    output *= factor
-                    if ignores_unseen:
-                        output = jnp.where(factor < 0.0, 0.0, output)
-                    o_acc[...] = zero_tile(ROWS, value_columns.size)
-                    for columns in staged_columns:
-                        if columns.first > 0:
-                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        staged = slice(columns.first, columns.first + columns.size)
-                        columns.put(
-                            staging, output[:, staged].astype(dtype), anew=registers_are_scarce
-                        )
-                        plgpu.commit_smem()
-                        columns.store(staging, o_ref.at[batch, rows_of(tile), head])
-
-                def end_tile_under_next(index, steps, number, carry, following):
-                    """The next tile's first logits run with this tile's last output product."""
-                    weights, state, too_low = carry
-                    tile, batch, head = tiles.locate(number)
-                    next_tile, next_batch, _ = next_place = tiles.locate(following)
-                    buffer, k_slot, v_slot = query_buffer(index + 1), slot(steps), slot(steps - 1)
-                    there = lambda: following >= 0 if drawn else index + 1 < end
-                    q_free.arrive(query_buffer(index))
-                    inverse, too_low = end_rows(state, too_low, tile, batch, head)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    bounds = bounds_of(next_tile, next_batch)
-                    bits = bits_of(next_tile, next_batch, zero, is_first=True)
-
-                    # After the last tile the logits are of no tile, and go nowhere.
-                    @pl.when(there())
-                    def _():
-                        plgpu.barrier_wait(q_full.at[buffer])
-                        plgpu.barrier_wait(k_full.at[k_slot])
-
-                    put_bias(k_slot)
-                    take_turn()
-                    issue_logits(buffer, k_slot)
-                    issue_output(weights, v_slot)
-                    pass_turn()
-                    loaded = load_elements(lambda: following, zero, is_first=True)
-                    logits = load_logits()
-                    pl.when(there())(lambda: k_free.arrive(k_slot))
-                    end_block = end_of(next_tile, next_batch)
-                    weights, next_state = first_softmax(
-                        logits, next_tile, end_block - 1, bounds, bits, loaded, bounded
-                    )
-                    weights, next_state = lax.optimization_barrier((weights, next_state))
-                    output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-                    v_free.arrive(v_slot)
-                    await_first_value(there, k_slot)
-                    # Only now are there registers for what dropout takes.
-                    weights = first_operand(weights, next_place, end_block - 1)
-                    store_output(output, inverse, tile, batch, head)
-                    if ignores_unseen:
-                        pl.when(there())(
-                            lambda: zero_unseen_values(k_slot, next_tile, next_batch, end_block - 1)
-                        )
-                    return weights, next_state, too_low
-
-                def end_tile_before_next(index, steps, number, carry, following):
-                    """The next queries arrive where this tile's were while it ends."""
-                    weights, state, too_low = carry
-                    tile, batch, head = tiles.locate(number)
-                    next_place = tiles.locate(following)
-                    q_free.arrive(0)
-                    inverse, too_low = end_rows(state, too_low, tile, batch, head)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    take_turn()
-                    issue_output(weights, slot(steps - 1))
-                    pass_turn()
-                    output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-                    v_free.arrive(slot(steps - 1))
-                    store_output(output, inverse, tile, batch, head)
-                    number = lambda: number_of(index + 1)
-                    there = lambda: number() >= 0 if drawn else index + 1 < end
-                    return *start_tile(index + 1, steps, next_place, number, there), too_low
-
-                end_tile = end_tile_under_next if query_buffers > 1 else end_tile_before_next
-
-                def whole_tile(index, carry):
-                    steps, weights, state, too_low = carry
-                    number = number_of(index)
-                    following = None if drawn else number_of(index + 1)
-                    tile, batch, head = place = tiles.locate(number)
-                    blocks, needing_mask = needs(tile, batch, 0), needs(tile, batch, 1)
-                    exact = jnp.where(begin > 0, blocks, jnp.maximum(needing_mask, 1))
-                    if mask_throughout:
-                        exact = blocks
-                    end_block = end_of(tile, batch) if has_far_edge else blocks
-                    step = functools.partial(
-                        key_step,
-                        steps=steps,
-                        index=index,
-                        place=place,
-                        words=words_of(tile, batch, head),
-                        end_block=end_block,
-                    )
-
-                    def masked_steps(first, end, carry, **options):
-                        """Steps with a mask: all compare segment ids, or none does."""
-                        if problem.segmented:
-                            compared = jnp.where(needs(tile, batch, 4) > 0, end, first)
-                            comparing = functools.partial(step, comparing=True, **options)
-                            carry = lax.fori_loop(first, compared, comparing, carry)
-                            first = compared
-                        return lax.fori_loop(first, end, functools.partial(step, **options), carry)
-
-                    carry = weights, state
-                    if settles:
-
-                        def unsettled(state):
-                            rows = online_softmax.unsettled(state, allowed)
-                            return warpgroup_any(rows.astype(jnp.int32), warpgroup)
-
-                        def exact_step(carry):
-                            j, carry, _ = carry
-                            weights, state = step(j, carry, exact=True)
-                            return j + 1, (weights, state), unsettled(state)
-
-                        exact, carry, _ = lax.while_loop(
-                            lambda carry: (carry[0] < exact) | ((carry[0] < blocks) & carry[2]),
-                            exact_step,
-                            (jnp.int32(1), carry, unsettled(state)),
-                        )
-                    else:
-                        carry = masked_steps(jnp.int32(1), exact, carry, exact=True)
-                    near = blocks
-                    if has_far_edge and not mask_throughout:
-                        near = jnp.maximum(exact, needs(tile, batch, 2))
-                    if not mask_throughout:
-                        rest = functools.partial(step, exact=False)
-                        carry = lax.fori_loop(exact, near, rest, carry)
-                    if has_far_edge and not mask_throughout:
-                        carry = masked_steps(near, blocks, carry, exact=False, far=True)
-                    if loads_elements or cap_beside_lengths:
-                        number = number_of(index + fresh_zero())  # read anew: registers are short
-                    if drawn:  # by now
-                        drawn.wait(index + 1)
-                    if drawn or loads_elements:
-                        following = number_of(index + 1 + fresh_zero())
-                    weights, state, too_low = end_tile(
-                        index, steps + blocks, number, (*carry, too_low), following
-                    )
-                    return steps + blocks, weights, RowState(*state), too_low
-
-                first_number, there = lambda: number_of(begin), lambda: begin < end
-                if drawn:
-                    first_number, there = lambda: drawn.first_number(begin), lambda: jnp.bool_(True)
-                place = tiles.locate(first_number())
-                first = start_tile(begin, first_step, place, first_number, there)
-                carry = first_step, *first, no_rows
-                if drawn:
-                    end, carry = drawn.each(begin, whole_tile, carry)
-                else:
-                    carry = lax.fori_loop(begin, end, whole_tile, carry)
-                steps, _, _, too_low = carry
-                plgpu.wait_smem_to_gmem(0)
-                return end, steps, too_low
-
-            accumulators = (
-                plgpu.ACC((ROWS, value_columns.size), jnp.float32),
-                plgpu.ACC((ROWS, block_kv), jnp.float32),
+        @pl.when(is_cut)
+        def _():
+            rows, box_width = (
+                (first - first_key, end - first_key),
+                self.plan.value_columns.box_width,
             )
-            rounds(lambda *args: pl.run_scoped(lambda *refs: compute(*refs, *args), *accumulators))
+            block.unseen_values.keep_rows(block.v_smem.at[slot], *rows, block.warpgroup, box_width)
 
-        @pl.when(warpgroup == consumers)
-        def _producer():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
+    # --- a tile ---
 
-            def load_tiles(begin, first_step):
-                if drawn:
-                    drawn.begin(begin)
-                    locate = lambda index: tiles.locate(drawn.number(index))
-                else:
-                    end = begin + tile_count()
-                    locate = lambda index: tiles.locate(listed(1 + index - begin))
+    def start_tile(self, index, steps, place, number: Callable, there: Callable):
+        """The first key block of a tile, if it is there, with no other product open."""
+        block, rows = self.block, self.rows
+        tile, batch, _ = place
+        end_block, bounds = block.end_of(tile, batch), rows.bounds(tile, batch)
+        bits = rows.bits(tile, batch, jnp.int32(0), is_first=True)
+        loaded = rows.load_elements(number, jnp.int32(0), is_first=True)
 
-                def load_queries(index):
-                    tile, batch, head = locate(index)
-                    buffer = query_buffer(index)
-                    pl.when(index >= query_buffers)(lambda: q_free.wait(buffer))
-                    for w in range(consumers):
-                        rows = pl.ds(tiles.first_row(tile, w), ROWS)
-                        source = q_ref.at[batch, rows, head]
-                        key_columns.load(source, q_smem.at[buffer, w], q_full.at[buffer])
+        @pl.when(there())
+        def _():
+            plgpu.barrier_wait(block.q_full.at[block.query_buffer(index)])
+            plgpu.barrier_wait(block.k_full.at[block.slot(steps)])
 
-                def load_bias(tile, batch, head, first_key, k_slot):
-                    for w, n in itertools.product(range(consumers), range(bias_boxes)):
-                        place = tiles.first_row(tile, w), first_key + n * _BIAS_BOX
-                        target = as_rows(bias_smem.at[k_slot, w]).at[n]
-                        source = elements.bias_tile(batch, head, *place)
-                        plgpu.copy_gmem_to_smem(source, target, k_full.at[k_slot])
+        self.put_bias(block.slot(steps))
+        self.issue_logits(block.query_buffer(index), block.slot(steps))
+        logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=0)
+        pl.when(there())(lambda: block.k_free.arrive(block.slot(steps)))
+        weights, state = rows.first_weights(logits, tile, end_block - 1, bounds, bits, loaded)
+        self.await_first_value(there, block.slot(steps))
+        # LLVM would carry float32 into the loop and cast there.
+        operand = lax.optimization_barrier(rows.first_operand(weights, place, end_block - 1))
+        if self.plan.problem.forward_ignores_unseen:
+            pl.when(there())(
+                lambda: self.zero_unseen_values(block.slot(steps), tile, batch, end_block - 1)
+            )
+        return operand, state
 
-                def whole_tile(index, steps):
-                    tile, batch, head = locate(index)
-                    kv_head = lax.div(head, jnp.int32(problem.group))
-                    blocks = needs(tile, batch, 0)
-                    end_block = end_of(tile, batch) if has_far_edge else blocks
+    def key_step(
+        self, j, carry, *, steps, index, place, words, end_block, exact, far=False, comparing=False
+    ):
+        """Logits of step j's key block together with the output of the step before.
 
-                    def load(ref, buffers, columns, full, free, j):
-                        step = steps + j
-                        pl.when(step >= stages)(lambda: free.wait(slot(step)))
-                        rows = pl.ds((end_block - 1 - j) * block_kv, block_kv)
-                        source = ref.at[batch, rows, kv_head]
-                        columns.load(source, buffers.at[slot(step)], full.at[slot(step)])
+        Args:
+          steps: before those of the tile.
+          place: tile, batch entry and head.
+          words: of dropout.
+          exact: the step has a mask at the near edge, and looks for maxima.
+          far: it has one at the far edge.
+          comparing: its mask compares ids.
+        """
+        block, plan, rows = self.block, self.plan, self.rows
+        problem, config = plan.problem, plan.config
+        weights, state = carry
+        tile, batch, _ = place
+        needs_mask = exact or far
+        locate_anew = lambda: plan.tiles.locate(self.number(index + fresh_zero()))
+        has_ids = needs_mask and problem.segmented and plan.registers_are_short
+        if plan.loads_elements or has_ids or plan.cap_beside_lengths:  # registers are short
+            number = self.number(index + fresh_zero())
+            tile, batch, _ = plan.tiles.locate(number)
+            end_block = block.end_of(tile, batch)
+        mask = lambda values: values
+        if needs_mask:
+            bounds = rows.bounds(tile, batch)
+            ids = rows.ids(tile, batch, j) if comparing else None
+            bits = None if comparing else rows.bits(tile, batch, j, near=exact)
+            if plan.any_mask:
+                mask = lambda values: rows.masked(
+                    values, tile, end_block - 1 - j, bounds(), bits, ids=ids, near=exact
+                )
+        k_slot, v_slot = block.slot(steps + j), block.slot(steps + j - 1)
+        looks = exact or plan.exact_throughout  # for maxima
+        plgpu.barrier_wait(block.k_full.at[k_slot])
+        self.put_bias(k_slot, exact=looks)
+        block.turn.wait(block.warpgroup)
+        self.issue_logits(block.query_buffer(index), k_slot)
+        self.issue_output(weights, v_slot)
+        if not config.products_first:
+            _pass_turn(block)
+        loaded = rows.load_elements(lambda: number, j)
+        products = self.load_logits()
+        if config.products_first:
+            output = self.load_output()
+            _pass_turn(block)
+            block.k_free.arrive(k_slot)
+            block.v_free.arrive(v_slot)
+            code_fence(end_block)
+        else:
+            block.k_free.arrive(k_slot)
+        weights, correction, state = rows.weights(products, loaded, state, mask, looks=looks)
+        first_key = (end_block - 1 - j) * config.block_kv
+        if plan.cap_beside_lengths and plan.has_dropout:  # only now: registers are short
+            words = rows.words(*locate_anew())
+        dropped = block.dropout.dropped(words, batch, first_key, config.block_kv)
+        if not config.products_first:
+            # A cast of the weights before the wait makes ptxas serialise every wgmma.
+            weights, dropped, correction, state = lax.optimization_barrier(
+                (weights, dropped, correction, state)
+            )
+            # A wait here keeps ptxas from computing the weights after the product.
+            if config.early_values:
+                plgpu.barrier_wait(block.v_full.at[k_slot])
+            output = self.load_output()
+            block.v_free.arrive(v_slot)
+        if correction is not None:
+            output *= spread(correction, output.shape)
+        self.o_acc[...] = output
+        operand = kept(weights, dropped, problem.dtype)
+        if plan.own_values and not config.early_values:
+            plgpu.barrier_wait(block.v_full.at[k_slot])
+        if problem.forward_ignores_unseen and needs_mask:
+            if plan.registers_are_scarce:  # read anew: registers are short
+                tile, batch, _ = locate_anew()
+                end_block = block.end_of(tile, batch)
+            self.zero_unseen_values(k_slot, tile, batch, end_block - 1 - j)
+        return operand, state
 
-                    def load_key(j):
-                        load(k_ref, k_smem, key_columns, k_full, k_free, j)
-                        if has_bias_of_keys:
-                            first_key, buffer = (end_block - 1 - j) * block_kv, slot(steps + j)
-                            source = elements.bias_of_keys(batch, head, first_key, block_kv)
-                            full = k_full.at[buffer]
-                            plgpu.copy_gmem_to_smem(source, bias_smem.at[buffer], full)
-                        if brings_bias:
-                            load_bias(
-                                tile, batch, head, (end_block - 1 - j) * block_kv, slot(steps + j)
-                            )
+    def whole_tile(self, index, carry):
+        """All steps of a tile but the first, which came under the tile before, and its end."""
+        plan, drawn = self.plan, self.block.drawn
+        steps, weights, state, too_low = carry
+        number = self.number(index)
+        following = None if drawn else self.number(index + 1)
+        place = plan.tiles.locate(number)
+        blocks, carry = self.key_steps(index, steps, place, (weights, state))
+        if plan.loads_elements or plan.cap_beside_lengths:
+            number = self.number(index + fresh_zero())  # read anew: registers are short
+        if drawn:  # by now
+            drawn.wait(index + 1)
+        if drawn or plan.loads_elements:
+            following = self.number(index + 1 + fresh_zero())
+        end_tile = self.end_tile_under_next
+        if plan.config.query_buffers == 1:
+            end_tile = self.end_tile_before_next
+        weights, state, too_low = end_tile(
+            index, steps + blocks, number, (*carry, too_low), following
+        )
+        return steps + blocks, weights, RowState(*state), too_low
 
-                    load_value = functools.partial(
-                        load, v_ref, v_smem, value_columns, v_full, v_free
-                    )
+    def key_steps(self, index, steps, place, carry):
+        """The steps of a tile but the first: how many key blocks these make, and their result.
 
-                    load_key(zero)
-                    if drawn:  # the next tile is drawn too late for queries ahead
-                        load_queries(index)
-                    else:
-                        wanted = index + (query_buffers - 1)
-                        pl.when(wanted < end)(lambda: load_queries(wanted))
+        First those with a mask at the near edge, which look for maxima, then those without a mask,
+        then those with one at the far edge.
+        """
+        block, plan = self.block, self.plan
+        has_far_edge, mask_throughout = plan.problem.has_far_edge, plan.mask_throughout
+        tile, batch, _ = place
+        blocks, needing_mask = block.needs(tile, batch, 0), block.needs(tile, batch, 1)
+        exact = jnp.where(self.begin > 0, blocks, jnp.maximum(needing_mask, 1))
+        if mask_throughout:
+            exact = blocks
+        end_block = block.end_of(tile, batch) if has_far_edge else blocks
+        step = functools.partial(
+            self.key_step,
+            steps=steps,
+            index=index,
+            place=place,
+            words=self.rows.words(*place),
+            end_block=end_block,
+        )
 
-                    def load_pair(j):
-                        load_key(j)
-                        load_value(j - 1)
+        def masked_steps(first, end, carry, **options):
+            """Steps with a mask: all compare segment ids, or none does."""
+            if plan.problem.segmented:
+                compared = jnp.where(block.needs(tile, batch, 4) > 0, end, first)
+                comparing = functools.partial(step, comparing=True, **options)
+                carry = lax.fori_loop(first, compared, comparing, carry)
+                first = compared
+            return lax.fori_loop(first, end, functools.partial(step, **options), carry)
 
-                    load_last = lambda: load_value(blocks - 1)
-                    if drawn:
-                        drawn.load_and_draw(index, begin > 0, blocks, load_pair, load_last)
-                    else:
-                        pl.loop(jnp.int32(1), blocks)(load_pair)
-                        load_last()
-                    return steps + blocks
+        if plan.settles:
+            exact, carry = self.steps_until_settled(step, exact, blocks, carry)
+        else:
+            carry = masked_steps(jnp.int32(1), exact, carry, exact=True)
+        near = blocks
+        if has_far_edge and not mask_throughout:
+            near = jnp.maximum(exact, block.needs(tile, batch, 2))
+        if not mask_throughout:
+            rest = functools.partial(step, exact=False)
+            carry = lax.fori_loop(exact, near, rest, carry)
+        if has_far_edge and not mask_throughout:
+            carry = masked_steps(near, blocks, carry, exact=False, far=True)
+        return blocks, carry
 
-                if drawn:
-                    return *drawn.each(begin, whole_tile, first_step), no_rows
-                if query_buffers > 1:
-                    load_queries(begin)
-                return end, lax.fori_loop(begin, end, whole_tile, first_step), no_rows
+    def steps_until_settled(self, step: Callable, exact, blocks, carry):
+        """Exact steps, at least so many, until every row has seen a key that is not hidden."""
 
-            rounds(load_tiles)
+        def unsettled(state):
+            rows = online_softmax.unsettled(state, self.plan.allowed)
+            return warpgroup_any(rows.astype(jnp.int32), self.block.warpgroup)
 
-    kernel = tiles.kernel(attention_forward, scratch, padded_query_length, dtype, references=True)
-    return tiles.with_tickets(kernel) if by_batch else tiles.with_lists(kernel)
+        def exact_step(carry):
+            j, carry, _ = carry
+            weights, state = step(j, carry, exact=True)
+            return j + 1, (weights, state), unsettled(state)
+
+        exact, carry, _ = lax.while_loop(
+            lambda carry: (carry[0] < exact) | ((carry[0] < blocks) & carry[2]),
+            exact_step,
+            (jnp.int32(1), carry, unsettled(carry[1])),
+        )
+        return exact, carry
+
+    # --- the end of a tile ---
+
+    def end_tile_under_next(self, index, steps, number, carry, following):
+        """The next tile's first logits run with this tile's last output product."""
+        block, rows, tiles = self.block, self.rows, self.plan.tiles
+        weights, state, too_low = carry
+        tile, batch, head = tiles.locate(number)
+        next_tile, next_batch, _ = next_place = tiles.locate(following)
+        buffer = block.query_buffer(index + 1)
+        k_slot, v_slot = block.slot(steps), block.slot(steps - 1)
+        there = lambda: self.is_there(index + 1, lambda: following)
+        block.q_free.arrive(block.query_buffer(index))
+        inverse, too_low = rows.finish(state, too_low, tile, batch, head)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        bounds = rows.bounds(next_tile, next_batch)
+        bits = rows.bits(next_tile, next_batch, jnp.int32(0), is_first=True)
+
+        # After the last tile the logits are of no tile, and go nowhere.
+        @pl.when(there())
+        def _():
+            plgpu.barrier_wait(block.q_full.at[buffer])
+            plgpu.barrier_wait(block.k_full.at[k_slot])
+
+        self.put_bias(k_slot)
+        block.turn.wait(block.warpgroup)
+        self.issue_logits(buffer, k_slot)
+        self.issue_output(weights, v_slot)
+        _pass_turn(block)
+        loaded = rows.load_elements(lambda: following, jnp.int32(0), is_first=True)
+        logits = self.load_logits()
+        pl.when(there())(lambda: block.k_free.arrive(k_slot))
+        end_block = block.end_of(next_tile, next_batch)
+        first = rows.first_weights(logits, next_tile, end_block - 1, bounds, bits, loaded)
+        weights, next_state = lax.optimization_barrier(first)
+        output = self.load_output()
+        block.v_free.arrive(v_slot)
+        self.await_first_value(there, k_slot)
+        # Only now are there registers for what dropout takes.
+        weights = rows.first_operand(weights, next_place, end_block - 1)
+        self.store_output(output, inverse, tile, batch, head)
+        if self.plan.problem.forward_ignores_unseen:
+            pl.when(there())(
+                lambda: self.zero_unseen_values(k_slot, next_tile, next_batch, end_block - 1)
+            )
+        return weights, next_state, too_low
+
+    def end_tile_before_next(self, index, steps, number, carry, following):
+        """The next queries arrive where this tile's were while it ends."""
+        block, tiles = self.block, self.plan.tiles
+        weights, state, too_low = carry
+        tile, batch, head = tiles.locate(number)
+        next_place = tiles.locate(following)
+        block.q_free.arrive(0)
+        inverse, too_low = self.rows.finish(state, too_low, tile, batch, head)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        block.turn.wait(block.warpgroup)
+        self.issue_output(weights, block.slot(steps - 1))
+        _pass_turn(block)
+        output = self.load_output()
+        block.v_free.arrive(block.slot(steps - 1))
+        self.store_output(output, inverse, tile, batch, head)
+        number = lambda: self.number(index + 1)
+        there = lambda: self.is_there(index + 1, number)
+        return *self.start_tile(index + 1, steps, next_place, number, there), too_low
+
+    def store_output(self, output, inverse, tile, batch, head) -> None:
+        """Divides by the row sums and sends output to global memory."""
+        block, plan = self.block, self.plan
+        staging = block.o_smem.at[block.warpgroup]
+        factor = spread(inverse, output.shape)
+        output *= factor
+        if plan.problem.forward_ignores_unseen:
+            output = jnp.where(factor < 0.0, 0.0, output)
+        self.o_acc[...] = zero_tile(ROWS, plan.value_columns.size)
+        for columns in plan.staged_columns:
+            if columns.first > 0:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            part = output[:, columns.first : columns.first + columns.size]
+            columns.put(staging, part.astype(plan.problem.dtype), anew=plan.registers_are_scarce)
+            plgpu.commit_smem()
+            columns.store(staging, block.o.at[batch, self.rows.all(tile), head])

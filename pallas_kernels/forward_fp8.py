@@ -46,7 +46,7 @@ from jax import lax
 from pallas_kernels import half_softmax, online_softmax, segments
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardFP8Config, Problem
-from pallas_kernels.forward import Tiles
+from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.half_softmax import SUM_LIMIT
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.online_softmax import RowState, spread

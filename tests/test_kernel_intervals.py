@@ -13,7 +13,7 @@ import jax_flash
 from jax_flash.masks import Visibility
 from pallas_kernels import config, intervals
 from pallas_kernels.backward_query import _key_blocks_of
-from pallas_kernels.forward import Tiles
+from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
 from tests import oracle
 from tests.support.interpret import interpret_mode

@@ -11,7 +11,7 @@ import pytest
 import jax_flash
 from pallas_kernels import config, intervals, scheduler, segments
 from pallas_kernels.backward_query import _key_blocks_of
-from pallas_kernels.forward import Tiles
+from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
 from tests.support.interpret import interpret_mode
 from tests.support.key_tiles import check_query_blocks

@@ -11,7 +11,7 @@ import pytest
 import jax_flash
 from pallas_kernels import config
 from pallas_kernels.backward_query import _key_blocks
-from pallas_kernels.forward import Tiles
+from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
 from pallas_kernels.primitives import BlockVote
 from tests.support.interpret import interpret_mode

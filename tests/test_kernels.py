@@ -11,7 +11,7 @@ import pytest
 
 import jax_flash
 from jax_flash.masks import dropout_keep
-from pallas_kernels import backward_key, config, primitives, scheduler
+from pallas_kernels import backward_key_plan, config, primitives, scheduler
 from pallas_kernels.key_tiles import KeyTiles
 from tests import oracle
 from tests.support import launches
@@ -346,7 +346,7 @@ def test_sections_of_heads_at_width_256(sections, options):
     most = {(1, 1, 1): head_bytes, (2, 1): 3 * head_bytes - 1, (): step_bytes}[sections]
     backward = config.BackwardKeyConfig(d_logits_bytes=most)
     problem = config.Problem(3, 140, 70, 2, 1, 256, np.dtype(jnp.bfloat16), scale=1.0)
-    made = backward_key.d_logits_sections(problem, backward)
+    made = backward_key_plan.d_logits_sections(problem, backward)
     assert tuple(len(section.kv_heads) for section in made) == sections
     settings = dataclasses.replace(config.default(256), backward=backward)
     with interpret_mode():

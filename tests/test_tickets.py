@@ -21,7 +21,7 @@ def one_draws_all(monkeypatch):
         return jnp.where(index == 0, block, jnp.where(block == 0, THREAD_BLOCKS + index - 1, 1000))
 
     monkeypatch.setattr(tickets, "draw_ticket", draw)
-    built = forward._build, backward._build_main
+    built = forward._build, backward.build
     for kernels in built:
         kernels.cache_clear()
     yield

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax_flash import autodiff, sharding, xla
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
-from pallas_kernels import backward, forward, segments
+from pallas_kernels import forward, gradients, segments
 
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
@@ -51,7 +51,7 @@ def plain_kernels() -> Iterator[None]:
         mock.patch.object(autodiff, "_run_backward", fresh(autodiff._run_backward.__wrapped__)),
         mock.patch.object(autodiff, "launch", lambda run, static, _, *args: run(*static, *args)),
         mock.patch.object(forward, "attention", _attention),
-        mock.patch.object(backward, "attention_gradients", _gradients),
+        mock.patch.object(gradients, "attention_gradients", _gradients),
     ):
         yield
 

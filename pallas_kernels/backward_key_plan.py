@@ -1,0 +1,188 @@
+"""What `backward_key.py` does, and with what buffers and barriers, decided before it is traced."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.columns import Columns
+from pallas_kernels.config import (
+    BACKWARD_CONSUMERS,
+    BackwardKeyConfig,
+    Problem,
+    box_width,
+    whole_tiles,
+)
+from pallas_kernels.key_tiles import KeyTiles, Section
+from pallas_kernels.primitives import NamedBarriers, fresh_zero, mail_shape
+
+CONSUMERS = BACKWARD_CONSUMERS
+STAGES = 2  # slots of Q and of dO, as many as fit; see `_Producer.loads_of_step` for why not 1
+# Columns of a part of Q and K, and of V and dO, by their number; where it is not here by that of
+# whole tiles, at least two.
+# What the two consumers' products take is level: S' and dP', then dK and dV of their parts.
+_KEY_PARTS = {128: (64, 64), 160: (64, 96), 192: (64, 128), 224: (96, 128), 256: (128, 128)}
+_VALUE_PARTS = {128: (64, 64), 160: (96, 64), 192: (128, 64), 224: (128, 96), 256: (128, 128)}
+
+
+def key_tiles(problem: Problem, config: BackwardKeyConfig) -> KeyTiles:
+    """Tiles of keys, and the blocks of queries that read Q and dO for them."""
+    return KeyTiles(problem, config.block_kv, config.block_q, row_bytes=problem.pair_bytes)
+
+
+def d_logits_sections(problem: Problem, config: BackwardKeyConfig) -> list[Section]:
+    """The key heads whose dS' is in memory at a time, as few sections as may be.
+
+    None where config.d_logits_bytes are too few for a head, or what is visited is known at run
+    time only: `backward_query_product.py` takes no step that was not.
+    """
+    if problem.by_batch:
+        return []
+    tiles = key_tiles(problem, config)
+    tile_bytes = config.block_kv * config.block_q * problem.dtype.itemsize
+    head_bytes = tiles.steps_per_head * tile_bytes
+    count = len(tiles.kv_heads)
+    if head_bytes > config.d_logits_bytes:
+        return []
+    sections = -(-count // (config.d_logits_bytes // head_bytes))
+    size = -(-count // sections)
+    return [Section(tiles.kv_heads[first : first + size], size) for first in range(0, count, size)]
+
+
+class Parts(NamedTuple):
+    """The left and the right columns of an operand, each contiguous in shared memory."""
+
+    left: Columns
+    right: Columns
+
+    @classmethod
+    def of(cls, width: int, parts: dict[int, tuple[int, int]]) -> "Parts":
+        size, box = width, box_width(width)
+        if width not in parts:
+            size, box = max(whole_tiles(width), min(parts)), 64
+        left, right = parts[size]
+        return cls(Columns(width, left, 0, box), Columns(width, right, left, box))
+
+    @property
+    def tiles(self) -> int:
+        return self.left.tiles + self.right.tiles
+
+    def smem(self, *shape: int, dtype: np.dtype) -> list[Any]:
+        """Shared memory of both for `(..., rows)`: one array if they are alike, or one each."""
+        *leading, rows = shape
+        if self.left.size == self.right.size:
+            return [self.left.smem(*leading, 2, rows, dtype=dtype)]
+        return [columns.smem(*leading, 1, rows, dtype=dtype) for columns in self]
+
+    def at(self, arrays: list, part: int, *slot):
+        """What `Columns` take of one part: all of it, or a slot of it."""
+        return arrays[part % len(arrays)].at[*slot, part // len(arrays)]
+
+    def resident(self, arrays: list, part: int):
+        """The same of one that has no slots, at an address that is made anew."""
+        return arrays[part % len(arrays)].at[part // len(arrays) + fresh_zero()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The kernel.
+
+    Attributes:
+      problem: static description.
+      config: registers and thread blocks.
+      stored_heads: it stores dS' too, of sections of so many heads, or if 0 does not.
+    """
+
+    problem: Problem
+    config: BackwardKeyConfig
+    stored_heads: int
+
+    @functools.cached_property
+    def tiles(self) -> KeyTiles:
+        return key_tiles(self.problem, self.config)
+
+    @functools.cached_property
+    def keys(self) -> Parts:
+        return Parts.of(self.problem.width, _KEY_PARTS)
+
+    @functools.cached_property
+    def values(self) -> Parts:
+        return Parts.of(self.problem.value_width, _VALUE_PARTS)
+
+    @property
+    def dk_factor(self) -> float:
+        return self.problem.scale * self.problem.d_logit_unit
+
+    @property
+    def dv_factor(self) -> float:
+        return 1.0 / self.problem.kept_share
+
+    @property
+    def has_cap(self) -> bool:
+        return self.problem.soft_cap is not None
+
+    @property
+    def has_dropout(self) -> bool:
+        return bool(self.problem.dropout)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether registers are short."""
+        p = self.problem
+        return p.has_elements or (self.has_cap and (self.has_dropout or p.segmented))
+
+    @property
+    def words_row(self) -> int:
+        """Where the words of queries come, with their start, as does their share."""
+        return 1 + int(self.problem.has_shares)
+
+    @property
+    def together(self) -> int:
+        """Rows of what comes together."""
+        return self.words_row + int(self.has_dropout)
+
+    @functools.cached_property
+    def barriers(self) -> dict[str, NamedBarriers]:
+        """Those with a number, by name."""
+        weights_sent = NamedBarriers(first=CONSUMERS + 2, count=1, arrivers=1)
+        ds_sent = NamedBarriers(weights_sent.first + 1, count=1, arrivers=1)
+        late_free = NamedBarriers(ds_sent.first + 1, STAGES + 1, arrivers=1)
+        q_free = NamedBarriers(late_free.first + late_free.count, STAGES, arrivers=CONSUMERS)
+        o_free = NamedBarriers(q_free.first + q_free.count, STAGES, arrivers=CONSUMERS)
+        k_free = NamedBarriers(o_free.first + o_free.count, 1, arrivers=1)
+        v_free = NamedBarriers(k_free.first + 1, 1, arrivers=1)
+        return dict(
+            weights_sent=weights_sent,
+            ds_sent=ds_sent,
+            late_free=late_free,
+            q_free=q_free,
+            o_free=o_free,
+            k_free=k_free,
+            v_free=v_free,
+        )
+
+    def scratch(self, interpret: bool) -> dict[str, Any]:
+        """Types of shared memory and barriers, by name."""
+        block_q, block_kv, dtype = self.config.block_q, self.config.block_kv, self.problem.dtype
+        left, right = self.keys
+        found: dict[str, Any] = dict(
+            k_smem=self.keys.smem(block_kv, dtype=dtype),
+            v_smem=self.values.smem(block_kv, dtype=dtype),
+            late_smem=left.smem(STAGES + 1, block_q, dtype=dtype),  # left columns of Q
+            q_smem=right.smem(STAGES, block_q, dtype=dtype),  # right columns of Q
+            o_smem=self.values.smem(STAGES, block_q, dtype=dtype),
+            start_smem=plgpu.SMEM((STAGES, self.together, block_q), jnp.float32),
+            delta_smem=plgpu.SMEM((STAGES, block_q), jnp.float32),
+            mail=plgpu.SMEM(mail_shape(block_q, jnp.float32), jnp.int32),
+            k_full=plgpu.Barrier(num_arrivals=self.keys.tiles),
+            v_full=plgpu.Barrier(num_arrivals=self.values.tiles),
+            late_full=plgpu.Barrier(num_arrivals=left.tiles, num_barriers=STAGES + 1),
+            q_full=plgpu.Barrier(num_arrivals=right.tiles + 1, num_barriers=STAGES),
+            o_full=plgpu.Barrier(num_arrivals=self.values.tiles + 1, num_barriers=STAGES),
+        )
+        if interpret:
+            found["twins"] = {name: x.scratch() for name, x in self.barriers.items()}
+        return found

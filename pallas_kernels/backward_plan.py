@@ -1,0 +1,316 @@
+"""What the backward does, and with what buffers and barriers, decided before it is traced."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.columns import Columns
+from pallas_kernels.config import (
+    BACKWARD_CONSUMERS,
+    DQ_TILE,
+    BackwardConfig,
+    Problem,
+    whole_tiles,
+)
+from pallas_kernels.interpret import interpreting
+from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.primitives import NamedBarriers, SharedZeros, fragment_shape, operand_form
+
+CONSUMERS = BACKWARD_CONSUMERS
+KEYS = 64  # of a consumer: the M of a wgmma
+BLOCK_KV = CONSUMERS * KEYS
+K_SLOTS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryGradient:
+    """How dQ is summed: in tiles of 64 rows, in float32 and in fragment order.
+
+    Attributes:
+      problem: static description.
+    """
+
+    problem: Problem
+
+    @functools.cached_property
+    def operand_columns(self) -> tuple[Columns, Columns]:
+        """Columns of query and key, and of value."""
+        p = self.problem
+        key, value = Columns.whole(p.width), Columns.whole(p.value_width)
+        # dQ is made of dS' and K, and dV leaves from where dS' was: all in boxes of one width.
+        # Where dQ has two tiles of columns, zeros fill what is missing.
+        if key.box_width == value.box_width and (key.size > DQ_TILE) == (p.widest > DQ_TILE):
+            return key, value
+        return Columns(p.width, p.widest), Columns(p.value_width, whole_tiles(p.value_width))
+
+    @functools.cached_property
+    def tiles(self) -> list[slice]:
+        """The columns of one tile, or of two as much alike as whole boxes allow."""
+        columns, _ = self.operand_columns
+        if columns.size <= DQ_TILE:
+            return [slice(0, columns.size)]
+        middle = -(-columns.size // columns.box_width // 2) * columns.box_width
+        return [slice(0, middle), slice(middle, columns.size)]
+
+    @property
+    def columns_of_tiles(self) -> tuple[int, ...]:
+        return tuple(map(size_of, self.tiles))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The main kernel, or without dQ one that gives dK and dV alone.
+
+    Attributes:
+      problem: static description.
+      config: tile sizes.
+      with_query_gradient: whether it gives dQ.
+    """
+
+    problem: Problem
+    config: BackwardConfig
+    with_query_gradient: bool = True
+
+    @functools.cached_property
+    def dq(self) -> QueryGradient:
+        return QueryGradient(self.problem)
+
+    @property
+    def key_columns(self) -> Columns:
+        return self.dq.operand_columns[0]
+
+    @property
+    def value_columns(self) -> Columns:
+        return self.dq.operand_columns[1]
+
+    @property
+    def is_wide(self) -> bool:
+        return self.problem.widest > 64
+
+    @property
+    def has_cap(self) -> bool:
+        return self.problem.soft_cap is not None
+
+    @property
+    def has_dropout(self) -> bool:
+        return bool(self.problem.dropout)
+
+    # --- tiles ---
+
+    @functools.cached_property
+    def tiles(self) -> KeyTiles:
+        # They read Q and dO, and add to dQ in float32.
+        dq_bytes = 4 * self.key_columns.size if self.with_query_gradient else 0
+        row_bytes = self.problem.pair_bytes + dq_bytes
+        return KeyTiles(self.problem, BLOCK_KV, self.config.block_q, row_bytes=row_bytes)
+
+    @property
+    def draws(self) -> bool:
+        """Whether thread blocks draw their tiles, and zero dQ, if there is, of those to come."""
+        p = self.problem
+        if self.has_cap or self.has_dropout:  # registers are too short
+            return False
+        if p.by_batch and self.is_wide:
+            return True
+        # At width 64 tiles of documents are so short that what a draw takes counts. A draw would
+        # spill beside elements, and lists where there are both. Without dQ lists are as fast.
+        return self.with_query_gradient and p.segmented == p.has_elements
+
+    @functools.cached_property
+    def thread_blocks(self) -> int:
+        return self.tiles.thread_blocks(self.config.thread_blocks, draws=self.draws)
+
+    @functools.cached_property
+    def zeroed_ahead(self) -> tuple[int, range]:
+        """Key heads of a section, and those whose dQ is zeroed by tiles of the section before.
+
+        In interpret mode, where thread blocks run one after the other, there are none of these.
+        """
+        if interpreting() or not (self.draws and self.with_query_gradient):
+            return 1, range(0)
+        return self.tiles.prepared(self.thread_blocks)
+
+    @property
+    def dq_tiles_of_kv_head(self) -> int:
+        """Tiles of dQ of all query heads of a key head: one for each consumer in a step."""
+        return self.problem.group * self.tiles.query_blocks * CONSUMERS
+
+    @property
+    def zeroed_later(self) -> range:
+        """The tiles of dQ that this kernel zeros."""
+        _, kv_heads = self.zeroed_ahead
+        of_kv_head = self.dq_tiles_of_kv_head
+        return range(kv_heads.start * of_kv_head, kv_heads.stop * of_kv_head)
+
+    # --- rows of statistics ---
+
+    @property
+    def words_row(self) -> int:
+        """Start and share, and with dropout words of queries and delta, are one array.
+
+        Copies take registers. This is the row of it that has words, before that of delta.
+        """
+        return 1 + int(self.problem.has_shares)
+
+    @property
+    def together(self) -> int:
+        """Rows of that array."""
+        return self.words_row + (2 if self.has_dropout else 0)
+
+    # --- registers ---
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether the producer keeps numbers of tiles, or reads them anew.
+
+        At width 64 causal tiles of few steps would take 5% longer, with dropout it would spill.
+        """
+        return (self.is_wide or self.problem.by_batch) and not self.has_dropout
+
+    @property
+    def early_weights(self) -> bool:
+        """Whether there are registers for weights and dQ at a time: where all else is simple."""
+        p = self.problem
+        if p.has_elements:
+            return False
+        one_tile_each = self.key_columns.tiles == self.value_columns.tiles == 1
+        simple = one_tile_each and not (self.tiles.any_mask or p.group > 1)
+        narrow = not self.is_wide and not (p.segmented and p.group > 1)
+        return (simple and not self.has_dropout) or narrow
+
+    @property
+    def weights_first(self) -> bool:
+        """Whether there are none for dP' beside S'."""
+        return self.problem.has_elements or self.has_cap
+
+    def dq_first(self, has_elements_of_queries: bool) -> bool:
+        """Whether there are none for dQ of the step before beside S'. Then that is done first."""
+        p = self.problem
+        beside_dropout = self.has_dropout and (self.is_wide or (p.has_bias and p.has_mask))
+        beside_ids = p.has_bias and (p.segmented or (p.dynamic and self.is_wide))
+        return self.has_cap or (has_elements_of_queries and (beside_dropout or beside_ids))
+
+    @property
+    def crowded(self) -> bool:
+        """Whether addresses are made anew in each step."""
+        p = self.problem
+        if self.has_cap or self.has_dropout or p.segmented or p.has_bias:
+            return True
+        if self.is_wide or not self.tiles.any_mask:
+            return False
+        # H64-full-ragged would spill 40 bytes.
+        return p.lowest is None and p.highest is None and not p.by_batch
+
+    @property
+    def cap_branches(self) -> bool:
+        """Whether a cap has them: beside ids at width 128 they would spill 8 to 16 bytes."""
+        return not (self.is_wide and self.problem.segmented)
+
+    @property
+    def far_in_masked(self) -> bool:
+        """As for `Walk.loop_over_steps`.
+
+        Beside dropout one loop more would spill; in H64-causal-ragged-dropout one less would.
+        """
+        return (
+            self.has_dropout
+            and self.with_query_gradient
+            and (self.is_wide or self.problem.has_mask)
+        )
+
+    @property
+    def ignores_unseen(self) -> bool:
+        return self.problem.backward_ignores_unseen and self.with_query_gradient
+
+    @property
+    def prefetches(self) -> bool:
+        """Where query heads share keys times vary by more than it gains."""
+        return self.with_query_gradient and self.is_wide and self.problem.group == 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        p = self.problem
+        if self.has_cap and p.by_batch and self.with_query_gradient and p.widest == 128:
+            return 232, 40  # the producer spills with fewer
+        return self.config.registers
+
+    # --- shared memory and barriers ---
+
+    @property
+    def dv_apart(self) -> bool:
+        """Whether dV has a buffer, or is of tiles of such a shape that it leaves from dS's."""
+        return self.value_columns.size % DQ_TILE > 0
+
+    @functools.cached_property
+    def staged_values(self) -> list[Columns]:
+        """The parts in which dV is staged."""
+        return [self.value_columns] if self.dv_apart else self.value_columns.in_parts(DQ_TILE)
+
+    @functools.cached_property
+    def barriers(self) -> dict[str, Any]:
+        """Those with a number, by name."""
+        ds_stored = NamedBarriers(first=CONSUMERS + 2, count=2 * CONSUMERS, arrivers=1)
+        free = NamedBarriers(
+            ds_stored.first + ds_stored.count, self.config.stages, arrivers=CONSUMERS
+        )
+        v_free = NamedBarriers(free.first + self.config.stages, 1, arrivers=CONSUMERS)
+        dq_staged = NamedBarriers(v_free.first + 1, CONSUMERS, arrivers=1)
+        gradients_staged = NamedBarriers(dq_staged.first + CONSUMERS, 1, arrivers=CONSUMERS)
+        sent = NamedBarriers(gradients_staged.first + 1, CONSUMERS, arrivers=1)
+        return dict(
+            ds_stored=ds_stored,
+            free=free,
+            v_free=v_free,
+            dq_staged=dq_staged,
+            gradients_staged=gradients_staged,
+            sent=sent,
+            unseen_rows=SharedZeros(CONSUMERS),
+        )
+
+    def scratch(self, interpret: bool) -> dict[str, Any]:
+        """Types of shared memory and barriers, by name."""
+        keys, values, dtype = self.key_columns, self.value_columns, self.problem.dtype
+        block_q, stages = self.config.block_q, self.config.stages
+        of_delta = int(not self.has_dropout)  # else it comes with start
+        found: dict[str, Any] = dict(
+            k_smem=keys.smem(K_SLOTS, BLOCK_KV, dtype=dtype),
+            v_smem=values.smem(1, BLOCK_KV, dtype=dtype),
+            q_smem=keys.smem(stages, block_q, dtype=dtype),
+            o_smem=values.smem(stages, block_q, dtype=dtype),
+            ds_smem=plgpu.SMEM(
+                (2, block_q // DQ_TILE, BLOCK_KV, DQ_TILE),
+                dtype,
+                transforms=operand_form(keys.box_width),
+            ),
+            start_smem=plgpu.SMEM((stages, self.together, block_q), jnp.float32),
+            k_full=plgpu.Barrier(num_arrivals=keys.tiles, num_barriers=K_SLOTS),
+            v_full=plgpu.Barrier(num_arrivals=values.tiles),
+            q_full=plgpu.Barrier(num_arrivals=keys.tiles + 1, num_barriers=stages),
+            o_full=plgpu.Barrier(num_arrivals=values.tiles + of_delta, num_barriers=stages),
+        )
+        # What thread blocks draw stands behind delta: there is no room for more, as each ref takes
+        # whole KB.
+        if not self.has_dropout:
+            found["delta_smem"] = plgpu.SMEM((stages + int(self.draws), block_q), jnp.float32)
+        if self.draws:
+            found["first_full"] = plgpu.Barrier(num_arrivals=1)
+        if self.dv_apart:
+            found["dv_smem"] = values.smem(1, BLOCK_KV, dtype=dtype)
+        if self.with_query_gradient:
+            found["dq_smem"] = plgpu.SMEM((CONSUMERS, *fragment_shape(DQ_TILE)), jnp.float32)
+        if interpret:
+            found["twins"] = {name: x.scratch() for name, x in self.barriers.items()}
+        return found
+
+
+def size_of(columns: slice) -> int:
+    return columns.stop - columns.start
+
+
+def fragment_of(ref, columns: slice):
+    """The part of a tile of dQ in fragment order that a tile of fewer columns takes."""
+    return ref.at[pl.ds(0, fragment_shape(size_of(columns))[0])]

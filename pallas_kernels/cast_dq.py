@@ -1,0 +1,62 @@
+"""dQ as the backward sums it, in float32 and in fragment order, to what users get."""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.backward_plan import QueryGradient, fragment_of, size_of
+from pallas_kernels.config import DQ_TILE, Problem
+from pallas_kernels.online_softmax import spread
+from pallas_kernels.primitives import HAND_ORDERED, div_rem, load_fragment, load_rows
+
+
+@functools.lru_cache
+def build(problem: Problem, padded_rows: int, query_rows: int, interpret: bool):
+    """dQ from fragment order to `[B, T, N, H]`, times scale, in the input dtype.
+
+    If the problem has `backward_ignores_unseen` it takes the start of rows too: dQ of those that
+    see no key is 0, and not 0 times NaN of a key that counts.
+    """
+    dtype = problem.dtype
+    dq = QueryGradient(problem)
+    (columns, _), column_tiles = dq.operand_columns, dq.tiles
+    row_tiles = -(-query_rows // DQ_TILE)
+    thread_blocks = problem.batch * problem.heads * row_tiles
+
+    def cast_dq(fragments_ref, *refs, dq_smem):
+        *start_refs, dq_ref = refs
+        # From the end: what the main kernel added to last may still be in L2.
+        number = thread_blocks - 1 - lax.axis_index("block")
+        head_of_all, row_tile = div_rem(number, row_tiles)
+        batch, head = div_rem(head_of_all, problem.heads)
+        first = (head_of_all * (padded_rows // DQ_TILE) + row_tile) * len(column_tiles)
+        tiles = [
+            load_fragment(fragment_of(fragments_ref.at[first + n], of_tile), size_of(of_tile))
+            for n, of_tile in enumerate(column_tiles)
+        ]
+        for start_ref in start_refs:
+            rows_of_head = start_ref.at[batch, head, 0]
+            seeing = load_rows(rows_of_head, row_tile * DQ_TILE, padded_rows - 1) != -jnp.inf
+            tiles = [jnp.where(spread(seeing, tile.shape), tile, 0.0) for tile in tiles]
+        for of_tile, tile in zip(column_tiles, tiles, strict=True):
+            part = columns.part(dq_smem, of_tile)
+            part[...] = (tile * (problem.scale * problem.d_logit_unit)).astype(dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(row_tile * DQ_TILE, DQ_TILE)
+        columns.store(dq_smem, dq_ref.at[batch, rows, head])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        cast_dq,
+        out_type=jax.ShapeDtypeStruct(
+            (problem.batch, query_rows, problem.heads, problem.width), dtype
+        ),
+        grid=(thread_blocks,),
+        grid_names=("block",),
+        scratch_types=dict(dq_smem=columns.smem(DQ_TILE, dtype=dtype)),
+        compiler_params=HAND_ORDERED,
+    )

@@ -1,0 +1,142 @@
+"""What the producer and the consumers of a thread block of the forward share."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import tickets
+from pallas_kernels.dropout import DropoutRefs
+from pallas_kernels.elements import ElementRefs
+from pallas_kernels.forward_plan import Plan
+from pallas_kernels.primitives import fresh_zero
+from pallas_kernels.row_masks import RowMasks, in_each_row
+
+
+class ThreadBlock:
+    """Operands, results, buffers and barriers, and the tiles that it walks over.
+
+    Attributes:
+      plan: of the kernel.
+      q, k, v, o, lse, references: refs of operands and results, in global memory.
+      reach: refs of the first key that a tile's rows see and of the end, if rows ignore others.
+      sinks: ref of them, or None.
+      dropout, elements, masks: of rows and keys.
+      q_smem, k_smem, v_smem, bias_smem: buffers that TMA fills; o_smem, one that it stores.
+      q_full, k_full, v_full: mbarriers a buffer, completed by TMA.
+      turn, q_free, k_free, v_free, block_vote, unseen_values: see `Plan.barriers`.
+      warpgroup: index of this one; the consumers come first.
+      no_rows: 0 for each of 64.
+      drawn: tiles that are drawn, None where they are listed.
+    """
+
+    def __init__(
+        self, plan: Plan, refs: tuple, *, q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full,
+        bias_smem=None, entries=None, twins=None,
+    ):  # fmt: skip
+        problem, by_batch = plan.problem, plan.problem.by_batch
+        self.plan = plan
+        self.q_smem, self.k_smem, self.v_smem, self.o_smem = q_smem, k_smem, v_smem, o_smem
+        self.bias_smem = bias_smem
+        self.q_full, self.k_full, self.v_full = q_full, k_full, v_full
+        (
+            self.turn, self.k_free, self.v_free, self.q_free, self.block_vote, self.unseen_values
+        ) = (
+            dataclasses.replace(barriers, twins=twins and twins[name])
+            for name, barriers in plan.barriers.items()
+        )  # fmt: skip
+
+        self._schedule, *rest = refs
+        drawn_refs, rest = rest[: int(by_batch)], rest[int(by_batch) :]
+        self._key_blocks, self.q, self.k, self.v, *rest = rest
+        *rest, self.o, self.lse, self.references = rest
+        # Intervals come first, then the reach of tiles, ids, words, elements and sinks.
+        intervals, rest = rest[: int(by_batch)], rest[int(by_batch) :]
+        count = 2 * int(problem.forward_ignores_unseen)
+        self.reach, rest = rest[:count], rest[count:]
+        ids, rest = rest[: 2 * int(problem.segmented)], rest[2 * int(problem.segmented) :]
+        self.dropout, rest = DropoutRefs.split(problem, rest)
+        self.elements, rest = ElementRefs.split(problem, rest, comes_by_tma=plan.comes_by_tma)
+        self.sinks = rest[0] if plan.with_sinks else None
+        self.masks = RowMasks(
+            problem,
+            plan.config.block_kv,
+            plan.tiles.rows,
+            intervals_ref=intervals[0] if by_batch else None,
+            ids_refs=ids,
+        )
+
+        self.warpgroup = lax.axis_index("warpgroup")
+        self._number = lax.axis_index("block")
+        self.no_rows = in_each_row(jnp.int32(0))
+        self.drawn = None
+        if by_batch:
+            (drawn_ref,) = drawn_refs
+            entries_ref, entries_full = entries
+            self.drawn = tickets.TicketsInRounds(
+                self._schedule,
+                drawn_ref,
+                entries_ref,
+                plan.tiles.count,
+                plan.tiles.thread_blocks,
+                lambda: self._number,
+                entries_full,
+            )
+        else:
+            self._tile_count = self.listed(0, anew=plan.registers_are_scarce)
+
+    def listed(self, column, *, anew: bool):
+        """An entry of this thread block's list, whose address is made anew or kept."""
+        number = self._number + fresh_zero() if anew else self._number
+        return self._schedule[number, column]
+
+    def tile_count(self):
+        """Of the list."""
+        scarce = self.plan.registers_are_scarce
+        return self.listed(0, anew=True) if scarce else self._tile_count
+
+    def slot(self, step):
+        """Of K and V."""
+        return lax.rem(step, jnp.int32(self.plan.config.stages))
+
+    def query_buffer(self, index):
+        buffer = lax.rem(index, jnp.int32(self.plan.config.query_buffers))
+        return buffer + fresh_zero() if self.plan.registers_are_scarce else buffer
+
+    def needs(self, tile, batch, column):
+        """An entry of `Tiles.key_blocks`."""
+        entry = (batch, tile, column) if self.plan.problem.by_batch else (tile, column)
+        return self._key_blocks[entry]
+
+    def end_of(self, tile, batch):
+        """The end of the first key block of a tile, in blocks."""
+        return self.needs(tile, batch, 3 if self.plan.problem.has_far_edge else 0)
+
+    def rounds(self, one_round: Callable[[Any, Any], tuple]) -> None:
+        """Runs a round over all tiles, and another if a reference was too low.
+
+        Args:
+          one_round: of the index it begins at and the steps before it, returns the index after its
+            last tile, the steps by then, and of each row whether its reference was too low.
+        """
+        zero = jnp.int32(0)
+        if self.plan.one_round_does:
+            one_round(zero, zero)
+            return
+
+        vote = lambda too_low: self.block_vote.any(too_low, self.warpgroup)
+        if self.drawn:
+            self.drawn.rounds(
+                one_round, lambda too_low: self.block_vote.any(too_low, self.warpgroup)
+            )
+            return
+
+        def run(carry):
+            begin, steps = carry
+            _, steps, too_low = one_round(begin, steps)
+            is_last = jnp.logical_not(vote(too_low)) | (begin > 0)
+            return jnp.where(is_last, 2 * self.tile_count(), self.tile_count()), steps
+
+        lax.while_loop(lambda carry: carry[0] < 2 * self.tile_count(), run, (zero, zero))

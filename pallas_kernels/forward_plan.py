@@ -1,0 +1,232 @@
+"""What a forward kernel does, and with what buffers and barriers, decided before it is traced."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import online_softmax, tickets
+from pallas_kernels.columns import Columns
+from pallas_kernels.config import ForwardConfig, Problem
+from pallas_kernels.forward_tiles import Tiles
+from pallas_kernels.primitives import BlockVote, NamedBarriers, SharedZeros, operand_form
+from pallas_kernels.row_masks import ROWS
+from pallas_kernels.soft_cap import known_reference
+
+BIAS_BOX = 64  # keys: of 16 bits, as wide as TMA swizzles
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The forward kernel of a problem.
+
+    Attributes:
+      problem: static description.
+      config: tile sizes.
+      with_sinks: whether rows have one more logit.
+      has_bias_of_keys: whether a bias of one value a key comes with K.
+      bias_dtype: of a bias that comes with K in tiles, None without.
+      batch_inside: as for `Tiles`.
+    """
+
+    problem: Problem
+    config: ForwardConfig
+    with_sinks: bool
+    has_bias_of_keys: bool
+    bias_dtype: np.dtype | None
+    batch_inside: bool
+
+    @functools.cached_property
+    def tiles(self) -> Tiles:
+        return Tiles(self.problem, self.config, self.batch_inside)
+
+    # --- elements ---
+
+    @property
+    def brings_bias(self) -> bool:
+        """In tiles, by TMA."""
+        return self.bias_dtype is not None
+
+    @property
+    def comes_by_tma(self) -> bool:
+        """Whether a bias does, beside K."""
+        return self.has_bias_of_keys or self.brings_bias
+
+    @property
+    def loads_bias(self) -> bool:
+        """Whether threads do themselves."""
+        return self.problem.has_bias and not self.comes_by_tma
+
+    @property
+    def loads_elements(self) -> bool:
+        return self.problem.has_mask or self.loads_bias
+
+    @property
+    def bias_boxes(self) -> int:
+        """Of a consumer."""
+        return self.config.block_kv // BIAS_BOX if self.brings_bias else 0
+
+    # --- which steps mask, and which look for maxima ---
+
+    @functools.cached_property
+    def any_mask(self) -> bool:
+        """Whether any step has one, but for segment ids."""
+        if self.problem.has_far_edge:
+            return True
+        return not self.problem.by_batch and bool(self.tiles.key_blocks()[:, 1].any())
+
+    @property
+    def mask_throughout(self) -> bool:
+        """Whether all steps mask: with a window, loops of other steps take a bias's registers."""
+        return self.problem.has_bias and self.problem.has_far_edge
+
+    @functools.cached_property
+    def reference(self) -> float | None:
+        """Of all rows, where a soft cap bounds their maxima. Then no step looks for them."""
+        return known_reference(self.problem)
+
+    @property
+    def _searches(self) -> bool:
+        # With a bias or a mask a row's first keys may be hidden, or as good as that.
+        return self.problem.has_elements and self.reference is None
+
+    @property
+    def settles(self) -> bool:
+        """Whether steps look for maxima until each row has seen a key that is not hidden."""
+        return self._searches and not (self.problem.segmented or self.mask_throughout)
+
+    @property
+    def exact_throughout(self) -> bool:
+        """Whether all do: loops of both kinds take registers that there are not."""
+        return self._searches and not self.settles
+
+    @property
+    def one_round_does(self) -> bool:
+        """Whether no reference can prove too low."""
+        return self.exact_throughout or self.reference is not None
+
+    @property
+    def always_bounded(self) -> bool:
+        """Whether exponents are bounded at once, not in a second round.
+
+        So it is without one, or where a bias may be so far from 0 that its rows never settle.
+        """
+        return self.exact_throughout or (self.settles and self.problem.adds_bias)
+
+    @property
+    def unseen(self) -> float:
+        """What stands for a key that a row does not see: a logit, or a weight."""
+        return -np.inf if self.reference is None else 0.0
+
+    @property
+    def own_values(self) -> bool:
+        """Whether a step waits for V of its own keys: those with a mask zero rows of it."""
+        return self.config.early_values or self.problem.forward_ignores_unseen
+
+    @functools.cached_property
+    def allowed(self) -> online_softmax.Range:
+        return online_softmax.weight_range(self.problem.dtype)
+
+    # --- registers: what is made anew where it is used ---
+
+    @property
+    def has_cap(self) -> bool:
+        return self.problem.soft_cap is not None
+
+    @property
+    def has_dropout(self) -> bool:
+        return self.problem.dropout > 0
+
+    @property
+    def registers_are_scarce(self) -> bool:
+        """Then addresses and bounds are."""
+        p, in_boxes = self.problem, self.key_columns.tiles > 1
+        beside_wide_output = p.segmented or self.has_dropout or (in_boxes and p.dynamic)
+        return (
+            self.has_cap
+            or self.loads_bias
+            or (p.widest > 192 and beside_wide_output)
+            or (p.segmented and self.has_dropout and p.widest > 64)
+        )
+
+    @property
+    def registers_are_short(self) -> bool:
+        """Then entries of lists are."""
+        return self.registers_are_scarce or (
+            self.config.query_buffers == 1 and (self.config.block_kv > 64 or self.problem.segmented)
+        )
+
+    @property
+    def cap_beside_lengths(self) -> bool:
+        """Then the number of a tile that was drawn is: 8 bytes would spill at width 64."""
+        return self.has_cap and self.problem.dynamic and not self.problem.segmented
+
+    # --- shared memory and barriers ---
+
+    @functools.cached_property
+    def key_columns(self) -> Columns:
+        return Columns.whole(self.problem.width)
+
+    @functools.cached_property
+    def value_columns(self) -> Columns:
+        return Columns.whole(self.problem.value_width)
+
+    @functools.cached_property
+    def staged_columns(self) -> list[Columns]:
+        """The output is staged some at a time. A bias of keys is where half of it would be."""
+        at_a_time = 64 if self.has_bias_of_keys else self.config.staged_columns
+        return self.value_columns.in_parts(at_a_time)
+
+    @functools.cached_property
+    def barriers(self) -> dict[str, Any]:
+        """Those with a number, by name."""
+        consumers, stages = self.config.consumers, self.config.stages
+        turn = NamedBarriers(first=consumers + 2, count=consumers, arrivers=1)
+        k_free = NamedBarriers(turn.first + consumers, stages, arrivers=consumers)
+        v_free = NamedBarriers(k_free.first + stages, stages, arrivers=consumers)
+        q_free = NamedBarriers(v_free.first + stages, self.config.query_buffers, arrivers=consumers)
+        return dict(
+            turn=turn,
+            k_free=k_free,
+            v_free=v_free,
+            q_free=q_free,
+            block_vote=BlockVote(consumers + 1),
+            unseen_values=SharedZeros(consumers),
+        )
+
+    def scratch(self, interpret: bool) -> dict[str, Any]:
+        """Types of shared memory and barriers, by name."""
+        c, dtype = self.config, self.problem.dtype
+        keys, values = self.key_columns, self.value_columns
+        found: dict[str, Any] = dict(
+            q_smem=keys.smem(c.query_buffers, c.consumers, ROWS, dtype=dtype),
+            k_smem=keys.smem(c.stages, c.block_kv, dtype=dtype),
+            v_smem=values.smem(c.stages, c.block_kv, dtype=dtype),
+            o_smem=self.staged_columns[0].smem(c.consumers, ROWS, dtype=dtype),
+            q_full=plgpu.Barrier(
+                num_arrivals=c.consumers * keys.tiles, num_barriers=c.query_buffers
+            ),
+            k_full=plgpu.Barrier(
+                num_arrivals=keys.tiles
+                + c.consumers * self.bias_boxes
+                + int(self.has_bias_of_keys),
+                num_barriers=c.stages,
+            ),
+            v_full=plgpu.Barrier(num_arrivals=values.tiles, num_barriers=c.stages),
+        )
+        if self.has_bias_of_keys:
+            found["bias_smem"] = plgpu.SMEM((c.stages, c.block_kv), jnp.float32)
+        if self.bias_dtype is not None:
+            found["bias_smem"] = plgpu.SMEM(
+                (c.stages, c.consumers, self.bias_boxes, ROWS, BIAS_BOX),
+                self.bias_dtype,
+                transforms=operand_form(BIAS_BOX),
+            )
+        if self.problem.by_batch:
+            found["entries"] = tickets.TicketsInRounds.scratch()
+        if interpret:
+            found["twins"] = {name: x.scratch() for name, x in self.barriers.items()}
+        return found

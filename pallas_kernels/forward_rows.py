@@ -1,0 +1,201 @@
+"""From products to weights: the 64 query rows of a consumer of the forward, and what they see."""
+
+from collections.abc import Callable
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+
+from pallas_kernels import online_softmax
+from pallas_kernels.config import LOG2E
+from pallas_kernels.dropout import kept
+from pallas_kernels.element_arrays import expanded
+from pallas_kernels.elements import NOTHING_LOADED, Loaded
+from pallas_kernels.elements import masked as masked_by_element
+from pallas_kernels.forward_block import ThreadBlock
+from pallas_kernels.online_softmax import RowState
+from pallas_kernels.primitives import all_columns, keep_bits, store_rows
+from pallas_kernels.row_masks import ROWS, in_each_row
+from pallas_kernels.soft_cap import capped, weights_of
+
+
+class Rows:
+    """The rows of this warpgroup in any tile.
+
+    Attributes:
+      block: the thread block.
+      bounded: whether exponents are bounded, as in a second round; a bool, or traced.
+    """
+
+    def __init__(self, block: ThreadBlock, begin):
+        self.block, self.plan = block, block.plan
+        plan = self.plan
+        # A cap bounds all logits.
+        self.bounded = not plan.has_cap and (plan.always_bounded or begin > 0)
+        # Elements that come late take the registers of weights that no product reads any more.
+        self._elements_early = plan.config.elements_early and not block.elements.wide
+        self.elements_late = plan.loads_elements and not self._elements_early
+
+    def first(self, tile):
+        """The number of the first one."""
+        return self.plan.tiles.first_row(tile, self.block.warpgroup)
+
+    def all(self, tile):
+        return pl.ds(self.first(tile), ROWS)
+
+    def first_key(self, tile, batch, j):
+        """Of step j."""
+        return (self.block.end_of(tile, batch) - 1 - j) * self.plan.config.block_kv
+
+    # --- what they see ---
+
+    def bounds(self, tile, batch) -> Callable[[], tuple[jax.Array, jax.Array] | None]:
+        """What gives the bounds of rows but for ids, or None where these are static.
+
+        It loads them only then where registers are short.
+        """
+        plan, load = self.plan, self.block.masks.load_bounds
+        if not plan.problem.dynamic:
+            return lambda: None
+        if plan.registers_are_scarce or plan.problem.segmented:
+            return lambda: load(batch, self.first(tile))
+        bounds = load(batch, self.first(tile))
+        return lambda: bounds
+
+    def ids(self, tile, batch, j):
+        """Ids of rows, and where those of the keys of step j are."""
+        first_key = self.first_key(tile, batch, j)
+        return self.block.masks.load_ids(batch, self.first(tile), first_key)
+
+    def bits(self, tile, batch, j, *, near: bool = True, is_first: bool = False):
+        """Which keys of step j rows see whose ids are in an interval; None without ids.
+
+        A first step that is of one more block sees none.
+        """
+        if not self.plan.problem.segmented:
+            return None
+        there = self.block.needs(tile, batch, 4) == 0 if is_first else True
+        first_row, first_key = self.first(tile), self.first_key(tile, batch, j)
+        bounds = self.block.masks.load_bounds(batch, first_row)
+        bits = all_columns(ROWS, self.plan.config.block_kv, there)
+        return self.block.masks.visible(bits, first_row, first_key, bounds, near=near)
+
+    def masked(self, values, tile, key_block, bounds, bits, *, ids=None, near=True):
+        """Logits, or weights if their reference is known, without those of unseen keys."""
+        if bits is not None:
+            return keep_bits(values, bits, self.plan.unseen)
+        first_row, first_key = self.first(tile), key_block * self.plan.config.block_kv
+        return self.block.masks.masked(
+            values, first_row, first_key, bounds, ids, near=near, fill=self.plan.unseen
+        )
+
+    def there_is(self, key_block):
+        """The number of a block that there is: a first step may be of one more."""
+        problem = self.plan.problem
+        if not problem.segmented:
+            return key_block
+        return jnp.minimum(key_block, -(-problem.key_length // self.plan.config.block_kv) - 1)
+
+    # --- what belongs to pairs of rows and keys ---
+
+    def load_elements(self, number: Callable, j, *, is_first: bool = False) -> Loaded:
+        """Mask and bias of step j of a tile, asked for before the product is there.
+
+        Args:
+          number: gives that of the tile.
+        """
+        if not self.plan.loads_elements:
+            return NOTHING_LOADED
+        tile, batch, head = self.plan.tiles.locate(number())
+        first_row = self.first(tile)
+        key_block = self.block.end_of(tile, batch) - 1 - j
+        if is_first:
+            key_block = self.there_is(key_block)
+        block_kv = self.plan.config.block_kv
+        return self.block.elements.load(
+            batch, head, first_row, key_block * block_kv, block_kv, early=self._elements_early
+        )
+
+    def words(self, tile, batch, head) -> jax.Array | None:
+        """Words of dropout of the rows; None if there is no dropout."""
+        return self.block.dropout.of_rows(batch, head, self.first(tile))
+
+    # --- weights ---
+
+    def _values(self, products, loaded: Loaded, state: RowState | None, *, exact: bool = True):
+        """Logits and their factor, or weights and None if their reference is known."""
+        if state is None or self.plan.reference is None:
+            return capped(products, loaded, self.plan.problem, exact=exact)
+        return weights_of(products, state.reference, loaded, self.plan.problem), None
+
+    def first_weights(self, products, tile, key_block, bounds, bits, loaded: Loaded):
+        """Weights of a tile's first step, and the state of its rows."""
+        plan, state = self.plan, None
+        if plan.reference is not None:
+            state = online_softmax.begin(ROWS, plan.reference)
+        values, factor = self._values(products, loaded, state)
+        bounds = bounds()
+        if plan.any_mask:
+            values = self.masked(values, tile, key_block, bounds, bits)
+        values = masked_by_element(values, loaded, plan.unseen)
+        if state is None:
+            weights, state = online_softmax.start(values, factor, plan.allowed, self.bounded)
+        else:
+            weights, state = values, online_softmax.add(values, state)
+        if bounds is not None:
+            state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
+        return weights, state
+
+    def first_operand(self, weights, place, key_block):
+        """The weights of a tile's first step as its first output product reads them."""
+        tile, batch, head = place
+        block_kv, dropout = self.plan.config.block_kv, self.block.dropout
+        words, first_key = self.words(tile, batch, head), self.there_is(key_block) * block_kv
+        dropped = dropout.dropped(words, batch, first_key, block_kv)
+        return kept(weights, dropped, self.plan.problem.dtype)
+
+    def weights(self, products, loaded: Loaded, state: RowState, mask: Callable, *, looks: bool):
+        """Weights of a later step, what corrects the output, None without, and the next state.
+
+        Args:
+          mask: of logits or weights, replaces those of unseen keys.
+          looks: for new maxima.
+        """
+        plan = self.plan
+        values, factor = self._values(products, loaded, state, exact=looks)
+        values = masked_by_element(mask(values), loaded, plan.unseen)
+        if plan.reference is not None:
+            return values, None, online_softmax.add(values, state)
+        if looks:
+            return online_softmax.advance(values, factor, plan.allowed, state, self.bounded)
+        weights, state = online_softmax.go_on(values, factor, state)
+        return weights, None, state
+
+    # --- the end of a tile ---
+
+    def finish(self, state: RowState, any_too_low, tile, batch, head):
+        """Stores LSE and more; returns 1 / sum, and if a reference was too low so far.
+
+        1 / sum is negative where a row that sees nothing may have seen NaN.
+        """
+        plan, problem, block = self.plan, self.plan.problem, self.block
+        ignores_unseen = problem.forward_ignores_unseen
+        if ignores_unseen:
+            state, closed = online_softmax.cleared(state)
+        sink = None if block.sinks is None else in_each_row(block.sinks[batch, head])
+        in_nats = None
+        if problem.adds_bias:
+            in_nats = lambda x: expanded(x * (1.0 / LOG2E), problem)
+        (inverse, lse, log_sum), too_low = online_softmax.finish(
+            state, plan.allowed.limit, sink, in_nats
+        )
+        store_rows(block.lse.at[batch, head, self.all(tile)], lse)
+        for n, of_rows in enumerate((state.reference, log_sum)):
+            store_rows(block.references.at[batch, head, n, self.all(tile)], of_rows)
+        if plan.has_dropout:
+            inverse *= 1.0 / problem.kept_share
+        if ignores_unseen:
+            inverse = jnp.where(closed, -1.0, inverse)
+        if plan.one_round_does:  # no reference is
+            return inverse, any_too_low
+        return inverse, any_too_low | too_low.astype(jnp.int32)

@@ -1,0 +1,299 @@
+"""Which tiles a forward kernel has, which key blocks each needs, and in which order they come."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import intervals as run_time_intervals
+from pallas_kernels import scheduler, segments, tickets
+from pallas_kernels.config import ForwardConfig, Problem, sees_itself
+from pallas_kernels.primitives import div_rem
+from pallas_kernels.row_masks import ROWS
+
+_TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Which tiles there are, and which key blocks each one needs."""
+
+    problem: Problem
+    config: ForwardConfig
+    batch_inside: bool = False  # number batch entries within a head, as they share its bias
+
+    @property
+    def per_head(self) -> int:
+        return -(-self.problem.query_length // self.config.block_q)
+
+    @property
+    def rows(self) -> int:
+        return self.config.whole_tiles(self.problem.query_length)
+
+    @property
+    def shift(self) -> int:
+        """Rows by which the first tile starts before the first query.
+
+        Where tiles do not divide the rows, some warpgroups of one tile have none. Under a causal
+        mask that is the first tile, which sees the fewest keys.
+        """
+        rows_of_warpgroups = -(-self.problem.query_length // ROWS) * ROWS
+        is_causal = self.problem.highest is not None and not self.problem.segmented
+        return self.rows - rows_of_warpgroups if is_causal else 0
+
+    def first_row(self, tile, warpgroup):
+        """First query row of a warpgroup: beyond the last query for one that has none."""
+        row = tile * self.config.block_q + warpgroup * ROWS
+        return lax.rem(row + (self.rows - self.shift), jnp.int32(self.rows)) if self.shift else row
+
+    @property
+    def count(self) -> int:
+        """Of all heads of all batch entries."""
+        return self.problem.batch * self.problem.heads * self.per_head
+
+    @property
+    def thread_blocks(self) -> int:
+        return min(self.config.thread_blocks, self.count)
+
+    def key_blocks(self) -> np.ndarray:
+        """What each tile of a head needs: `[tiles, 2]` int32, or `[tiles, 4]` with a lower bound.
+
+        Of its key blocks, which run from the last that a row sees to the first: how many they are;
+        how many steps must be exact, those with a mask at the near edge; with a lower bound, how
+        many come before those with a mask at the far edge, and the end of the first one, in blocks.
+        Where some row sees no key, all steps are exact. A tile that sees nothing takes one block,
+        fully masked, so that every tile has a first one.
+        """
+        p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv
+        if p.by_batch:
+            raise ValueError("problem: got one that is dynamic or segmented, needs key_blocks_of")
+        first_row = np.arange(self.per_head) * block_q - self.shift
+        last_row = np.minimum(first_row + block_q, p.query_length) - 1
+        first_row = np.maximum(first_row, 0)
+        seen_by_last = seen_by_first = np.full(self.per_head, p.key_length)
+        if p.highest is not None:
+            seen_by_first = np.minimum(p.key_length, first_row + 1 + p.highest)
+            seen_by_last = np.minimum(p.key_length, last_row + 1 + p.highest)
+        end = np.maximum(1, -(-seen_by_last // block_kv))
+        # Causal tiles: one more block where none of the masked ones holds a key of the first row.
+        unmasked = np.clip((seen_by_first - (p.highest is not None)) // block_kv, 0, end)
+        if p.lowest is None:
+            return np.stack([end, end - unmasked], axis=1).astype(np.int32)
+        first = np.clip((first_row + p.lowest) // block_kv, 0, end - 1)
+        first_unmasked = np.maximum(0, -(-(last_row + p.lowest) // block_kv))
+        blocks, any_unmasked = end - first, first_unmasked < unmasked
+        # Then steps at the far edge may trust the maximum, as each row has seen its last key.
+        all_see = last_row + p.lowest < p.key_length
+        if p.highest is not None:
+            all_see &= first_row + p.highest >= 0
+        exact = np.where(all_see, end - unmasked, blocks)
+        near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), exact)
+        return np.stack([blocks, exact, near, end], axis=1).astype(np.int32)
+
+    def reach(self, intervals: jax.Array | None) -> run_time_intervals.Reach:
+        """What each tile sees, but for ids; intervals are those of `key_blocks_of`."""
+        p = self.problem
+        rows = np.minimum(np.arange(self.rows), p.query_length - 1)
+        bounds = run_time_intervals.of_bounds(p.lowest, p.highest, rows, p.key_length)
+        seen = bounds if intervals is None else intervals
+        return run_time_intervals.reach(seen, self.config.block_q, empty_rows_count=not p.dynamic)
+
+    def key_blocks_of(
+        self,
+        intervals: jax.Array | None,
+        ids: tuple[jax.Array, jax.Array] | None = None,
+        ids_are_sorted: jax.Array | None = None,
+    ) -> jax.Array:
+        """The same for each batch entry, `[B, tiles, 4 or 5]`.
+
+        Args:
+          intervals: the keys `[B, 2, T]` of each query, if the problem is dynamic. A row that sees
+            nothing then lets its tile go without masks.
+          ids: segment ids of queries and keys, if the problem is segmented.
+          ids_are_sorted: None, or of each batch entry what `segments.intervals` says, for a fifth
+            column: whether steps with a mask compare ids, but for the first. That is of one more
+            block then, of which no row sees a key.
+        """
+        block_q, block_kv, reach = self.config.block_q, self.config.block_kv, self.reach(intervals)
+        # One more block where none of the masked ones holds a key of some row.
+        blocks = segments.Blocks(
+            first=reach.first // block_kv,
+            end=-(-reach.end // block_kv),
+            first_unmasked=-(-reach.common_first // block_kv),
+            end_unmasked=(reach.common_end - 1) // block_kv,
+        )
+        one_more: jax.Array | int = 0
+        if ids is not None:
+            sharing = segments.sharing(*ids, block_q, block_kv)
+            blocks = segments.restricted(blocks, sharing)
+            one_more = 1 - self._first_key_is_seen(sharing, blocks.end_unmasked)
+        end = jnp.maximum(1, blocks.end)
+        first = jnp.clip(blocks.first, 0, end - 1)
+        unmasked, first_unmasked = jnp.clip(blocks.end_unmasked, 0, end), blocks.first_unmasked
+        count, any_unmasked = end - first, first_unmasked < unmasked
+        all_masked = count  # how many are exact where none is without a mask
+        if ids is not None and not self.problem.dynamic:
+            # Of the tile's first row.
+            own_block = np.arange(self.per_head, dtype=np.int32)[None] * block_q // block_kv
+            all_masked = jnp.where(self._see_themselves(*ids), end - own_block, count)
+            all_masked = jnp.clip(all_masked, 1, count)
+        exact = jnp.where(any_unmasked, end - unmasked + one_more, all_masked)
+        near = jnp.where(any_unmasked, end - jnp.maximum(first_unmasked, first), all_masked)
+        if ids_are_sorted is None:
+            return jnp.stack([count, exact, near, end], axis=-1)
+        comparing = jnp.broadcast_to(~ids_are_sorted[:, None], count.shape).astype(jnp.int32)
+        exact = jnp.maximum(exact, 1)  # with the first step, which looks for maxima anyway
+        entries = (x + comparing for x in (count, exact, near, end))
+        return jnp.stack([*entries, comparing], axis=-1)
+
+    def _see_themselves(self, query_ids: jax.Array, key_ids: jax.Array) -> jax.Array | np.ndarray:
+        """Whether each row of a tile sees the key of its own number, `[B, tiles]`.
+
+        Then every row has a key in the blocks from that of the tile's first row on, and those
+        before them, even with a mask, need not be exact.
+        """
+        p = self.problem
+        if not sees_itself(p.lowest, p.highest) or p.query_length > p.key_length:
+            return np.zeros((1, self.per_head), bool)
+        equal = query_ids == key_ids[:, : p.query_length]
+        equal = jnp.pad(equal, ((0, 0), (0, self.rows - p.query_length)), constant_values=True)
+        return equal.reshape(equal.shape[0], self.per_head, -1).all(-1)
+
+    def _first_key_is_seen(self, sharing: segments.Sharing, block: jax.Array) -> jax.Array:
+        """Whether ids let all rows of a tile see the first key of a block, `[B, tiles]` int32.
+
+        Args:
+          block: `[B, tiles]`; where its rows have one id.
+        """
+        block = jnp.clip(block, 0, sharing.first.shape[-1] - 1)
+        seen = jnp.take_along_axis(sharing.first, block[:, :, None], axis=-1)
+        return seen[..., 0].astype(jnp.int32)
+
+    def schedule(self, thread_blocks: int) -> np.ndarray:
+        """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`.
+
+        If costs are known at run time only, as `scheduler.deals_by_rank` does, with ranks in the
+        place of tiles.
+        """
+        number, tile, cost = self.order()
+        if self.problem.by_batch:
+            return scheduler.deals_by_rank(number, tile, self.per_head, thread_blocks)
+        return scheduler.deal(number, cost, thread_blocks)
+
+    def order(self, last_section: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The order of starting: number of each tile, its number in its head, and its cost.
+
+        If costs are known at run time only, with ranks in the place of tiles.
+
+        Args:
+          last_section: as for `scheduler.tile_order`.
+        """
+        p = self.problem
+        cost = np.zeros(self.per_head)
+        if not p.by_batch:
+            cost = self.key_blocks()[:, 0] + _TILE_OVERHEAD
+        bytes_per_kv_head = p.key_length * p.pair_bytes
+        section = scheduler.heads_per_section(
+            self.config.section_bytes,
+            bytes_per_kv_head,
+            tiles_per_kv_head=self.per_head * p.group,
+            slots=self.config.thread_blocks,
+            kv_heads=p.batch * p.kv_heads,
+            group=p.group,
+        )
+        tile, head = scheduler.tile_order(cost, p.batch * p.heads, section, last_section)
+        return head * self.per_head + tile, tile, cost[tile]
+
+    def kernel(
+        self,
+        body: Callable,
+        scratch: dict[str, Any],
+        padded_query_length: int,
+        out_dtype: np.dtype,
+        references: bool = False,
+    ) -> Callable:
+        """A forward kernel over all tiles, for `with_lists` or `with_tickets`.
+
+        Args:
+          body: of refs of the schedule, or the order and what is drawn, of the key blocks, of the
+            operands, of the results, and of scratch by name.
+          scratch: types of shared memory and barriers.
+          padded_query_length: of the output.
+          out_dtype: of the output.
+          references: results are three.
+
+        Returns:
+          A function of what stands for these before the output, that returns the output, the LSE
+          `[B, N, rows]`, and if wanted references of rows and their log_sum, `[B, N, 2, rows]`.
+        """
+        p = self.problem
+        out_shape = (p.batch, padded_query_length, p.heads, p.value_width)
+        of_rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+        results = (
+            jax.ShapeDtypeStruct(out_shape, out_dtype),
+            of_rows((p.batch, p.heads, self.rows)),
+            of_rows((p.batch, p.heads, 2, self.rows)),
+        )
+        return plgpu.kernel(
+            body,
+            out_type=results if references else results[:2],
+            grid=(self.thread_blocks,),
+            grid_names=("block",),
+            num_threads=self.config.consumers + 1,
+            thread_name="warpgroup",
+            scratch_types=scratch,
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,
+                lowering_semantics=plgpu.LoweringSemantics.Lane,
+                reduction_scratch_bytes=0,  # those here are of rows, which a quad of threads has
+            ),
+        )
+
+    def with_lists(self, kernel: Callable) -> Callable:
+        """A function of the operands that runs a kernel whose schedule has lists of tiles.
+
+        Operands begin with `key_blocks_of` where these depend on the batch entry.
+        """
+        schedule = self.schedule(self.thread_blocks)
+        if not self.problem.by_batch:
+            tables = schedule, self.key_blocks()
+            return lambda *operands: kernel(*map(jnp.asarray, tables), *operands)
+
+        def run(key_blocks, *operands):
+            order = scheduler.longest_first(schedule, _cost(key_blocks), self.problem.heads)
+            return kernel(order, key_blocks, *operands)
+
+        return run
+
+    def with_tickets(self, kernel: Callable) -> Callable:
+        """The same, for a kernel whose thread blocks draw their tiles."""
+        numbers, _, _ = self.order(tickets.LAST_TILES * self.thread_blocks)
+
+        def run(key_blocks, *operands):
+            order = scheduler.order_by_rank(numbers, _cost(key_blocks), self.problem.heads)
+            drawn = jax.new_ref(tickets.none_drawn(self.thread_blocks, self.count))
+            return kernel(order, drawn, key_blocks, *operands)
+
+        return run
+
+    def locate(self, number):
+        """Tile, batch entry and head of a tile's number; of any if it is below 0."""
+        if self.problem.by_batch:
+            number = jnp.maximum(number, 0)
+        head_of_all, tile = div_rem(number, self.per_head)
+        if self.batch_inside:
+            head, batch = div_rem(head_of_all, self.problem.batch)
+        else:
+            batch, head = div_rem(head_of_all, self.problem.heads)
+        return tile, batch, head
+
+
+def _cost(key_blocks: jax.Array) -> jax.Array:
+    """Of each tile of a head, `[B, tiles]`, from `Tiles.key_blocks_of`."""
+    return key_blocks[:, :, 0].astype(jnp.float32) + _TILE_OVERHEAD

@@ -1,0 +1,178 @@
+"""Gradients of attention on Hopper GPUs: which kernels make them, in the order in which they run.
+
+row_statistics.py          delta, the starts of rows and the zeros of dQ
+backward.py                dK and dV, and to dQ adds what each tile of keys gives
+cast_dq.py                 what is left of dQ, the factor scale and the cast
+backward_query.py          dQ alone, the same bit by bit from run to run
+backward_key.py            dK, dV and dS' above width 128, of which
+backward_query_product.py  makes dQ
+bias_gradient.py           the gradient of a bias
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import (
+    backward,
+    backward_key,
+    backward_query,
+    backward_query_product,
+    bias_gradient,
+    cast_dq,
+    row_statistics,
+)
+from pallas_kernels.backward_key_plan import d_logits_sections, key_tiles
+from pallas_kernels.backward_plan import Plan, QueryGradient
+from pallas_kernels.config import (
+    BACKWARD_QUERY,
+    BackwardConfig,
+    BackwardKeyConfig,
+    BackwardQueryConfig,
+    Problem,
+    check_backward,
+)
+from pallas_kernels.dropout import Words
+from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
+from pallas_kernels.interpret import interpreting
+from pallas_kernels.key_tiles import Section, with_words
+
+
+def attention_gradients(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    references: jax.Array | None = None,
+    *,
+    problem: Problem,
+    config: BackwardConfig | BackwardKeyConfig,
+    deterministic: bool = False,
+    query_config: BackwardQueryConfig | None = None,
+    intervals: jax.Array | None = None,
+    ids: tuple[jax.Array, jax.Array] | None = None,
+    elements: Elements = NO_ELEMENTS,
+    dropout_words: Words | None = None,
+    with_bias_gradient: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Gradients of attention.
+
+    Args:
+      query: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero. Rows that
+        see no key are finite, unless problem.backward_ignores_unseen and not deterministic.
+      key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8. Rows that no query sees are
+        finite, unless as above.
+      out, d_out: `[B, T, N, h]`, as query; out need not be finite in rows that see no key.
+      lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
+      d_lse: `[B, N, query_length]` float32; None for zeros.
+      references: `[B, N, 2, >= query_length]` float32, what `forward.attention` gave beside lse;
+        None where lse is not of these keys alone.
+      problem: static description; its lengths may be up to 7 below T and S.
+      config: tile sizes; a `BackwardKeyConfig` where query or value is wider than 128.
+      deterministic: gradients are the same bit by bit from run to run: dQ is made by a kernel of
+        its own (`backward_query.py`), not summed in the order in which thread blocks end. At widths
+        above 128 they always are.
+      query_config: that kernel's tile sizes; None for those of `BACKWARD_QUERY`.
+      intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
+        problem that is dynamic (`intervals.py`).
+      ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
+        `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
+      elements: mask and bias of a problem that has them (`element_arrays.py`).
+      dropout_words: None, or for a problem with dropout the words of queries and keys, as
+        `dropout.Words` has them.
+      with_bias_gradient: the bias has a gradient too, which takes a kernel of its own.
+
+    Returns:
+      Gradients of query, key and value, in their shapes and dtype, and of the bias if wanted. Rows
+      from key_length on are arbitrary.
+    """
+    check_backward(config, problem.widest)
+    query_config = query_config or BACKWARD_QUERY[problem.widest]
+    is_wide = isinstance(config, BackwardKeyConfig)
+    adds = not (deterministic or is_wide)  # to dQ, in the order in which thread blocks end
+    zeroed_later = range(0)
+    if adds and isinstance(config, BackwardConfig):
+        zeroed_later = Plan(problem, config).zeroed_later
+    block_q = config.block_q if adds else max(config.block_q, query_config.block_q)
+    in_whole = lambda block: -(-problem.query_length // block) * block
+    padded_rows = rows_of_statistics = in_whole(block_q)
+    if with_bias_gradient:  # with more, dQ has tiles at its end that nothing uses
+        rows_of_statistics = max(padded_rows, in_whole(bias_gradient.BLOCK_Q))
+    any_far_ref = jax.new_ref(jnp.zeros(1, jnp.int32))
+    start, minus_delta, far, *zeros = row_statistics.row_statistics(
+        out,
+        lse,
+        d_out,
+        d_lse,
+        references,
+        any_far_ref,
+        problem=problem,
+        padded_rows=rows_of_statistics,
+        dq_columns=QueryGradient(problem).columns_of_tiles if adds else (),
+        zeroed_later=zeroed_later,
+    )
+    masks = intervals, ids, elements, dropout_words
+    operands = query, key, value, d_out, start, minus_delta, far
+    d_bias: tuple[jax.Array, ...] = ()
+    if with_bias_gradient:
+        d_bias = (bias_gradient.bias_gradient(*operands, *masks, problem=problem),)
+    statistics = (start,) if is_wide else (start, minus_delta)
+    start = with_words(dropout_words, *statistics)
+    any_far = jax.freeze(any_far_ref)
+    operands_of_keys = any_far, query, key, value, d_out, start, minus_delta, far
+    of_query_alone = functools.partial(
+        backward_query.query_gradient, *operands, *masks, problem=problem, config=query_config
+    )
+    if isinstance(config, BackwardKeyConfig):
+        of_keys = functools.partial(
+            backward_key.key_value_gradients,
+            *operands_of_keys,
+            *masks,
+            problem=problem,
+            config=config,
+        )
+        sections = d_logits_sections(problem, config)
+        if not sections:
+            return of_query_alone(), *of_keys(), *d_bias
+        of_query = functools.partial(
+            backward_query_product.query_gradient,
+            key=key,
+            problem=problem,
+            tiles=key_tiles(problem, config),
+            query_rows=query.shape[1],
+        )
+        return *_by_sections(sections, of_keys, of_query), *d_bias
+    main = backward.build(problem, config, key.shape[1], adds, interpreting())
+    elements_of_keys = elements.operands(transposed=True)
+    main = functools.partial(
+        main, intervals, ids, dropout_words, *elements_of_keys, *operands_of_keys
+    )
+    if deterministic:
+        return of_query_alone(), *main(), *d_bias
+    dq_ref = jax.new_ref(*zeros)
+    gradients = main(dq_ref)
+    cast = cast_dq.build(problem, padded_rows, query.shape[1], interpreting())
+    starts = (start,) if problem.backward_ignores_unseen else ()  # then there is no dropout
+    return cast(jax.freeze(dq_ref), *starts), *gradients, *d_bias
+
+
+def _by_sections(
+    sections: list[Section], of_keys: Callable, of_query: Callable
+) -> tuple[jax.Array, ...]:
+    """Gradients of query, key and value, with dS' of one section at a time in memory."""
+    first, *others = sections
+    d_key, d_value, d_logits = of_keys(section=first)
+    if not others:
+        return of_query(d_logits, section=first), d_key, d_value
+    # All in one place: refs, so that no kernel begins before the one before it has ended.
+    results = d_key, d_value, d_logits = tuple(map(jax.new_ref, (d_key, d_value, d_logits)))
+    d_query = jax.new_ref(of_query(d_logits, section=first))
+    for section in others:
+        of_keys(section=section, results=results)
+        of_query(d_logits, d_query=d_query, section=section)
+    return tuple(map(jax.freeze, (d_query, d_key, d_value)))
