@@ -34,6 +34,7 @@ their own, and are added to the output in float32.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -143,6 +144,99 @@ def attention(
     return kernel(key_blocks, *operands, *optional)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What the kernel does, and with what buffers and barriers.
+
+    Attributes:
+      problem: static description.
+      config: tile sizes.
+      out_dtype: of the output.
+      interpret: whether it is for interpret mode.
+    """
+
+    problem: Problem
+    config: ForwardFP8Config
+    out_dtype: np.dtype
+    interpret: bool
+
+    @functools.cached_property
+    def tiles(self) -> Tiles:
+        return Tiles(self.problem, self.config)
+
+    @functools.cached_property
+    def any_mask(self) -> bool:
+        """Whether any step has one, but for segment ids."""
+        if self.problem.has_far_edge:
+            return True
+        return not self.problem.by_batch and bool(self.tiles.key_blocks()[:, 1].any())
+
+    @property
+    def registers_are_short(self) -> bool:
+        """Then addresses and entries of lists are made anew where they are used."""
+        p = self.problem
+        return max(p.width, p.value_width) > 64 or p.by_batch
+
+    @property
+    def accumulated(self) -> Any:
+        """The dtype of logits; interpret mode has no sums in float16."""
+        return jnp.float32 if self.interpret else jnp.float16
+
+    @property
+    def lag(self) -> int:
+        """Steps by which V is turned after it was asked for, where the next one goes."""
+        return self.config.stages - 1
+
+    @functools.cached_property
+    def key_columns(self) -> Columns:
+        return Columns.whole_float8(self.problem.width)
+
+    @functools.cached_property
+    def value_columns(self) -> Columns:
+        return Columns.whole_float8(self.problem.value_width)
+
+    @functools.cached_property
+    def staged_columns(self) -> list[Columns]:
+        """The output is staged some at a time."""
+        out_columns = Columns(self.problem.value_width, self.value_columns.size)
+        return out_columns.in_parts(self.config.staged_columns)
+
+    @functools.cached_property
+    def barriers(self) -> dict[str, NamedBarriers]:
+        """Those with a number, by name."""
+        c = self.config
+        turn = NamedBarriers(first=c.consumers + 2, count=c.consumers, arrivers=1)
+        k_free = NamedBarriers(turn.first + c.consumers, c.stages, arrivers=c.consumers)
+        v_free = NamedBarriers(k_free.first + c.stages, c.value_stages, arrivers=c.consumers)
+        q_free = NamedBarriers(v_free.first + c.value_stages, c.query_buffers, arrivers=c.consumers)
+        return dict(turn=turn, k_free=k_free, v_free=v_free, q_free=q_free)
+
+    def scratch(self) -> dict[str, Any]:
+        """Types of shared memory and barriers, by name."""
+        c, dtype = self.config, self.problem.dtype
+        keys, values = self.key_columns, self.value_columns
+        found: dict[str, Any] = dict(
+            q_smem=keys.smem(c.query_buffers, c.consumers, ROWS, dtype=dtype),
+            k_smem=keys.smem(c.stages, c.block_kv, dtype=dtype),
+            v_smem=values.smem(self.lag, c.block_kv, dtype=dtype),
+            turned_smem=plgpu.SMEM(
+                (c.value_stages, values.size, c.block_kv),
+                dtype,
+                transforms=float8_operand(c.block_kv),
+            ),
+            o_smem=self.staged_columns[0].smem(c.consumers, ROWS, dtype=self.out_dtype),
+            q_full=plgpu.Barrier(
+                num_arrivals=c.consumers * keys.tiles, num_barriers=c.query_buffers
+            ),
+            k_full=plgpu.Barrier(num_arrivals=keys.tiles, num_barriers=c.stages),
+            v_full=plgpu.Barrier(num_arrivals=values.tiles, num_barriers=self.lag),
+            turned_full=plgpu.Barrier(num_arrivals=1, num_barriers=c.value_stages),
+        )
+        if self.interpret:
+            found["twins"] = {name: x.scratch() for name, x in self.barriers.items()}
+        return found
+
+
 @functools.lru_cache
 def _build(
     problem: Problem,
@@ -151,433 +245,486 @@ def _build(
     out_dtype: np.dtype,
     interpret: bool,
 ):
-    tiles = Tiles(problem, config)
-    by_batch, has_far_edge = problem.by_batch, problem.has_far_edge
-    key_blocks = None if by_batch else tiles.key_blocks()
-    any_mask = has_far_edge or (key_blocks is not None and bool(key_blocks[:, 1].any()))
+    plan = _Plan(problem, config, out_dtype, interpret)
 
-    consumers, stages, query_buffers = config.consumers, config.stages, config.query_buffers
-    # Then addresses and entries of lists are made anew where they are used.
-    registers_are_short = max(problem.width, problem.value_width) > 64 or by_batch
-    value_stages, block_kv, dtype = config.value_stages, config.block_kv, problem.dtype
-    # Of logits; interpret mode has no sums in float16.
-    accumulated = jnp.float32 if interpret else jnp.float16
-    lag = stages - 1  # steps by which V is turned after it was asked for, where the next one goes
-    key_columns = Columns.whole_float8(problem.width)
-    value_columns = Columns.whole_float8(problem.value_width)
-    out_columns = Columns(problem.value_width, value_columns.size)
-    staged_columns = out_columns.in_parts(config.staged_columns)
+    def attention_forward_fp8(*refs, **scratch):
+        block = _ThreadBlock(plan, refs, **scratch)
+        pl.when(block.warpgroup < config.consumers)(lambda: _consume(block))
+        pl.when(block.warpgroup == config.consumers)(lambda: _produce(block))
 
-    turn = NamedBarriers(first=consumers + 2, count=consumers, arrivers=1)
-    k_free = NamedBarriers(turn.first + consumers, stages, arrivers=consumers)
-    v_free = NamedBarriers(k_free.first + stages, value_stages, arrivers=consumers)
-    q_free = NamedBarriers(v_free.first + value_stages, query_buffers, arrivers=consumers)
-    named = dict(turn=turn, k_free=k_free, v_free=v_free, q_free=q_free)
-
-    scratch: dict[str, Any] = dict(
-        q_smem=key_columns.smem(query_buffers, consumers, ROWS, dtype=dtype),
-        k_smem=key_columns.smem(stages, block_kv, dtype=dtype),
-        v_smem=value_columns.smem(lag, block_kv, dtype=dtype),
-        turned_smem=plgpu.SMEM(
-            (value_stages, value_columns.size, block_kv),
-            dtype,
-            transforms=float8_operand(block_kv),
-        ),
-        o_smem=staged_columns[0].smem(consumers, ROWS, dtype=out_dtype),
-        q_full=plgpu.Barrier(
-            num_arrivals=consumers * key_columns.tiles, num_barriers=query_buffers
-        ),
-        k_full=plgpu.Barrier(num_arrivals=key_columns.tiles, num_barriers=stages),
-        v_full=plgpu.Barrier(num_arrivals=value_columns.tiles, num_barriers=lag),
-        turned_full=plgpu.Barrier(num_arrivals=1, num_barriers=value_stages),
+    kernel = plan.tiles.kernel(
+        attention_forward_fp8, plan.scratch(), padded_query_length, out_dtype
     )
-    if interpret:
-        scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
+    return plan.tiles.with_lists(kernel)
 
-    def attention_forward_fp8(
-        schedule_ref, key_blocks_ref, q_ref, k_ref, v_ref,
-        row_scales_ref, key_scales_ref, value_scales_ref, ratios_ref, *more_refs,
-        q_smem, k_smem, v_smem, turned_smem, o_smem,
+
+class _ThreadBlock:
+    """What producer and consumers share: operands, results, buffers, barriers, and the list.
+
+    Attributes:
+      plan: of the kernel.
+      q, k, v, row_scales, key_scales, value_scales, ratios, o, lse: refs in global memory.
+      masks: of rows and keys.
+      q_smem, k_smem, v_smem: buffers that TMA fills; o_smem, one that it stores.
+      turned_smem: V, turned.
+      q_full, k_full, v_full, turned_full: mbarriers a buffer.
+      turn, k_free, v_free, q_free: see `_Plan.barriers`.
+      warpgroup: index of this one; the consumers come first.
+    """
+
+    def __init__(
+        self, plan: _Plan, refs, *, q_smem, k_smem, v_smem, turned_smem, o_smem,
         q_full, k_full, v_full, turned_full, twins=None,
     ):  # fmt: skip
-        *optional_refs, o_ref, lse_ref = more_refs
-        masks = RowMasks(
+        problem = plan.problem
+        self.plan = plan
+        self.q_smem, self.k_smem, self.v_smem, self.o_smem = q_smem, k_smem, v_smem, o_smem
+        self.turned_smem, self.turned_full = turned_smem, turned_full
+        self.q_full, self.k_full, self.v_full = q_full, k_full, v_full
+        self._schedule, self._key_blocks, self.q, self.k, self.v, *rest = refs
+        self.row_scales, self.key_scales, self.value_scales, self.ratios, *rest = rest
+        *optional, self.o, self.lse = rest
+        self.masks = RowMasks(
             problem,
-            block_kv,
-            tiles.rows,
-            intervals_ref=optional_refs[0] if problem.dynamic else None,
-            ids_refs=optional_refs[int(problem.dynamic) :] if problem.segmented else None,
+            plan.config.block_kv,
+            plan.tiles.rows,
+            intervals_ref=optional[0] if problem.dynamic else None,
+            ids_refs=optional[int(problem.dynamic) :] if problem.segmented else None,
         )
-        turn, k_free, v_free, q_free = (
+        self.turn, self.k_free, self.v_free, self.q_free = (
             dataclasses.replace(barriers, twins=twins and twins[name])
-            for name, barriers in named.items()
+            for name, barriers in plan.barriers.items()
         )
-        warpgroup = lax.axis_index("warpgroup")
-        block = lax.axis_index("block")
-        zero = jnp.int32(0)
+        self.warpgroup = lax.axis_index("warpgroup")
+        self._number = lax.axis_index("block")
 
-        def listed(column):
-            """An entry of this thread block's list."""
-            return schedule_ref[block + fresh_zero() if registers_are_short else block, column]
+    def listed(self, column):
+        """An entry of this thread block's list."""
+        short = self.plan.registers_are_short
+        return self._schedule[self._number + fresh_zero() if short else self._number, column]
 
-        tile_count = lambda: listed(0)
-        number_of = lambda index: listed(1 + index)
-        slot = lambda step: lax.rem(step, jnp.int32(stages))
-        raw_slot = lambda step: lax.rem(step, jnp.int32(lag))
-        value_slot = lambda step: lax.rem(step, jnp.int32(value_stages))
+    def tile_count(self):
+        return self.listed(0)
 
-        def query_buffer(index):
-            buffer = lax.rem(index, jnp.int32(query_buffers))
-            return buffer + fresh_zero() if registers_are_short else buffer
+    def locate(self, index):
+        """Tile, batch entry and head of an index of the list."""
+        return self.plan.tiles.locate(self.listed(1 + index))
 
-        kv_head_of = lambda head: lax.div(head, jnp.int32(problem.group))
+    def slot(self, step):
+        """Of K."""
+        return lax.rem(step, jnp.int32(self.plan.config.stages))
 
-        def needs(tile, batch, column):
-            """An entry of `Tiles.key_blocks`."""
-            entry = (batch, tile, column) if by_batch else (tile, column)
-            return key_blocks_ref[entry]
+    def raw_slot(self, step):
+        """Of V before it is turned."""
+        return lax.rem(step, jnp.int32(self.plan.lag))
 
-        def end_of(tile, batch):
-            """The end of the first key block of a tile, in blocks."""
-            return needs(tile, batch, 3 if has_far_edge else 0)
+    def value_slot(self, step):
+        """Of V turned."""
+        return lax.rem(step, jnp.int32(self.plan.config.value_stages))
 
-        def over_tiles(body, carry):
-            """As `fori_loop`, but for the count, which is in no register during a tile."""
+    def query_buffer(self, index):
+        buffer = lax.rem(index, jnp.int32(self.plan.config.query_buffers))
+        return buffer + fresh_zero() if self.plan.registers_are_short else buffer
 
-            def turn(at):
-                index, _, carry = at
-                return index + 1, *body(index, carry)
+    def kv_head_of(self, head):
+        return lax.div(head, jnp.int32(self.plan.problem.group))
 
-            _, _, carry = lax.while_loop(lambda at: at[1], turn, (zero, tile_count() > 0, carry))
-            return carry
+    def needs(self, tile, batch, column):
+        """An entry of `Tiles.key_blocks`."""
+        entry = (batch, tile, column) if self.plan.problem.by_batch else (tile, column)
+        return self._key_blocks[entry]
 
-        @pl.when(warpgroup < consumers)
-        def _consumer():
-            plgpu.set_max_registers(config.registers[0], action="increase")
-            take_turn = lambda: turn.wait(warpgroup)
-            pass_turn = lambda: turn.arrive(lax.rem(warpgroup + 1, jnp.int32(consumers)))
-            pl.when(warpgroup == consumers - 1)(pass_turn)  # warpgroup 0 begins
-            first_row_of = lambda tile: tiles.first_row(tile, warpgroup)
+    def end_of(self, tile, batch):
+        """The end of the first key block of a tile, in blocks."""
+        return self.needs(tile, batch, 3 if self.plan.problem.has_far_edge else 0)
 
-            def compute(p_acc, s_acc):
-                """With `promotes` p_acc is of one step, else it is the output."""
+    def over_tiles(self, body: Callable, carry):
+        """As `fori_loop`, but for the count, which is in no register during a tile."""
 
-                def issue_logits(buffer, k_slot):
-                    s_acc[...] = zero_tile(ROWS, block_kv, accumulated)
-                    key_columns.contract(s_acc, q_smem.at[buffer, warpgroup], k_smem.at[k_slot])
+        def turn(at):
+            index, _, carry = at
+            return index + 1, *body(index, carry)
 
-                def loaded_logits(wait_n):
-                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=wait_n).astype(jnp.float16)
+        begin = jnp.int32(0), self.tile_count() > 0, carry
+        _, _, carry = lax.while_loop(lambda at: at[1], turn, begin)
+        return carry
 
-                def issue_output(weights, v_slot):
-                    if config.promotes:
-                        p_acc[...] = zero_tile(ROWS, value_columns.size)
-                    plgpu.barrier_wait(turned_full.at[v_slot])
-                    plgpu.wgmma(p_acc, weights, turned_smem.at[v_slot].transpose((1, 0)))
 
-                def end_output(carry):
-                    """The output with that of the last step, when its product has ended."""
-                    product = plgpu.wgmma_accumulator_load(p_acc, wait_n=0)
-                    if not config.promotes:
-                        return product
-                    (output,) = carry.output
-                    return output + product
+# --- the consumers --------------------------------------------------------------------------------
 
-                def load_row_scales(tile, batch, head):
-                    last_row = problem.query_length - 1
-                    return load_rows(row_scales_ref.at[batch, head], first_row_of(tile), last_row)
 
-                def row_scales_of(tile, batch, head):
-                    """What gives the scales of rows: loads them only then unless they are kept."""
-                    if not config.keeps_row_scales:
-                        return lambda: load_row_scales(tile, batch, head)
-                    row_scales = load_row_scales(tile, batch, head)
-                    return lambda: row_scales
-
-                def masked(logits, first_row, first_key, bounds, ids, *, near=True):
-                    """Some columns at a time, as all in float32 would not fit."""
-                    parts = []
-                    for first in range(0, block_kv, _MASKED_COLUMNS):
-                        part = logits[:, first : first + _MASKED_COLUMNS].astype(jnp.float32)
-                        own_ids = ids and (*ids[:2], ids[2] + first)
-                        part = masks.masked(
-                            part, first_row, first_key + first, bounds, own_ids, near=near
-                        )
-                        parts.append(part.astype(jnp.float16))
-                    return jnp.concatenate(parts, axis=1)
-
-                def first_softmax(logits, tile, batch, head, row_scales):
-                    """Of a tile's first key block."""
-                    key_block = end_of(tile, batch) - 1
-                    key_scale = key_scales_ref[batch, kv_head_of(head), key_block]
-                    factor = row_scales * key_scale
-                    first_row, first_key = first_row_of(tile), key_block * block_kv
-                    bounds = masks.load_bounds(batch, first_row)
-                    ids = masks.load_ids(batch, first_row, first_key)
-                    if any_mask:
-                        logits = masked(logits, first_row, first_key, bounds, ids)
-                    weights, state = half_softmax.start(logits, factor)
-                    if bounds is not None:
-                        state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
-                    return weights, state
-
-                def start_tile(index, steps, tile, batch, head):
-                    """The first key block of a tile, with no other product open."""
-                    row_scales = load_row_scales(tile, batch, head)
-
-                    @pl.when(index < tile_count())
-                    def _():
-                        plgpu.barrier_wait(q_full.at[query_buffer(index)])
-                        plgpu.barrier_wait(k_full.at[slot(steps)])
-
-                    issue_logits(query_buffer(index), slot(steps))
-                    logits = loaded_logits(wait_n=0)
-                    pl.when(index < tile_count())(lambda: k_free.arrive(slot(steps)))
-                    return begun(*first_softmax(logits, tile, batch, head, row_scales))
-
-                def begun(weights, state):
-                    output = (zero_tile(ROWS, value_columns.size),) if config.promotes else ()
-                    return _Carry(to_float8(weights), output, state)
-
-                def key_step(j, carry, *, steps, index, place, row_scales, end_block, near, far):
-                    """Logits of step j's key block together with the output of the step before."""
-                    carry = _Carry(*carry)
-                    tile, batch, head = place
-                    key_block = end_block - 1 - j
-                    first_row, first_key = first_row_of(tile), key_block * block_kv
-                    key_scale = key_scales_ref[batch, kv_head_of(head), key_block]
-                    ratio = ratios_ref[batch, kv_head_of(head), key_block]
-                    own_scales = row_scales()
-                    if near or far:
-                        bounds = masks.load_bounds(batch, first_row)
-                        ids = masks.load_ids(batch, first_row, first_key)
-                    k_slot, v_slot = slot(steps + j), value_slot(steps + j - 1)
-                    plgpu.barrier_wait(k_full.at[k_slot])
-                    take_turn()
-                    issue_logits(query_buffer(index), k_slot)
-                    issue_output(carry.weights, v_slot)
-                    if config.products_first:
-                        logits = loaded_logits(wait_n=0)
-                        output = end_output(carry)
-                        pass_turn()
-                        k_free.arrive(k_slot)
-                        v_free.arrive(v_slot)
-                        code_fence(key_block)
-                    else:
-                        pass_turn()
-                        logits = loaded_logits(wait_n=1)
-                        k_free.arrive(k_slot)
-                    if near or far:
-                        logits = masked(logits, first_row, first_key, bounds, ids, near=near)
-                    factor = own_scales * key_scale
-                    weights, sums, state = half_softmax.go_on(logits, factor, carry.state)
-                    if not config.products_first:
-                        # A cast of the weights before the wait makes ptxas serialise every wgmma.
-                        weights, sums, state = lax.optimization_barrier((weights, sums, state))
-                        output = end_output(carry)
-                        v_free.arrive(v_slot)
-                    weights = to_float8(weights)
-
-                    def again(output, *_):
-                        weights, correction, state = half_softmax.renew(
-                            logits, factor, sums, carry.state
-                        )
-                        return output * spread(correction, output.shape), to_float8(weights), state
-
-                    def mend(output, weights, state):
-                        """What few steps need, behind one branch."""
-                        output, weights, state = lax.cond(
-                            any_too_large, again, lambda *x: x, output, weights, state
-                        )
-                        return output * ratio, weights, state
-
-                    any_too_large = any_from(SUM_LIMIT, sums)
-                    output, weights, state = lax.cond(
-                        any_too_large | (ratio != 1.0),
-                        mend,
-                        lambda *x: x,
-                        output,
-                        weights,
-                        state,
-                    )
-                    if config.promotes:
-                        return _Carry(weights, (output,), state)
-                    p_acc[...] = output
-                    return _Carry(weights, (), state)
-
-                def end_rows(state, tile, batch, head):
-                    """Stores the LSE; returns what the output is to be multiplied with."""
-                    total = state.sums.sum(axis=1)
-                    inverse, lse, _ = online_softmax.normalised(state.reference, total)
-                    store_rows(lse_ref.at[batch, head, pl.ds(first_row_of(tile), ROWS)], lse)
-                    last_block = end_of(tile, batch) - needs(tile, batch, 0)
-                    return inverse * value_scales_ref[batch, kv_head_of(head), last_block]
-
-                def store_output(output, inverse, tile, batch, head):
-                    """Divides by the row sums and sends output to global memory."""
-                    staging = o_smem.at[warpgroup]
-                    output *= spread(inverse, output.shape)
-                    if not config.promotes:
-                        p_acc[...] = zero_tile(ROWS, value_columns.size)
-                    target = o_ref.at[batch, pl.ds(first_row_of(tile), ROWS), head]
-                    for columns in staged_columns:
-                        if columns.first > 0:
-                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        staged = slice(columns.first, columns.first + columns.size)
-                        values = output[:, staged].astype(out_dtype)
-                        columns.put(staging, values, anew=registers_are_short)
-                        plgpu.commit_smem()
-                        columns.store(staging, target)
-
-                def end_tile_under_next(index, steps, carry):
-                    """The next tile's first logits run with this tile's last output product."""
-                    tile, batch, head = tiles.locate(number_of(index))
-                    next_tile, next_batch, next_head = tiles.locate(number_of(index + 1))
-                    buffer, k_slot, v_slot = (
-                        query_buffer(index + 1),
-                        slot(steps),
-                        value_slot(steps - 1),
-                    )
-                    q_free.arrive(query_buffer(index))
-                    more = index + 1 < tile_count()
-
-                    # After the last tile the logits are of no tile, and go nowhere.
-                    @pl.when(more)
-                    def _():
-                        plgpu.barrier_wait(q_full.at[buffer])
-                        plgpu.barrier_wait(k_full.at[k_slot])
-
-                    take_turn()
-                    issue_logits(buffer, k_slot)
-                    issue_output(carry.weights, v_slot)
-                    pass_turn()
-                    row_scales = load_row_scales(next_tile, next_batch, next_head)
-                    inverse = end_rows(carry.state, tile, batch, head)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    logits = loaded_logits(wait_n=1)
-                    pl.when(more)(lambda: k_free.arrive(k_slot))
-                    first = first_softmax(logits, next_tile, next_batch, next_head, row_scales)
-                    first = lax.optimization_barrier(first)
-                    output = end_output(carry)
-                    v_free.arrive(v_slot)
-                    begun_next = begun(*first)
-                    store_output(output, inverse, tile, batch, head)
-                    return more, begun_next
-
-                def end_tile_before_next(index, steps, carry):
-                    """The next queries arrive where this tile's were while it ends."""
-                    tile, batch, head = tiles.locate(number_of(index))
-                    q_free.arrive(0)
-                    inverse = end_rows(carry.state, tile, batch, head)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    take_turn()
-                    issue_output(carry.weights, value_slot(steps - 1))
-                    pass_turn()
-                    output = end_output(carry)
-                    v_free.arrive(value_slot(steps - 1))
-                    store_output(output, inverse, tile, batch, head)
-                    more = index + 1 < tile_count()
-                    return more, start_tile(index + 1, steps, *tiles.locate(number_of(index + 1)))
-
-                end_tile = end_tile_under_next if query_buffers > 1 else end_tile_before_next
-
-                def whole_tile(index, carry):
-                    steps, carry = carry
-                    tile, batch, _ = place = tiles.locate(number_of(index))
-                    blocks, needing_mask = needs(tile, batch, 0), needs(tile, batch, 1)
-                    near_end = jnp.maximum(needing_mask, 1)
-                    step = functools.partial(
-                        key_step,
-                        steps=steps,
-                        index=index,
-                        place=place,
-                        row_scales=row_scales_of(*place),
-                        end_block=end_of(tile, batch) if has_far_edge else blocks,
-                    )
-                    if any_mask:
-                        masked_step = functools.partial(step, near=True, far=has_far_edge)
-                        carry = lax.fori_loop(jnp.int32(1), near_end, masked_step, carry)
-                    else:
-                        near_end = jnp.int32(1)
-                    far = blocks
-                    if has_far_edge:
-                        far = jnp.maximum(near_end, needs(tile, batch, 2))
-                    plain_step = functools.partial(step, near=False, far=False)
-                    carry = lax.fori_loop(near_end, far, plain_step, carry)
-                    if has_far_edge:
-                        far_step = functools.partial(step, near=False, far=True)
-                        carry = lax.fori_loop(far, blocks, far_step, carry)
-                    more, carry = end_tile(index, steps + blocks, _Carry(*carry))
-                    return more, (steps + blocks, carry)
-
-                if not config.promotes:
-                    p_acc[...] = zero_tile(ROWS, value_columns.size)
-                first = start_tile(zero, zero, *tiles.locate(number_of(0)))
-                over_tiles(whole_tile, (zero, first))
-                plgpu.wait_smem_to_gmem(0)
-
-            pl.run_scoped(
-                compute,
-                plgpu.ACC((ROWS, value_columns.size), jnp.float32),
-                plgpu.ACC((ROWS, block_kv), accumulated),
-            )
-
-        @pl.when(warpgroup == consumers)
-        def _producer():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
-            locate = lambda index: tiles.locate(number_of(index))
-
-            def load_queries(index):
-                tile, batch, head = locate(index)
-                buffer = query_buffer(index)
-                pl.when(index >= query_buffers)(lambda: q_free.wait(buffer))
-                for w in range(consumers):
-                    rows = pl.ds(tiles.first_row(tile, w), ROWS)
-                    source = q_ref.at[batch, rows, head]
-                    key_columns.load(source, q_smem.at[buffer, w], q_full.at[buffer])
-
-            def turn_values(step):
-                """Of a step, when they are there."""
-                v_slot = value_slot(step)
-                plgpu.barrier_wait(v_full.at[raw_slot(step)])
-                pl.when(step >= value_stages)(lambda: v_free.wait(v_slot))
-                for n, columns in enumerate(value_columns.tile_slices):
-                    size = columns.stop - columns.start
-                    target = turned_smem.at[v_slot, pl.ds(columns.start, size)]
-                    transpose_float8(target, v_smem.at[raw_slot(step), n])
-                fence_async_shared()
-                # The warpgroup meets here: what follows may overwrite V.
-                plgpu.barrier_arrive(turned_full.at[v_slot])
-
-            def whole_tile(index, steps):
-                tile, batch, head = locate(index)
-                kv_head = kv_head_of(head)
-                blocks = needs(tile, batch, 0)
-                end_block = end_of(tile, batch) if has_far_edge else blocks
-
-                def load(j):
-                    step = steps + j
-                    rows = pl.ds((end_block - 1 - j) * block_kv, block_kv)
-                    buffer = slot(step)
-                    pl.when(step >= stages)(lambda: k_free.wait(buffer))
-                    source = k_ref.at[batch, rows, kv_head]
-                    key_columns.load(source, k_smem.at[buffer], k_full.at[buffer])
-                    pl.when(step >= lag)(lambda: turn_values(step - lag))
-                    buffer = raw_slot(step)
-                    source = v_ref.at[batch, rows, kv_head]
-                    value_columns.load(source, v_smem.at[buffer], v_full.at[buffer])
-
-                load(zero)
-                wanted = index + (query_buffers - 1)
-                pl.when(wanted < tile_count())(lambda: load_queries(wanted))
-                pl.loop(jnp.int32(1), blocks)(load)
-                return index + 1 < tile_count(), steps + blocks
-
-            if query_buffers > 1:
-                load_queries(zero)
-            steps = over_tiles(whole_tile, zero)
-            pl.loop(jnp.maximum(steps - lag, 0), steps)(turn_values)
-
-    return tiles.with_lists(
-        tiles.kernel(attention_forward_fp8, scratch, padded_query_length, out_dtype)
+def _consume(block: _ThreadBlock) -> None:
+    plan, config = block.plan, block.plan.config
+    plgpu.set_max_registers(config.registers[0], action="increase")
+    is_last = block.warpgroup == config.consumers - 1
+    pl.when(is_last)(lambda: _pass_turn(block))  # warpgroup 0 begins
+    pl.run_scoped(
+        lambda *accumulators: _Consumer(block, *accumulators).walk(),
+        plgpu.ACC((ROWS, plan.value_columns.size), jnp.float32),
+        plgpu.ACC((ROWS, config.block_kv), plan.accumulated),
     )
+
+
+def _pass_turn(block: _ThreadBlock) -> None:
+    block.turn.arrive(lax.rem(block.warpgroup + 1, jnp.int32(block.plan.config.consumers)))
+
+
+class _Consumer:
+    """Attention of 64 rows of each tile.
+
+    Attributes:
+      p_acc: accumulator, with `promotes` of the output of one step, else of all.
+      s_acc: of logits.
+    """
+
+    def __init__(self, block: _ThreadBlock, p_acc, s_acc):
+        self.block, self.plan = block, block.plan
+        self.p_acc, self.s_acc = p_acc, s_acc
+
+    def walk(self) -> None:
+        block, zero = self.block, jnp.int32(0)
+        if not self.plan.config.promotes:
+            self.p_acc[...] = zero_tile(ROWS, self.plan.value_columns.size)
+        first = self.start_tile(zero, zero, *block.locate(0))
+        block.over_tiles(self.whole_tile, (zero, first))
+        plgpu.wait_smem_to_gmem(0)
+
+    def first_row(self, tile):
+        return self.plan.tiles.first_row(tile, self.block.warpgroup)
+
+    # --- products ---
+
+    def issue_logits(self, buffer, slot) -> None:
+        block, plan = self.block, self.plan
+        self.s_acc[...] = zero_tile(ROWS, plan.config.block_kv, plan.accumulated)
+        queries = block.q_smem.at[buffer, block.warpgroup]
+        plan.key_columns.contract(self.s_acc, queries, block.k_smem.at[slot])
+
+    def load_logits(self, wait_n):
+        return plgpu.wgmma_accumulator_load(self.s_acc, wait_n=wait_n).astype(jnp.float16)
+
+    def issue_output(self, weights, slot) -> None:
+        block = self.block
+        if self.plan.config.promotes:
+            self.p_acc[...] = zero_tile(ROWS, self.plan.value_columns.size)
+        plgpu.barrier_wait(block.turned_full.at[slot])
+        plgpu.wgmma(self.p_acc, weights, block.turned_smem.at[slot].transpose((1, 0)))
+
+    def end_output(self, carry: _Carry):
+        """The output with that of the last step, when its product has ended."""
+        product = plgpu.wgmma_accumulator_load(self.p_acc, wait_n=0)
+        if not self.plan.config.promotes:
+            return product
+        (output,) = carry.output
+        return output + product
+
+    # --- scales and masks ---
+
+    def load_row_scales(self, tile, batch, head):
+        last_row = self.plan.problem.query_length - 1
+        return load_rows(self.block.row_scales.at[batch, head], self.first_row(tile), last_row)
+
+    def row_scales_of(self, tile, batch, head) -> Callable[[], jax.Array]:
+        """What gives the scales of rows: loads them only then unless they are kept."""
+        if not self.plan.config.keeps_row_scales:
+            return lambda: self.load_row_scales(tile, batch, head)
+        row_scales = self.load_row_scales(tile, batch, head)
+        return lambda: row_scales
+
+    def masked(self, logits, first_row, first_key, bounds, ids, *, near=True):
+        """Some columns at a time, as all in float32 would not fit."""
+        parts = []
+        for first in range(0, self.plan.config.block_kv, _MASKED_COLUMNS):
+            part = logits[:, first : first + _MASKED_COLUMNS].astype(jnp.float32)
+            own_ids = ids and (*ids[:2], ids[2] + first)
+            part = self.block.masks.masked(
+                part, first_row, first_key + first, bounds, own_ids, near=near
+            )
+            parts.append(part.astype(jnp.float16))
+        return jnp.concatenate(parts, axis=1)
+
+    # --- a tile ---
+
+    def start_tile(self, index, steps, tile, batch, head) -> _Carry:
+        """The first key block of a tile, with no other product open."""
+        block = self.block
+        row_scales = self.load_row_scales(tile, batch, head)
+
+        @pl.when(index < block.tile_count())
+        def _():
+            plgpu.barrier_wait(block.q_full.at[block.query_buffer(index)])
+            plgpu.barrier_wait(block.k_full.at[block.slot(steps)])
+
+        self.issue_logits(block.query_buffer(index), block.slot(steps))
+        logits = self.load_logits(wait_n=0)
+        pl.when(index < block.tile_count())(lambda: block.k_free.arrive(block.slot(steps)))
+        return self.begun(*self.first_softmax(logits, tile, batch, head, row_scales))
+
+    def first_softmax(self, logits, tile, batch, head, row_scales):
+        """Of a tile's first key block."""
+        block = self.block
+        key_block = block.end_of(tile, batch) - 1
+        key_scale = block.key_scales[batch, block.kv_head_of(head), key_block]
+        factor = row_scales * key_scale
+        first_row, first_key = self.first_row(tile), key_block * self.plan.config.block_kv
+        bounds = block.masks.load_bounds(batch, first_row)
+        ids = block.masks.load_ids(batch, first_row, first_key)
+        if self.plan.any_mask:
+            logits = self.masked(logits, first_row, first_key, bounds, ids)
+        weights, state = half_softmax.start(logits, factor)
+        if bounds is not None:
+            state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
+        return weights, state
+
+    def begun(self, weights, state) -> _Carry:
+        promotes, columns = self.plan.config.promotes, self.plan.value_columns.size
+        output = (zero_tile(ROWS, columns),) if promotes else ()
+        return _Carry(to_float8(weights), output, state)
+
+    def key_step(self, j, carry, *, steps, index, place, row_scales, end_block, near, far):
+        """Logits of step j's key block together with the output of the step before.
+
+        Args:
+          steps: before those of the tile.
+          place: tile, batch entry and head.
+          row_scales: gives them.
+          near, far: whether it has a mask at that edge.
+        """
+        block, config = self.block, self.plan.config
+        carry = _Carry(*carry)
+        tile, batch, head = place
+        key_block = end_block - 1 - j
+        first_row, first_key = self.first_row(tile), key_block * config.block_kv
+        key_scale = block.key_scales[batch, block.kv_head_of(head), key_block]
+        ratio = block.ratios[batch, block.kv_head_of(head), key_block]
+        own_scales = row_scales()
+        if near or far:
+            bounds = block.masks.load_bounds(batch, first_row)
+            ids = block.masks.load_ids(batch, first_row, first_key)
+        k_slot, v_slot = block.slot(steps + j), block.value_slot(steps + j - 1)
+        plgpu.barrier_wait(block.k_full.at[k_slot])
+        block.turn.wait(block.warpgroup)
+        self.issue_logits(block.query_buffer(index), k_slot)
+        self.issue_output(carry.weights, v_slot)
+        if config.products_first:
+            logits = self.load_logits(wait_n=0)
+            output = self.end_output(carry)
+            _pass_turn(block)
+            block.k_free.arrive(k_slot)
+            block.v_free.arrive(v_slot)
+            code_fence(key_block)
+        else:
+            _pass_turn(block)
+            logits = self.load_logits(wait_n=1)
+            block.k_free.arrive(k_slot)
+        if near or far:
+            logits = self.masked(logits, first_row, first_key, bounds, ids, near=near)
+        factor = own_scales * key_scale
+        weights, sums, state = half_softmax.go_on(logits, factor, carry.state)
+        if not config.products_first:
+            # A cast of the weights before the wait makes ptxas serialise every wgmma.
+            weights, sums, state = lax.optimization_barrier((weights, sums, state))
+            output = self.end_output(carry)
+            block.v_free.arrive(v_slot)
+        weights = to_float8(weights)
+
+        def again(output, *_):
+            weights, correction, state = half_softmax.renew(logits, factor, sums, carry.state)
+            return output * spread(correction, output.shape), to_float8(weights), state
+
+        def mend(output, weights, state):
+            """What few steps need, behind one branch."""
+            output, weights, state = lax.cond(
+                any_too_large, again, lambda *x: x, output, weights, state
+            )
+            return output * ratio, weights, state
+
+        any_too_large = any_from(SUM_LIMIT, sums)
+        output, weights, state = lax.cond(
+            any_too_large | (ratio != 1.0), mend, lambda *x: x, output, weights, state
+        )
+        if config.promotes:
+            return _Carry(weights, (output,), state)
+        self.p_acc[...] = output
+        return _Carry(weights, (), state)
+
+    def whole_tile(self, index, carry):
+        """All steps of a tile but the first, which came under the tile before, and its end."""
+        block, plan, has_far_edge = self.block, self.plan, self.plan.problem.has_far_edge
+        steps, carry = carry
+        tile, batch, _ = place = block.locate(index)
+        blocks, needing_mask = block.needs(tile, batch, 0), block.needs(tile, batch, 1)
+        near_end = jnp.maximum(needing_mask, 1)
+        step = functools.partial(
+            self.key_step,
+            steps=steps,
+            index=index,
+            place=place,
+            row_scales=self.row_scales_of(*place),
+            end_block=block.end_of(tile, batch) if has_far_edge else blocks,
+        )
+        if plan.any_mask:
+            masked_step = functools.partial(step, near=True, far=has_far_edge)
+            carry = lax.fori_loop(jnp.int32(1), near_end, masked_step, carry)
+        else:
+            near_end = jnp.int32(1)
+        far = blocks
+        if has_far_edge:
+            far = jnp.maximum(near_end, block.needs(tile, batch, 2))
+        plain_step = functools.partial(step, near=False, far=False)
+        carry = lax.fori_loop(near_end, far, plain_step, carry)
+        if has_far_edge:
+            far_step = functools.partial(step, near=False, far=True)
+            carry = lax.fori_loop(far, blocks, far_step, carry)
+        end_tile = self.end_tile_under_next
+        if plan.config.query_buffers == 1:
+            end_tile = self.end_tile_before_next
+        more, carry = end_tile(index, steps + blocks, _Carry(*carry))
+        return more, (steps + blocks, carry)
+
+    # --- the end of a tile ---
+
+    def end_tile_under_next(self, index, steps, carry: _Carry):
+        """The next tile's first logits run with this tile's last output product."""
+        block = self.block
+        tile, batch, head = block.locate(index)
+        next_tile, next_batch, next_head = block.locate(index + 1)
+        buffer = block.query_buffer(index + 1)
+        k_slot, v_slot = block.slot(steps), block.value_slot(steps - 1)
+        block.q_free.arrive(block.query_buffer(index))
+        more = index + 1 < block.tile_count()
+
+        # After the last tile the logits are of no tile, and go nowhere.
+        @pl.when(more)
+        def _():
+            plgpu.barrier_wait(block.q_full.at[buffer])
+            plgpu.barrier_wait(block.k_full.at[k_slot])
+
+        block.turn.wait(block.warpgroup)
+        self.issue_logits(buffer, k_slot)
+        self.issue_output(carry.weights, v_slot)
+        _pass_turn(block)
+        row_scales = self.load_row_scales(next_tile, next_batch, next_head)
+        inverse = self.end_rows(carry.state, tile, batch, head)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        logits = self.load_logits(wait_n=1)
+        pl.when(more)(lambda: block.k_free.arrive(k_slot))
+        first = self.first_softmax(logits, next_tile, next_batch, next_head, row_scales)
+        first = lax.optimization_barrier(first)
+        output = self.end_output(carry)
+        block.v_free.arrive(v_slot)
+        begun_next = self.begun(*first)
+        self.store_output(output, inverse, tile, batch, head)
+        return more, begun_next
+
+    def end_tile_before_next(self, index, steps, carry: _Carry):
+        """The next queries arrive where this tile's were while it ends."""
+        block = self.block
+        tile, batch, head = block.locate(index)
+        block.q_free.arrive(0)
+        inverse = self.end_rows(carry.state, tile, batch, head)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        block.turn.wait(block.warpgroup)
+        self.issue_output(carry.weights, block.value_slot(steps - 1))
+        _pass_turn(block)
+        output = self.end_output(carry)
+        block.v_free.arrive(block.value_slot(steps - 1))
+        self.store_output(output, inverse, tile, batch, head)
+        more = index + 1 < block.tile_count()
+        return more, self.start_tile(index + 1, steps, *block.locate(index + 1))
+
+    def end_rows(self, state: RowState, tile, batch, head):
+        """Stores the LSE; returns what the output is to be multiplied with."""
+        block = self.block
+        total = state.sums.sum(axis=1)
+        inverse, lse, _ = online_softmax.normalised(state.reference, total)
+        store_rows(block.lse.at[batch, head, pl.ds(self.first_row(tile), ROWS)], lse)
+        last_block = block.end_of(tile, batch) - block.needs(tile, batch, 0)
+        return inverse * block.value_scales[batch, block.kv_head_of(head), last_block]
+
+    def store_output(self, output, inverse, tile, batch, head) -> None:
+        """Divides by the row sums and sends output to global memory."""
+        block, plan = self.block, self.plan
+        staging = block.o_smem.at[block.warpgroup]
+        output *= spread(inverse, output.shape)
+        if not plan.config.promotes:
+            self.p_acc[...] = zero_tile(ROWS, plan.value_columns.size)
+        target = block.o.at[batch, pl.ds(self.first_row(tile), ROWS), head]
+        for columns in plan.staged_columns:
+            if columns.first > 0:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            values = output[:, columns.first : columns.first + columns.size].astype(plan.out_dtype)
+            columns.put(staging, values, anew=plan.registers_are_short)
+            plgpu.commit_smem()
+            columns.store(staging, target)
+
+
+# --- the producer ---------------------------------------------------------------------------------
+
+
+def _produce(block: _ThreadBlock) -> None:
+    plgpu.set_max_registers(block.plan.config.registers[1], action="decrease")
+    _Producer(block).walk()
+
+
+class _Producer:
+    """Fills the buffers of all tiles, each as it gets free, and turns V."""
+
+    def __init__(self, block: _ThreadBlock):
+        self.block, self.plan = block, block.plan
+
+    def walk(self) -> None:
+        zero, lag = jnp.int32(0), self.plan.lag
+        if self.plan.config.query_buffers > 1:
+            self.load_queries(zero)
+        steps = self.block.over_tiles(self.whole_tile, zero)
+        pl.loop(jnp.maximum(steps - lag, 0), steps)(self.turn_values)
+
+    def whole_tile(self, index, steps):
+        """Keys and values of a tile, and queries of one to come."""
+        block, plan, config = self.block, self.plan, self.plan.config
+        tile, batch, head = block.locate(index)
+        kv_head = block.kv_head_of(head)
+        blocks = block.needs(tile, batch, 0)
+        end_block = block.end_of(tile, batch) if plan.problem.has_far_edge else blocks
+
+        def load(j):
+            step = steps + j
+            rows = pl.ds((end_block - 1 - j) * config.block_kv, config.block_kv)
+            buffer = block.slot(step)
+            pl.when(step >= config.stages)(lambda: block.k_free.wait(buffer))
+            source = block.k.at[batch, rows, kv_head]
+            plan.key_columns.load(source, block.k_smem.at[buffer], block.k_full.at[buffer])
+            pl.when(step >= plan.lag)(lambda: self.turn_values(step - plan.lag))
+            buffer = block.raw_slot(step)
+            source = block.v.at[batch, rows, kv_head]
+            plan.value_columns.load(source, block.v_smem.at[buffer], block.v_full.at[buffer])
+
+        load(jnp.int32(0))
+        wanted = index + (config.query_buffers - 1)
+        pl.when(wanted < block.tile_count())(lambda: self.load_queries(wanted))
+        pl.loop(jnp.int32(1), blocks)(load)
+        return index + 1 < block.tile_count(), steps + blocks
+
+    def load_queries(self, index) -> None:
+        block, plan = self.block, self.plan
+        tile, batch, head = block.locate(index)
+        buffer = block.query_buffer(index)
+        pl.when(index >= plan.config.query_buffers)(lambda: block.q_free.wait(buffer))
+        for w in range(plan.config.consumers):
+            source = block.q.at[batch, pl.ds(plan.tiles.first_row(tile, w), ROWS), head]
+            plan.key_columns.load(source, block.q_smem.at[buffer, w], block.q_full.at[buffer])
+
+    def turn_values(self, step) -> None:
+        """Of a step, when they are there."""
+        block = self.block
+        slot = block.value_slot(step)
+        plgpu.barrier_wait(block.v_full.at[block.raw_slot(step)])
+        pl.when(step >= self.plan.config.value_stages)(lambda: block.v_free.wait(slot))
+        for n, columns in enumerate(self.plan.value_columns.tile_slices):
+            size = columns.stop - columns.start
+            target = block.turned_smem.at[slot, pl.ds(columns.start, size)]
+            transpose_float8(target, block.v_smem.at[block.raw_slot(step), n])
+        fence_async_shared()
+        # The warpgroup meets here: what follows may overwrite V.
+        plgpu.barrier_arrive(block.turned_full.at[slot])
