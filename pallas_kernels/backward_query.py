@@ -27,6 +27,7 @@ a named barrier a slot, the consumers arrive and the producer waits.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -236,333 +237,487 @@ def _key_blocks_of(
     return _KeyBlocks(first, end, first_unmasked, end_unmasked)
 
 
-@functools.lru_cache
-def _build(
-    problem: Problem, config: BackwardQueryConfig, query_rows: int, interpret: bool, part: int
-):
-    """The kernel for one of `_key_parts` of dQ: its result, or in a ref if there are more."""
-    block_q, block_kv, (k_stages, v_stages) = config.block_q, config.block_kv, config.stages
-    dtype = problem.dtype
-    key_parts = _key_parts(problem)
-    dq_columns = key_parts[part]
-    value_columns = Columns.whole(problem.value_width)
-    has_cap = problem.soft_cap is not None
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """One of the kernels that make dQ.
 
-    tiles = -(-problem.query_length // block_q)
-    first_rows = np.arange(tiles) * block_q
-    dynamic, by_batch, has_far_edge = problem.dynamic, problem.by_batch, problem.has_far_edge
-    # There are no registers for dP beside a cap, nor with 256 columns of dQ beside elements.
-    is_wide = dq_columns.size > 192
-    # With dropout nor for bounds or ids, or for addresses of the order over the loop.
-    crowded = is_wide and problem.dropout > 0 and (problem.has_elements or by_batch)
-    weights_first = crowded or has_cap or (is_wide and problem.has_elements)
-    # What is known at run time only is left out.
-    of_tiles = _key_blocks(problem, block_kv, first_rows, block_q, np)
-    key_blocks = of_tiles.end - of_tiles.first
-    any_mask = has_far_edge or bool((of_tiles.end_unmasked < of_tiles.end).any())
+    Attributes:
+      problem: static description.
+      config: tile sizes.
+      part: of `_key_parts`, the columns of dQ that it makes.
+    """
 
-    section = scheduler.heads_per_section(
-        FORWARD_SECTION_BYTES,
-        bytes_per_kv_head=problem.key_length * problem.pair_bytes,
-        tiles_per_kv_head=tiles * problem.group,
-        slots=SM_COUNT,
-        kv_heads=problem.batch * problem.kv_heads,
-        group=problem.group,
-    )
-    tile, head = scheduler.tile_order(key_blocks, problem.batch * problem.heads, section)
-    order = np.stack([tile, head, key_blocks[tile]], axis=1)
-    if has_far_edge:
-        order = np.c_[order, of_tiles.end[tile]]
-    order = order.astype(np.int32)
+    problem: Problem
+    config: BackwardQueryConfig
+    part: int
 
-    def order_of(intervals, ids) -> jax.Array:
+    @functools.cached_property
+    def key_parts(self) -> list[Columns]:
+        return _key_parts(self.problem)
+
+    @property
+    def dq_columns(self) -> Columns:
+        return self.key_parts[self.part]
+
+    @functools.cached_property
+    def value_columns(self) -> Columns:
+        return Columns.whole(self.problem.value_width)
+
+    @property
+    def has_cap(self) -> bool:
+        return self.problem.soft_cap is not None
+
+    # --- registers ---
+
+    @property
+    def _is_wide(self) -> bool:
+        return self.dq_columns.size > 192
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there are none for bounds or ids, or for addresses of the order over the loop."""
+        p = self.problem
+        return self._is_wide and p.dropout > 0 and (p.has_elements or p.by_batch)
+
+    @property
+    def weights_first(self) -> bool:
+        """Whether there are none for dP: beside a cap, or elements and 256 columns of dQ."""
+        beside_elements = self._is_wide and self.problem.has_elements
+        return self.crowded or self.has_cap or beside_elements
+
+    # --- tiles ---
+
+    @property
+    def tiles(self) -> int:
+        """Of a head."""
+        return -(-self.problem.query_length // self.config.block_q)
+
+    @functools.cached_property
+    def key_blocks(self) -> _KeyBlocks:
+        """Of each tile. What is known at run time only is left out."""
+        first_rows = np.arange(self.tiles) * self.config.block_q
+        block_kv, block_q = self.config.block_kv, self.config.block_q
+        return _key_blocks(self.problem, block_kv, first_rows, block_q, np)
+
+    @functools.cached_property
+    def any_mask(self) -> bool:
+        blocks = self.key_blocks
+        return self.problem.has_far_edge or bool((blocks.end_unmasked < blocks.end).any())
+
+    @functools.cached_property
+    def order(self) -> np.ndarray:
+        """The tiles as thread blocks take them: of each its number, head and key blocks."""
+        p, counts = self.problem, self.key_blocks.end - self.key_blocks.first
+        section = scheduler.heads_per_section(
+            FORWARD_SECTION_BYTES,
+            bytes_per_kv_head=p.key_length * p.pair_bytes,
+            tiles_per_kv_head=self.tiles * p.group,
+            slots=SM_COUNT,
+            kv_heads=p.batch * p.kv_heads,
+            group=p.group,
+        )
+        tile, head = scheduler.tile_order(counts, p.batch * p.heads, section)
+        order = np.stack([tile, head, counts[tile]], axis=1)
+        if p.has_far_edge:
+            order = np.c_[order, self.key_blocks.end[tile]]
+        return order.astype(np.int32)
+
+    def order_of(self, intervals, ids) -> jax.Array:
         """The order, with key blocks by batch entry, and `_KeyBlocks` of each consumer."""
+        p, (tile, head, *_) = self.problem, self.order.T
         if intervals is None:
-            intervals = run_time_intervals.of_bounds_of_queries(problem)
-        batch = head // problem.heads
-        blocks = _key_blocks_of(intervals, block_kv, _ROWS, ids)
-        of_consumers = jnp.stack([with_all_consumers(x) for x in blocks], axis=-1)
-        of_consumers = of_consumers.reshape(problem.batch, tiles, _CONSUMERS, -1)
+            intervals = run_time_intervals.of_bounds_of_queries(p)
+        blocks = _key_blocks_of(intervals, self.config.block_kv, _ROWS, ids)
+        of_consumers = jnp.stack([self._with_all_consumers(x) for x in blocks], axis=-1)
+        of_consumers = of_consumers.reshape(p.batch, self.tiles, _CONSUMERS, -1)
         first, end = of_consumers[..., 0], of_consumers[..., 1]
         tile_end = end.max(-1, keepdims=True)
         tile_first = jnp.where(first < end, first, tile_end).min(-1, keepdims=True)
         # A consumer that sees nothing has no blocks, at the tile's first.
         of_consumers = jnp.maximum(of_consumers, tile_first[..., None])
-        by_consumer = of_consumers.reshape(problem.batch, tiles, -1)
+        by_consumer = of_consumers.reshape(p.batch, self.tiles, -1)
         numbers = jnp.concatenate([tile_end - tile_first, tile_end, by_consumer], axis=-1)
-        numbers = numbers[batch, tile]
-        return jnp.concatenate([jnp.asarray(order[:, :2]), numbers], axis=1)
+        numbers = numbers[head // p.heads, tile]
+        return jnp.concatenate([jnp.asarray(self.order[:, :2]), numbers], axis=1)
 
-    def with_all_consumers(of_consumers: jax.Array) -> jax.Array:
+    def _with_all_consumers(self, of_consumers: jax.Array) -> jax.Array:
         """`[B, 2 * tiles]`, with 0 where the last consumer has no rows."""
-        return jnp.pad(of_consumers, ((0, 0), (0, _CONSUMERS * tiles - of_consumers.shape[1])))
+        missing = _CONSUMERS * self.tiles - of_consumers.shape[1]
+        return jnp.pad(of_consumers, ((0, 0), (0, missing)))
 
-    k_free = NamedBarriers(first=_CONSUMERS + 2, count=k_stages, arrivers=_CONSUMERS)
-    v_free = NamedBarriers(k_free.first + k_stages, v_stages, arrivers=_CONSUMERS)
-    named = dict(k_free=k_free, v_free=v_free)
+    # --- shared memory and barriers ---
 
-    key_tiles = sum(columns.tiles for columns in key_parts)
-    scratch: dict[str, Any] = dict(
-        q_smem=[columns.smem(_CONSUMERS, _ROWS, dtype=dtype) for columns in key_parts],
-        o_smem=value_columns.smem(_CONSUMERS, _ROWS, dtype=dtype),
-        k_smem=[columns.smem(k_stages, block_kv, dtype=dtype) for columns in key_parts],
-        v_smem=value_columns.smem(v_stages, block_kv, dtype=dtype),
-        q_full=plgpu.Barrier(num_arrivals=_CONSUMERS * key_tiles),
-        o_full=plgpu.Barrier(num_arrivals=_CONSUMERS * value_columns.tiles),
-        k_full=plgpu.Barrier(num_arrivals=key_tiles, num_barriers=k_stages),
-        v_full=plgpu.Barrier(num_arrivals=value_columns.tiles, num_barriers=v_stages),
-    )
-    if interpret:
-        scratch["twins"] = {name: barriers.scratch() for name, barriers in named.items()}
+    @functools.cached_property
+    def barriers(self) -> dict[str, NamedBarriers]:
+        """Those with a number, by name."""
+        k_stages, v_stages = self.config.stages
+        k_free = NamedBarriers(first=_CONSUMERS + 2, count=k_stages, arrivers=_CONSUMERS)
+        v_free = NamedBarriers(k_free.first + k_stages, v_stages, arrivers=_CONSUMERS)
+        return dict(k_free=k_free, v_free=v_free)
 
-    def attention_backward_query(
-        order_ref, *more_refs,
-        q_smem, o_smem, k_smem, v_smem, q_full, o_full, k_full, v_full, twins=None,
-    ):  # fmt: skip
-        # Intervals if dynamic, ids if segmented, then words of dropout, elements and the operands.
-        mask_refs = more_refs[: int(dynamic) + 2 * int(problem.segmented)]
-        dropout, refs = DropoutRefs.split(problem, more_refs[len(mask_refs) :])
-        elements, refs = ElementRefs.split(problem, refs)
-        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, far_ref, dq_ref = refs
-        k_free, v_free = (
-            dataclasses.replace(barriers, twins=twins and twins[name])
-            for name, barriers in named.items()
+    def scratch(self, interpret: bool) -> dict[str, Any]:
+        """Types of shared memory and barriers, by name."""
+        (k_stages, v_stages), block_kv = self.config.stages, self.config.block_kv
+        parts, values, dtype = self.key_parts, self.value_columns, self.problem.dtype
+        key_tiles = sum(columns.tiles for columns in parts)
+        found: dict[str, Any] = dict(
+            q_smem=[columns.smem(_CONSUMERS, _ROWS, dtype=dtype) for columns in parts],
+            o_smem=values.smem(_CONSUMERS, _ROWS, dtype=dtype),
+            k_smem=[columns.smem(k_stages, block_kv, dtype=dtype) for columns in parts],
+            v_smem=values.smem(v_stages, block_kv, dtype=dtype),
+            q_full=plgpu.Barrier(num_arrivals=_CONSUMERS * key_tiles),
+            o_full=plgpu.Barrier(num_arrivals=_CONSUMERS * values.tiles),
+            k_full=plgpu.Barrier(num_arrivals=key_tiles, num_barriers=k_stages),
+            v_full=plgpu.Barrier(num_arrivals=values.tiles, num_barriers=v_stages),
         )
-        warpgroup = lax.axis_index("warpgroup")
-        block = lax.axis_index("block")
-        ordered = lambda column: order_ref[block + fresh_zero() if crowded else block, column]
-        blocks = ordered(2)
-        first_block = ordered(3) - blocks if has_far_edge else 0
+        if interpret:
+            found["twins"] = {name: x.scratch() for name, x in self.barriers.items()}
+        return found
 
-        def key_block_of(j):
-            anew = crowded and has_far_edge
-            return (ordered(3) - ordered(2) if anew else first_block) + j
 
-        k_slot = lambda j: lax.rem(j, jnp.int32(k_stages))
-        v_slot = lambda j: lax.rem(j, jnp.int32(v_stages))
+@functools.lru_cache
+def _build(
+    problem: Problem, config: BackwardQueryConfig, query_rows: int, interpret: bool, part: int
+):
+    """The kernel for one of `_key_parts` of dQ: its result, or in a ref if there are more."""
+    plan = _Plan(problem, config, part)
 
-        def batch_and_head():
-            """Read where needed: kept over the loop, they cost registers."""
-            return div_rem(ordered(1), problem.heads)
+    def attention_backward_query(*refs, **scratch):
+        block = _ThreadBlock(plan, refs, **scratch)
+        pl.when(block.warpgroup < _CONSUMERS)(lambda: _consume(block))
+        pl.when(block.warpgroup == _CONSUMERS)(lambda: _produce(block))
 
-        def first_row_of(consumer):
-            return ordered(0) * block_q + consumer * _ROWS
-
-        @pl.when(warpgroup < _CONSUMERS)
-        def _consumer():
-            plgpu.set_max_registers(config.registers[0], action="increase")
-
-            def per_row(ref, *more):
-                place = *batch_and_head(), *more, pl.ds(first_row_of(warpgroup), _ROWS)
-                return plgpu.load(ref.at[*place], layout=_PER_ROW, optimized=False)
-
-            def start_and_share():
-                """Of each row, with the share that dQ is multiplied with, where there is one."""
-                start = per_row(start_ref, 0)
-                if problem.has_shares:
-                    return start, per_row(start_ref, 1)
-                if problem.has_bias or not problem.has_marks:
-                    return start, None
-                place = *batch_and_head(), first_row_of(warpgroup)
-                return start_and_share_of_marks(start, far_ref, place, problem)
-
-            def compare_ids(j):
-                """Where keys of step j and rows have equal segment ids; None if there are none."""
-                if not problem.segmented:
-                    return None
-                batch, _ = batch_and_head()
-                query_ids_ref, key_ids_ref = mask_refs[-2:]
-                first_key = key_block_of(j) * block_kv
-                first_row, last_row = first_row_of(warpgroup), problem.query_length - 1
-                ids = load_rows(query_ids_ref.at[batch], first_row, last_row)
-                return equal_columns(ids, key_ids_ref.at[batch], first_key, block_kv)
-
-            def masked(weights, key_block, equal_ids, fill=0.0):
-                """Weights with `fill` where the row may not see the key, or there is none."""
-                first_row = lambda: first_row_of(warpgroup)
-
-                def bounds():
-                    batch, _ = batch_and_head()
-                    last_row = problem.query_length - 1
-                    return load_intervals(mask_refs[0].at[batch], first_row(), last_row)
-
-                weights = hide(weights, problem, first_row, key_block * block_kv, bounds, fill)
-                return weights if equal_ids is None else keep_bits(weights, equal_ids, fill)
-
-            def compute(dq_acc, s_acc, dp_acc):
-                start, _ = start_and_share()
-                minus_delta = per_row(delta_ref)
-                query_words = None
-                if problem.dropout:
-                    batch, head = batch_and_head()
-                    query_words = dropout.of_rows(batch, head, first_row_of(warpgroup))
-
-                def skip(j, _):
-                    """A key block that no row of this consumer sees."""
-                    plgpu.barrier_wait(k_full.at[k_slot(j)])
-                    k_free.arrive(k_slot(j))
-                    plgpu.barrier_wait(v_full.at[v_slot(j)])
-                    v_free.arrive(v_slot(j))
-
-                def load_elements(j):
-                    batch, head = batch_and_head()
-                    first_key = key_block_of(j) * block_kv
-                    return elements.load(batch, head, first_row_of(warpgroup), first_key, block_kv)
-
-                def issue_d_weights(own_rows, vs):
-                    plgpu.barrier_wait(v_full.at[vs])
-                    value_columns.contract(dp_acc, o_smem.at[own_rows], v_smem.at[vs])
-
-                def step(j, _, *, needs_mask):
-                    # Addresses made anew each step: registers are short.
-                    ks, vs, own_rows = k_slot(j), v_slot(j), warpgroup + fresh_zero()
-                    equal_ids = compare_ids(j) if needs_mask else None
-                    plgpu.barrier_wait(k_full.at[ks])
-                    # Both before the first product, or ptxas injects a wait.
-                    s_acc[...] = zero_tile(_ROWS, block_kv)
-                    if not weights_first:
-                        dp_acc[...] = zero_tile(_ROWS, block_kv)
-                    for columns, q, k in zip(key_parts, q_smem, k_smem, strict=True):
-                        columns.contract(s_acc, q.at[own_rows], k.at[ks])
-                    if not weights_first:
-                        issue_d_weights(own_rows, vs)
-
-                    loaded = load_elements(j) if problem.has_elements else NOTHING_LOADED
-                    open_products = 0 if weights_first else value_columns.tiles
-                    logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=open_products)
-                    if has_cap:
-                        logits, _ = soft_cap.capped(logits, loaded, problem)
-                        if needs_mask:
-                            logits = masked(logits, key_block_of(j), equal_ids, soft_cap.UNSEEN)
-                        logits = masked_by_element(logits, loaded, soft_cap.UNSEEN)
-                        minus_lse = spread(start, logits.shape)
-                        _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
-                    else:
-                        if problem.has_bias:
-                            place = lambda: (*batch_and_head(), first_row_of(warpgroup))
-                            weights = weights_by_query(
-                                logits, loaded, problem, start, far_ref, place
-                            )
-                        else:  # of rows far from 0 a share, which dQ is multiplied with
-                            factor = problem.scale * LOG2E
-                            of_rows = spread(start * factor, logits.shape)
-                            weights = jnp.minimum(jnp.exp2(logits * factor + of_rows), 1.0)
-                        if needs_mask:
-                            weights = masked(weights, key_block_of(j), equal_ids)
-                        weights = masked_by_element(weights, loaded, 0.0)
-                    if problem.dropout:
-                        batch, _ = batch_and_head()
-                        first_key = key_block_of(j) * block_kv
-                        weights = dropout.negated(weights, query_words, batch, first_key)
-                    if weights_first:
-                        dp_acc[...] = zero_tile(_ROWS, block_kv)
-                        issue_d_weights(own_rows, vs)
-                    d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                    v_free.arrive(vs)
-                    minus_deltas = spread(minus_delta, weights.shape)
-                    ds = d_logits(weights, d_weights, minus_deltas, problem).astype(dtype)
-                    dq_columns.expand(dq_acc, ds, k_smem[part].at[ks])
-                    plgpu.wgmma_wait(0)
-                    k_free.arrive(ks)
-
-                if by_batch:
-                    columns = range(len(_KeyBlocks._fields))
-                    own_first = 4 + len(columns) * warpgroup
-                    own = _KeyBlocks(*(ordered(own_first + n) for n in columns))
-                else:
-                    own = _key_blocks(problem, block_kv, first_row_of(warpgroup), _ROWS, jnp)
-                    if has_far_edge:  # a consumer that sees nothing has none, at the tile's first
-                        own = _KeyBlocks(*(jnp.maximum(n, first_block) for n in own))
-                plgpu.barrier_wait(q_full)
-                plgpu.barrier_wait(o_full)
-                masking = functools.partial(step, needs_mask=True)
-                # The bias of rows that see nothing may be NaN.
-                mask_throughout = by_batch and problem.has_bias
-                rest = functools.partial(step, needs_mask=mask_throughout)
-                begin, end, begin_rest, end_rest = (
-                    n - first_block
-                    for n in (own.first, own.end, own.first_unmasked, own.end_unmasked)
-                )
-                if has_far_edge:
-                    lax.fori_loop(jnp.int32(0), begin, skip, None)
-                    lax.fori_loop(begin, begin_rest, masking, None)
-                lax.fori_loop(begin_rest, end_rest, rest, None)
-                if any_mask:
-                    lax.fori_loop(end_rest, end, masking, None)
-                lax.fori_loop(end, blocks, skip, None)
-
-                dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-                # dQ leaves from where Q was, once all warps have read it.
-                plgpu.commit_smem()
-                factor_of_dq: float | jax.Array = problem.scale * problem.d_logit_unit
-                if not (has_cap or problem.has_bias):
-                    _, share = start_and_share()
-                    factor_of_dq = spread(share * factor_of_dq, dq.shape)
-                own_q = q_smem[part].at[warpgroup]
-                dq_columns.put(own_q, (dq * factor_of_dq).astype(dtype))
-                plgpu.commit_smem()
-                batch, head = batch_and_head()
-                rows = pl.ds(first_row_of(warpgroup), _ROWS)
-                dq_columns.store(own_q, dq_ref.at[batch, rows, head])
-                plgpu.wait_smem_to_gmem(0)
-
-            pl.run_scoped(
-                compute,
-                plgpu.ACC((_ROWS, dq_columns.size), jnp.float32),
-                plgpu.ACC((_ROWS, block_kv), jnp.float32),
-                plgpu.ACC((_ROWS, block_kv), jnp.float32),
-            )
-
-        @pl.when(warpgroup == _CONSUMERS)
-        def _producer():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
-            batch, head = batch_and_head()
-            kv_head = lax.div(head, jnp.int32(problem.group))
-
-            def load_rows(ref, buffer, columns, full):
-                for consumer in range(_CONSUMERS):
-                    source = ref.at[batch, pl.ds(first_row_of(consumer), _ROWS), head]
-                    columns.load(source, buffer.at[consumer], full)
-
-            def load(ref, buffers, parts, slot, stages, full, free, j):
-                pl.when(j >= stages)(lambda: free.wait(slot))
-                source = ref.at[batch, pl.ds(key_block_of(j) * block_kv, block_kv), kv_head]
-                for columns, buffer in zip(parts, buffers, strict=True):
-                    columns.load(source, buffer.at[slot], full.at[slot])
-
-            def load_d_out():
-                load_rows(do_ref, o_smem, value_columns, o_full)
-
-            for columns, buffer in zip(key_parts, q_smem, strict=True):
-                load_rows(q_ref, buffer, columns, q_full)
-
-            @pl.loop(jnp.int32(0), blocks)
-            def _(j):
-                load(k_ref, k_smem, key_parts, k_slot(j), k_stages, k_full, k_free, j)
-                pl.when(j == 0)(load_d_out)
-                load(v_ref, [v_smem], [value_columns], v_slot(j), v_stages, v_full, v_free, j)
-
-            pl.when(blocks == 0)(load_d_out)
-
-    d_query = jax.ShapeDtypeStruct((problem.batch, query_rows, problem.heads, problem.width), dtype)
+    shape = problem.batch, query_rows, problem.heads, problem.width
     kernel = plgpu.kernel(
         attention_backward_query,
-        out_type=d_query if len(key_parts) == 1 else (),
-        grid=(len(order),),
+        out_type=jax.ShapeDtypeStruct(shape, problem.dtype) if len(plan.key_parts) == 1 else (),
+        grid=(len(plan.order),),
         grid_names=("block",),
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
-        scratch_types=scratch,
+        scratch_types=plan.scratch(interpret),
         compiler_params=HAND_ORDERED,
     )
 
     def run(intervals, ids, *operands):
-        if not by_batch:
-            return kernel(jnp.asarray(order), *operands)
+        if not problem.by_batch:
+            return kernel(jnp.asarray(plan.order), *operands)
         masks: tuple[jax.Array, ...] = () if intervals is None else (intervals,)
         if ids is not None:
             query_ids, key_ids = ids
-            masks = (*masks, query_ids, segments.padded(key_ids, block_kv))
-        return kernel(order_of(intervals, ids), *masks, *operands)
+            masks = (*masks, query_ids, segments.padded(key_ids, config.block_kv))
+        return kernel(plan.order_of(intervals, ids), *masks, *operands)
 
     return run
+
+
+class _ThreadBlock:
+    """What producer and consumers share: operands, dQ, buffers, barriers, and the tile.
+
+    Attributes:
+      plan: of the kernel.
+      q, k, v, d_out, start, delta, far, dq: refs of operands and result, in global memory.
+      masks: refs of intervals if dynamic, then of ids if segmented.
+      dropout, elements: of rows and keys.
+      q_smem, k_smem: lists of buffers of `Plan.key_parts`; o_smem, v_smem: buffers.
+      q_full, o_full, k_full, v_full: mbarriers a buffer, completed by TMA.
+      k_free, v_free: see `_Plan.barriers`.
+      warpgroup: index of this one; the consumers come first.
+      blocks: how many key blocks the tile has; first_block, the first of these.
+    """
+
+    def __init__(
+        self, plan: _Plan, refs, *, q_smem, o_smem, k_smem, v_smem, q_full, o_full, k_full, v_full,
+        twins=None,
+    ):  # fmt: skip
+        problem = plan.problem
+        self.plan = plan
+        self.q_smem, self.k_smem, self.o_smem, self.v_smem = q_smem, k_smem, o_smem, v_smem
+        self.q_full, self.o_full, self.k_full, self.v_full = q_full, o_full, k_full, v_full
+        self._order, *refs = refs
+        count = int(problem.dynamic) + 2 * int(problem.segmented)
+        self.masks = refs[:count]
+        self.dropout, refs = DropoutRefs.split(problem, refs[count:])
+        self.elements, refs = ElementRefs.split(problem, refs)
+        self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, self.dq = refs
+        self.k_free, self.v_free = (
+            dataclasses.replace(barriers, twins=twins and twins[name])
+            for name, barriers in plan.barriers.items()
+        )
+        self.warpgroup = lax.axis_index("warpgroup")
+        self._number = lax.axis_index("block")
+        self.blocks = self.ordered(2)
+        self.first_block = self.ordered(3) - self.blocks if problem.has_far_edge else 0
+
+    def ordered(self, column):
+        """An entry of the order."""
+        crowded = self.plan.crowded
+        return self._order[self._number + fresh_zero() if crowded else self._number, column]
+
+    def key_block_of(self, j):
+        anew = self.plan.crowded and self.plan.problem.has_far_edge
+        return (self.ordered(3) - self.ordered(2) if anew else self.first_block) + j
+
+    def first_key_of(self, j):
+        return self.key_block_of(j) * self.plan.config.block_kv
+
+    def k_slot(self, j):
+        return lax.rem(j, jnp.int32(self.plan.config.stages[0]))
+
+    def v_slot(self, j):
+        return lax.rem(j, jnp.int32(self.plan.config.stages[1]))
+
+    def batch_and_head(self):
+        """Read where needed: kept over the loop, they cost registers."""
+        return div_rem(self.ordered(1), self.plan.problem.heads)
+
+    def first_row_of(self, consumer):
+        return self.ordered(0) * self.plan.config.block_q + consumer * _ROWS
+
+
+# --- the consumers --------------------------------------------------------------------------------
+
+
+def _consume(block: _ThreadBlock) -> None:
+    plan, block_kv = block.plan, block.plan.config.block_kv
+    plgpu.set_max_registers(plan.config.registers[0], action="increase")
+    pl.run_scoped(
+        lambda *accumulators: _Consumer(block, *accumulators).run(),
+        plgpu.ACC((_ROWS, plan.dq_columns.size), jnp.float32),
+        plgpu.ACC((_ROWS, block_kv), jnp.float32),
+        plgpu.ACC((_ROWS, block_kv), jnp.float32),
+    )
+
+
+class _Consumer:
+    """dQ of 64 rows.
+
+    Attributes:
+      dq_acc, s_acc, dp_acc: accumulators.
+      start, minus_delta, query_words: of the rows; words None without dropout.
+    """
+
+    def __init__(self, block: _ThreadBlock, dq_acc, s_acc, dp_acc):
+        self.block, self.plan = block, block.plan
+        self.dq_acc, self.s_acc, self.dp_acc = dq_acc, s_acc, dp_acc
+        self.start, _ = self.start_and_share()
+        self.minus_delta = self.per_row(block.delta)
+        self.query_words = None
+        if self.plan.problem.dropout:
+            batch, head = block.batch_and_head()
+            self.query_words = block.dropout.of_rows(batch, head, self.first_row())
+
+    def run(self) -> None:
+        block, plan, problem = self.block, self.plan, self.plan.problem
+        own = self.key_blocks()
+        plgpu.barrier_wait(block.q_full)
+        plgpu.barrier_wait(block.o_full)
+        masking = functools.partial(self.step, needs_mask=True)
+        # The bias of rows that see nothing may be NaN.
+        mask_throughout = problem.by_batch and problem.has_bias
+        rest = functools.partial(self.step, needs_mask=mask_throughout)
+        begin, end, begin_rest, end_rest = (
+            n - block.first_block
+            for n in (own.first, own.end, own.first_unmasked, own.end_unmasked)
+        )
+        if problem.has_far_edge:
+            lax.fori_loop(jnp.int32(0), begin, self.skip, None)
+            lax.fori_loop(begin, begin_rest, masking, None)
+        lax.fori_loop(begin_rest, end_rest, rest, None)
+        if plan.any_mask:
+            lax.fori_loop(end_rest, end, masking, None)
+        lax.fori_loop(end, block.blocks, self.skip, None)
+        self.store_dq()
+
+    def key_blocks(self) -> _KeyBlocks:
+        """Of these rows."""
+        block, problem = self.block, self.plan.problem
+        if problem.by_batch:
+            columns = range(len(_KeyBlocks._fields))
+            own_first = 4 + len(columns) * block.warpgroup
+            return _KeyBlocks(*(block.ordered(own_first + n) for n in columns))
+        own = _key_blocks(problem, self.plan.config.block_kv, self.first_row(), _ROWS, jnp)
+        if problem.has_far_edge:  # a consumer that sees nothing has none, at the tile's first
+            own = _KeyBlocks(*(jnp.maximum(n, block.first_block) for n in own))
+        return own
+
+    # --- rows ---
+
+    def first_row(self):
+        return self.block.first_row_of(self.block.warpgroup)
+
+    def place(self):
+        """Batch entry, head and first row."""
+        return *self.block.batch_and_head(), self.first_row()
+
+    def per_row(self, ref, *more):
+        place = *self.block.batch_and_head(), *more, pl.ds(self.first_row(), _ROWS)
+        return plgpu.load(ref.at[*place], layout=_PER_ROW, optimized=False)
+
+    def start_and_share(self):
+        """Of each row, with the share that dQ is multiplied with, where there is one."""
+        block, problem = self.block, self.plan.problem
+        start = self.per_row(block.start, 0)
+        if problem.has_shares:
+            return start, self.per_row(block.start, 1)
+        if problem.has_bias or not problem.has_marks:
+            return start, None
+        return start_and_share_of_marks(start, block.far, self.place(), problem)
+
+    def compare_ids(self, j):
+        """Where keys of step j and rows have equal segment ids; None if there are none."""
+        block, problem, block_kv = self.block, self.plan.problem, self.plan.config.block_kv
+        if not problem.segmented:
+            return None
+        batch, _ = block.batch_and_head()
+        query_ids_ref, key_ids_ref = block.masks[-2:]
+        first_key = block.first_key_of(j)
+        ids = load_rows(query_ids_ref.at[batch], self.first_row(), problem.query_length - 1)
+        return equal_columns(ids, key_ids_ref.at[batch], first_key, block_kv)
+
+    def masked(self, weights, j, equal_ids, fill=0.0):
+        """Weights with `fill` where the row may not see the key, or there is none."""
+        block, problem = self.block, self.plan.problem
+
+        def bounds():
+            batch, _ = block.batch_and_head()
+            last_row = problem.query_length - 1
+            return load_intervals(block.masks[0].at[batch], self.first_row(), last_row)
+
+        weights = hide(weights, problem, self.first_row, block.first_key_of(j), bounds, fill)
+        return weights if equal_ids is None else keep_bits(weights, equal_ids, fill)
+
+    # --- steps ---
+
+    def skip(self, j, _) -> None:
+        """A key block that no row of this consumer sees."""
+        block = self.block
+        plgpu.barrier_wait(block.k_full.at[block.k_slot(j)])
+        block.k_free.arrive(block.k_slot(j))
+        plgpu.barrier_wait(block.v_full.at[block.v_slot(j)])
+        block.v_free.arrive(block.v_slot(j))
+
+    def step(self, j, _, *, needs_mask: bool) -> None:
+        """What the keys of a block add to dQ."""
+        block, plan, problem = self.block, self.plan, self.plan.problem
+        # Addresses made anew each step: registers are short.
+        ks, vs, own_rows = block.k_slot(j), block.v_slot(j), block.warpgroup + fresh_zero()
+        equal_ids = self.compare_ids(j) if needs_mask else None
+        plgpu.barrier_wait(block.k_full.at[ks])
+        # Both before the first product, or ptxas injects a wait.
+        self.s_acc[...] = zero_tile(_ROWS, plan.config.block_kv)
+        if not plan.weights_first:
+            self.dp_acc[...] = zero_tile(_ROWS, plan.config.block_kv)
+        for columns, q, k in zip(plan.key_parts, block.q_smem, block.k_smem, strict=True):
+            columns.contract(self.s_acc, q.at[own_rows], k.at[ks])
+        if not plan.weights_first:
+            self.issue_d_weights(own_rows, vs)
+        loaded = self.load_elements(j) if problem.has_elements else NOTHING_LOADED
+        open_products = 0 if plan.weights_first else plan.value_columns.tiles
+        logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=open_products)
+        mask = functools.partial(self.masked, j=j, equal_ids=equal_ids)
+        weights = self.weights(logits, loaded, mask if needs_mask else None)
+        if problem.dropout:
+            batch, _ = block.batch_and_head()
+            first_key = block.first_key_of(j)
+            weights = block.dropout.negated(weights, self.query_words, batch, first_key)
+        if plan.weights_first:
+            self.dp_acc[...] = zero_tile(_ROWS, plan.config.block_kv)
+            self.issue_d_weights(own_rows, vs)
+        d_weights = plgpu.wgmma_accumulator_load(self.dp_acc, wait_n=0)
+        block.v_free.arrive(vs)
+        minus_deltas = spread(self.minus_delta, weights.shape)
+        ds = d_logits(weights, d_weights, minus_deltas, problem).astype(problem.dtype)
+        plan.dq_columns.expand(self.dq_acc, ds, block.k_smem[plan.part].at[ks])
+        plgpu.wgmma_wait(0)
+        block.k_free.arrive(ks)
+
+    def load_elements(self, j):
+        block, block_kv = self.block, self.plan.config.block_kv
+        batch, head = block.batch_and_head()
+        first_key = block.first_key_of(j)
+        return block.elements.load(batch, head, self.first_row(), first_key, block_kv)
+
+    def issue_d_weights(self, own_rows, slot) -> None:
+        block = self.block
+        plgpu.barrier_wait(block.v_full.at[slot])
+        d_out, value = block.o_smem.at[own_rows], block.v_smem.at[slot]
+        self.plan.value_columns.contract(self.dp_acc, d_out, value)
+
+    def weights(self, logits, loaded, mask: Callable | None):
+        """Weights; of rows far from 0, a share short of them, where dQ is multiplied with it."""
+        problem = self.plan.problem
+        if self.plan.has_cap:
+            logits, _ = soft_cap.capped(logits, loaded, problem)
+            if mask:
+                logits = mask(logits, fill=soft_cap.UNSEEN)
+            logits = masked_by_element(logits, loaded, soft_cap.UNSEEN)
+            minus_lse = spread(self.start, logits.shape)
+            _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
+            return weights
+        if problem.has_bias:
+            far = self.block.far
+            weights = weights_by_query(logits, loaded, problem, self.start, far, self.place)
+        else:
+            factor = problem.scale * LOG2E
+            of_rows = spread(self.start * factor, logits.shape)
+            weights = jnp.minimum(jnp.exp2(logits * factor + of_rows), 1.0)
+        if mask:
+            weights = mask(weights)
+        return masked_by_element(weights, loaded, 0.0)
+
+    def store_dq(self) -> None:
+        block, plan, problem = self.block, self.plan, self.plan.problem
+        dq = plgpu.wgmma_accumulator_load(self.dq_acc, wait_n=0)
+        # dQ leaves from where Q was, once all warps have read it.
+        plgpu.commit_smem()
+        factor: float | jax.Array = problem.scale * problem.d_logit_unit
+        if not (plan.has_cap or problem.has_bias):
+            _, share = self.start_and_share()
+            factor = spread(share * factor, dq.shape)
+        own_q = block.q_smem[plan.part].at[block.warpgroup]
+        plan.dq_columns.put(own_q, (dq * factor).astype(problem.dtype))
+        plgpu.commit_smem()
+        batch, head = block.batch_and_head()
+        rows = pl.ds(self.first_row(), _ROWS)
+        plan.dq_columns.store(own_q, block.dq.at[batch, rows, head])
+        plgpu.wait_smem_to_gmem(0)
+
+
+# --- the producer ---------------------------------------------------------------------------------
+
+
+def _produce(block: _ThreadBlock) -> None:
+    """Loads Q and dO, and fills the buffers of K and V, each as it gets free."""
+    plan, block_kv = block.plan, block.plan.config.block_kv
+    plgpu.set_max_registers(plan.config.registers[1], action="decrease")
+    batch, head = block.batch_and_head()
+    kv_head = lax.div(head, jnp.int32(plan.problem.group))
+    k_stages, v_stages = plan.config.stages
+
+    def load_rows(ref, buffer, columns, full):
+        for consumer in range(_CONSUMERS):
+            source = ref.at[batch, pl.ds(block.first_row_of(consumer), _ROWS), head]
+            columns.load(source, buffer.at[consumer], full)
+
+    def load(ref, buffers, parts, slot, stages, full, free, j):
+        pl.when(j >= stages)(lambda: free.wait(slot))
+        source = ref.at[batch, pl.ds(block.first_key_of(j), block_kv), kv_head]
+        for columns, buffer in zip(parts, buffers, strict=True):
+            columns.load(source, buffer.at[slot], full.at[slot])
+
+    def load_d_out():
+        load_rows(block.d_out, block.o_smem, plan.value_columns, block.o_full)
+
+    for columns, buffer in zip(plan.key_parts, block.q_smem, strict=True):
+        load_rows(block.q, buffer, columns, block.q_full)
+
+    @pl.loop(jnp.int32(0), block.blocks)
+    def _(j):
+        keys = block.k, block.k_smem, plan.key_parts
+        load(*keys, block.k_slot(j), k_stages, block.k_full, block.k_free, j)
+        pl.when(j == 0)(load_d_out)
+        values = block.v, [block.v_smem], [plan.value_columns]
+        load(*values, block.v_slot(j), v_stages, block.v_full, block.v_free, j)
+
+    pl.when(block.blocks == 0)(load_d_out)
