@@ -51,7 +51,8 @@ as the rows of a tile do not stand in a row in memory where there are several to
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -270,296 +271,451 @@ class _Float8Products(_Products):
         return output
 
 
-@functools.lru_cache
-def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], interpret: bool):
-    p = problem
-    config, rows, width, dtype = p.config, p.tile_rows, p.width, p.dtype
-    thread_blocks = p.key_heads_of_all * p.row_tiles * splits
-    stages = config.stages(rows, thread_blocks)
-    # Capped logits are in log2 units already.
-    factor = p.scale * LOG2E if p.soft_cap is None else 1.0
-    is_float8 = p.cache_dtype.itemsize == 1
-    # With a window, the first keys of a later token may come after the first step. And what is far
-    # below a sink, which may be the first key, must not vanish in a narrow dtype.
-    is_narrow = p.cache_dtype != jnp.bfloat16
-    in_doubt = is_narrow or (p.window is not None and p.tokens > 1)
-    allowed = online_softmax.weight_range(p.cache_dtype, searched=is_narrow)
-    page_size = p.page_size
-    copies = 1 if page_size is None else max(1, BLOCK_KV // page_size)
-    rows_of_copy = BLOCK_KV // copies
-    in_boxes = page_size is None and p.capacity % 8 != 0
-    # A key block comes in one box where its rows can be tiles.
-    box = box_columns(width, p.cache_dtype.itemsize) if in_boxes else width
-    boxes = width // box
-    # The first key blocks can be loaded before a length is known.
-    early = splits == 1 and p.window is None and page_size is None
-    blocks_of_cache = -(-p.capacity // BLOCK_KV)
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What the kernel does, and with what buffers.
 
-    def smem(*shape):
-        transforms = float8_operand(shape[-1]) if is_float8 else OPERAND
-        return plgpu.SMEM(shape, p.cache_dtype, transforms=transforms)
+    Attributes:
+      problem: static description.
+      splits: parts of the keys.
+      optional: names of the operands beside queries, caches and lengths.
+    """
 
-    def slots():
+    problem: DecodeProblem
+    splits: int
+    optional: tuple[str, ...]
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return self.problem.tile_rows
+
+    @property
+    def thread_blocks(self) -> int:
+        return self.problem.key_heads_of_all * self.problem.row_tiles * self.splits
+
+    @property
+    def stages(self) -> int:
+        return self.problem.config.stages(self.rows, self.thread_blocks)
+
+    @property
+    def factor(self) -> float:
+        """What logits are multiplied with; capped ones are in log2 units already."""
+        return self.problem.scale * LOG2E if self.problem.soft_cap is None else 1.0
+
+    @property
+    def is_float8(self) -> bool:
+        return self.problem.cache_dtype.itemsize == 1
+
+    @property
+    def _is_narrow(self) -> bool:
+        return self.problem.cache_dtype != jnp.bfloat16
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the reference may have to rise in every step.
+
+        With a window, the first keys of a later token may come after the first step. And what is
+        far below a sink, which may be the first key, must not vanish in a narrow dtype.
+        """
+        return self._is_narrow or (self.problem.window is not None and self.problem.tokens > 1)
+
+    @property
+    def allowed(self) -> online_softmax.Range:
+        return online_softmax.weight_range(self.problem.cache_dtype, searched=self._is_narrow)
+
+    @property
+    def early(self) -> bool:
+        """Whether the first key blocks can be loaded before a length is known."""
+        return self.splits == 1 and self.problem.window is None and self.problem.page_size is None
+
+    @property
+    def blocks_of_cache(self) -> int:
+        return -(-self.problem.capacity // BLOCK_KV)
+
+    # --- copies and boxes ---
+
+    @property
+    def copies(self) -> int:
+        """Of a key block, one a page."""
+        page_size = self.problem.page_size
+        return 1 if page_size is None else max(1, BLOCK_KV // page_size)
+
+    @property
+    def rows_of_copy(self) -> int:
+        return BLOCK_KV // self.copies
+
+    @property
+    def in_boxes(self) -> bool:
+        """A key block comes in one box where its rows can be tiles."""
+        return self.problem.page_size is None and self.problem.capacity % 8 != 0
+
+    @property
+    def box(self) -> int:
+        """Columns of one."""
+        p = self.problem
+        return box_columns(p.width, p.cache_dtype.itemsize) if self.in_boxes else p.width
+
+    @property
+    def boxes(self) -> int:
+        return self.problem.width // self.box
+
+    @property
+    def columns(self) -> int:
+        """Of a product: queries in two parts where they are float8."""
+        return 2 * self.rows if self.is_float8 else self.rows
+
+    @property
+    def part(self) -> int:
+        """Columns of the output that one product adds to."""
+        most = min(self.problem.width, _MOST_PART // self.rows)
+        return most if self.is_float8 else self.box
+
+    def scratch(self) -> dict[str, Any]:
+        """Types of shared memory and barriers, by name."""
+        p = self.problem
+        barrier = plgpu.Barrier(num_arrivals=self.copies * self.boxes, num_barriers=self.stages)
+        found: dict[str, Any] = dict(
+            q_smem=self._smem(self.columns, p.width),
+            k_smem=self._slots(),
+            v_smem=self._slots(),
+            p_smem=self._smem(self.columns, BLOCK_KV),
+            reduced_smem=plgpu.SMEM((4 * self.rows,), jnp.float32),
+            k_full=barrier,
+            v_full=barrier,
+        )
+        if self.is_float8:
+            found["turned_smem"] = self._smem(p.width, BLOCK_KV)
+            found["units_smem"] = plgpu.SMEM((self.rows,), jnp.float32)
+        return found
+
+    def _smem(self, *shape: int) -> Any:
+        transforms = float8_operand(shape[-1]) if self.is_float8 else OPERAND
+        return plgpu.SMEM(shape, self.problem.cache_dtype, transforms=transforms)
+
+    def _slots(self) -> Any:
         """The circular buffer of K or of V; in boxes, for copies and for products."""
-        if not in_boxes:
-            return smem(stages, BLOCK_KV, width)
-        for_products = smem(stages, boxes, BLOCK_KV, box)
+        if not self.in_boxes:
+            return self._smem(self.stages, BLOCK_KV, self.problem.width)
+        for_products = self._smem(self.stages, self.boxes, BLOCK_KV, self.box)
         _, swizzle = for_products.transforms
         for_copies = dataclasses.replace(for_products, transforms=(swizzle,))
         return plgpu.RefUnion(for_copies, for_products)
 
-    columns = 2 * rows if is_float8 else rows  # of a product: queries in two parts
-    # Of the output, as many columns as one product adds to.
-    part = min(width, _MOST_PART // rows) if is_float8 else box
-    scratch: dict[str, Any] = dict(
-        q_smem=smem(columns, width),
-        k_smem=slots(),
-        v_smem=slots(),
-        p_smem=smem(columns, BLOCK_KV),
-        reduced_smem=plgpu.SMEM((4 * rows,), jnp.float32),
-        k_full=plgpu.Barrier(num_arrivals=copies * boxes, num_barriers=stages),
-        v_full=plgpu.Barrier(num_arrivals=copies * boxes, num_barriers=stages),
-    )
-    if is_float8:
-        scratch["turned_smem"] = smem(width, BLOCK_KV)
-        scratch["units_smem"] = plgpu.SMEM((rows,), jnp.float32)
 
-    def decode_attention(
-        lengths_ref, q_ref, k_ref, v_ref, *more_refs,
-        q_smem, k_smem, v_smem, p_smem, reduced_smem, k_full, v_full,
-        turned_smem=None, units_smem=None,
-    ):  # fmt: skip
-        *optional_refs, out_ref, lse_ref = more_refs
-        given = dict(zip(optional, optional_refs, strict=True))
-        rest, tile = div_rem(lax.axis_index("block"), p.row_tiles)
-        rest, head = div_rem(rest, p.kv_heads)
-        batch, split = div_rem(rest, splits)
-        head_of_all = batch * p.kv_heads + head
-        heads = pl.ds(head * p.group, p.group)
-        zero = jnp.int32(0)
-        slot = lambda step: lax.rem(step, jnp.int32(stages))
+@functools.lru_cache
+def _build(problem: DecodeProblem, splits: int, optional: tuple[str, ...], interpret: bool):
+    plan, p = _Plan(problem, splits, optional), problem
 
-        def load(step, end, begin, pages, ref, buffers, full):
-            """Loads the key block of a step, if it comes before the end."""
+    def decode_attention(*refs, **scratch):
+        _ThreadBlock(plan, refs, **scratch).run()
 
-            @pl.when(step < end)
-            def _():
-                first, buffer = (begin + step) * BLOCK_KV, buffers.at[slot(step)]
-                if in_boxes:
-                    for n in range(boxes):
-                        columns = pl.ds(n * box, box)
-                        source = ref.at[batch, pl.ds(first, BLOCK_KV), head, columns]
-                        plgpu.copy_gmem_to_smem(source, buffer.at[n], full.at[slot(step)])
-                    return
-                for n in range(copies):
-                    if page_size is None:
-                        source = ref.at[batch, pl.ds(first, BLOCK_KV), head]
-                    else:
-                        row = lax.rem(first + n * rows_of_copy, jnp.int32(page_size))
-                        source = ref.at[pages[n], pl.ds(row, rows_of_copy), head]
-                    target = buffer.at[pl.ds(n * rows_of_copy, rows_of_copy)]
-                    plgpu.copy_gmem_to_smem(source, target, full.at[slot(step)])
-
-        k_copies, k_smem = k_smem if in_boxes else (k_smem, k_smem)
-        v_copies, v_smem = v_smem if in_boxes else (v_smem, v_smem)
-        keys, values = (k_ref, k_copies, k_full), (v_ref, v_copies, v_full)
-
-        def boxes_of(buffers, slot):
-            """What a slot has for products."""
-            if not in_boxes:
-                return [buffers.at[slot]]
-            return [buffers.at[slot, n] for n in range(boxes)]
-
-        def first_loads(end, begin, pages_of):
-            for step in map(jnp.int32, range(stages)):
-                pages = pages_of(step)
-                load(step, end, begin, pages, *keys)
-                load(step, end, begin, pages, *values)
-
-        # Before TMA fills the memory's queues.
-        queries = load_queries(q_ref.at[batch, :, heads], tile * rows, rows)
-        length = lengths_ref[batch]
-        if early:
-            first_loads(blocks_of_cache, zero, lambda step: ())
-        end_key = jnp.clip(length, 0, p.capacity)
-        first_position = length - p.tokens
-        first_key = zero
-        if p.window is not None:
-            first_key = jnp.clip(first_position - p.window, 0, end_key)
-        first_block = lax.div(first_key, jnp.int32(BLOCK_KV))
-        end_block = lax.div(end_key + (BLOCK_KV - 1), jnp.int32(BLOCK_KV))
-        share = lax.div(end_block - first_block + (splits - 1), jnp.int32(splits))
-        begin = first_block + split * share
-        steps = jnp.clip(end_block - begin, 0, share)
-
-        def pages_of(step):
-            """The page of each copy of a key block; looked up a step before they are needed."""
-            if page_size is None:
-                return ()
-            firsts = [(begin + step) * BLOCK_KV + n * rows_of_copy for n in range(copies)]
-            # A page that holds nothing that counts may have any number.
-            keys = [jnp.maximum(jnp.clip(key, first_key, end_key - 1), 0) for key in firsts]
-            pages = [given["page_table"][batch, div_rem(key, page_size)[0]] for key in keys]
-            return tuple(jnp.clip(page, 0, k_ref.shape[0] - 1) for page in pages)
-
-        if not early:
-            first_loads(steps, begin, pages_of)
-        if is_float8:
-            store_queries_float8(q_smem, units_smem, queries, dtype)
-        else:
-            store_queries(q_smem, queries)
-        plgpu.commit_smem()
-
-        position = first_position  # of each row's token
-        if p.tokens > 1:
-            row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=QUERIES) + tile * rows
-            group = plgpu.layout_cast(jnp.full((rows,), p.group, jnp.int32), QUERIES)
-            # Rows that are none are of the last token: they see nothing that does not count.
-            position = jnp.minimum(lax.div(row, group), p.tokens - 1) + first_position
-
-        key_scale = given["key_scale"][head] if "key_scale" in given else None
-
-        def capped(logits):
-            """What `factor` brings to log2 units."""
-            if p.soft_cap is None:
-                return logits
-            # tanh(x) = 1 - 2 / (1 + exp(2x)), as the tanh of the hardware is right to 2^-11.
-            powers = jnp.exp2(logits * (2 * LOG2E * p.scale / p.soft_cap))
-            return p.soft_cap * LOG2E * (1.0 - 2.0 / (1.0 + powers))
-
-        def masked(logits, first):
-            """Hides keys from the rows that do not see them."""
-
-            def hidden():
-                key = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=plgpu.Layout.WGMMA)
-                # Not kept in registers from step to step, of which float8 has none to spare.
-                own = position + fresh_zero() if is_float8 else position
-                last = jnp.minimum(own, p.capacity - 1) - first
-                seen = key <= spread(last, logits.shape)
-                if p.window is not None:
-                    seen &= key >= spread(own - p.window - first, logits.shape)
-                return jnp.where(seen, logits, -jnp.inf)
-
-            is_edge = first + BLOCK_KV > jnp.minimum(first_position + 1, p.capacity)
-            if p.window is not None:
-                is_edge |= first < first_position + p.tokens - 1 - p.window
-            return lax.cond(is_edge, hidden, lambda: logits)
-
-        def compute(o_accs, s_acc):
-            operands = q_smem, p_smem, s_acc, o_accs
-            products = _Products(*operands)
-            if is_float8:
-                products = _Float8Products(*operands, units_smem, turned_smem)
-
-            def attend(end, state, in_doubt):
-                """All steps before the end. `in_doubt`: the reference may have to rise."""
-
-                def key_step(step, carry):
-                    reference, sums, output, pages = carry
-                    first = (begin + step) * BLOCK_KV
-                    this = slot(step)
-                    plgpu.barrier_wait(k_full.at[this])
-                    load_next = lambda cache: load(step + stages, end, begin, pages, *cache)
-                    logits = products.logits(boxes_of(k_smem, this), lambda: load_next(keys))
-                    if key_scale is not None:
-                        logits *= spread(key_scale, logits.shape)
-                    logits = masked(capped(logits), first)
-
-                    def risen():
-                        maximum = column_maxima(logits, reduced_smem) * factor
-                        return online_softmax.risen(reference, maximum, allowed)
-
-                    if in_doubt:
-                        before, reference = reference, risen()
-                        correction = jnp.exp2(before - reference)
-                        sums *= spread(correction, sums.shape)
-                        output = products.scaled(output, correction, step == 0)
-                    else:
-                        reference = lax.cond(step == 0, risen, lambda: reference)
-                    exponents = logits * factor - spread(reference, logits.shape)
-                    if in_doubt:
-                        bounds = online_softmax.bounds_of(reference, allowed)
-                        exponents = jnp.minimum(exponents, spread(bounds, logits.shape))
-                    weights = jnp.exp2(exponents)
-                    sums += weights
-                    products.put_weights(weights)
-                    plgpu.barrier_wait(v_full.at[this])
-                    block = boxes_of(v_smem, this)
-
-                    @pl.when((first < first_key) | (first + BLOCK_KV > end_key))
-                    def _():
-                        # 0 times what stands there may be NaN.
-                        for part_of_block in block:
-                            keep_operand_rows(part_of_block, first_key - first, end_key - first)
-                        if is_float8:
-                            plgpu.commit_smem()  # before other threads turn it
-
-                    output = products.add(output, block, lambda: load_next(values))
-                    return reference, sums, output, pages_of(step + 1 + stages)
-
-                carry = *state, pages_of(jnp.int32(stages))
-                return lax.fori_loop(zero, end, key_step, carry)[:3]
-
-            start = *nothing_seen(rows), products.no_output()
-            reference, sums, output = attend(steps, start, in_doubt)
-            if early:
-                for step in range(min(stages, blocks_of_cache)):
-
-                    @pl.when(step >= steps)
-                    def _(step=step):  # nothing may be on its way at the end
-                        plgpu.barrier_wait(k_full.at[step])
-                        plgpu.barrier_wait(v_full.at[step])
-
-            total = column_sums(sums, reduced_smem)
-            if not in_doubt:
-                again = vote_any(jnp.where(total < 2.0**allowed.limit, 0, 1))
-                pl.when(again)(lambda: first_loads(steps, begin, pages_of))
-                end = jnp.where(again, steps, 0)
-                risen, sums, _ = attend(end, (*nothing_seen(rows), []), True)
-                reference, total = lax.cond(
-                    again,
-                    lambda: (risen, column_sums(sums, reduced_smem)),
-                    lambda: (reference, total),
-                )
-            sink = None
-            if "sinks" in given:
-                sink = plgpu.load(
-                    given["sinks"].at[head, pl.ds(tile * rows, rows)],
-                    layout=QUERIES,
-                    optimized=False,
-                )
-            row_end = online_softmax.normalised(reference, total, sink)
-            inverse, lse = row_end.inverse, row_end.lse
-            if "value_scale" in given:
-                inverse *= given["value_scale"][head]
-            store_columns(lse_ref.at[split, head_of_all, pl.ds(tile * rows, rows)], lse)
-            for n, x in enumerate(products.result(output)):
-                target = out_ref.at[split, batch, :, heads, pl.ds(n * part, part)]
-                store_grouped(target, x * spread(inverse, x.shape), tile * rows)
-
-        pl.run_scoped(
-            compute,
-            [plgpu.ACC((part, columns), jnp.float32)] * (1 if is_float8 else boxes),
-            plgpu.ACC((BLOCK_KV, columns), jnp.float32),
-        )
-
-    out_shape = (splits, p.batch, p.tokens, p.heads, width)
-    lse_shape = (splits, p.key_heads_of_all, p.row_tiles * rows)
+    out_shape = (splits, p.batch, p.tokens, p.heads, p.width)
+    lse_shape = (splits, p.key_heads_of_all, p.row_tiles * plan.rows)
     return plgpu.kernel(
         decode_attention,
         out_type=(
-            jax.ShapeDtypeStruct(out_shape, dtype if splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct(out_shape, p.dtype if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct(lse_shape, jnp.float32),
         ),
-        grid=(thread_blocks,),
+        grid=(plan.thread_blocks,),
         grid_names=("block",),
         num_threads=1,
         thread_name="warpgroup",
-        scratch_types=scratch,
+        scratch_types=plan.scratch(),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )
+
+
+class _Cache(NamedTuple):
+    """Keys or values: in global memory; buffers for copies, and for products; full barriers."""
+
+    ref: Any
+    copies: Any
+    buffers: Any
+    full: Any
+
+
+class _ThreadBlock:
+    """A tile of rows of one key head, and a part of its keys.
+
+    Attributes:
+      plan: of the kernel.
+      q, out, lse: refs in global memory; given, those of optional operands by name.
+      keys, values: of the cache.
+      batch, split, head, head_of_all, tile: which tile and part of keys it has.
+      steps: key blocks of the part, from block `begin` on.
+      first_key, end_key: what rows of the sequence see at most.
+      first_position: of its first token; position, of each row's token.
+    """
+
+    def __init__(
+        self, plan: _Plan, refs, *, q_smem, k_smem, v_smem, p_smem, reduced_smem, k_full, v_full,
+        turned_smem=None, units_smem=None,
+    ):  # fmt: skip
+        p = plan.problem
+        self.plan = plan
+        self.q_smem, self.p_smem, self.reduced_smem = q_smem, p_smem, reduced_smem
+        self.turned_smem, self.units_smem = turned_smem, units_smem
+        self.lengths, self.q, k, v, *optional, self.out, self.lse = refs
+        self.given = dict(zip(plan.optional, optional, strict=True))
+        k_copies, k_smem = k_smem if plan.in_boxes else (k_smem, k_smem)
+        v_copies, v_smem = v_smem if plan.in_boxes else (v_smem, v_smem)
+        self.keys = _Cache(k, k_copies, k_smem, k_full)
+        self.values = _Cache(v, v_copies, v_smem, v_full)
+        rest, self.tile = div_rem(lax.axis_index("block"), p.row_tiles)
+        rest, self.head = div_rem(rest, p.kv_heads)
+        self.batch, self.split = div_rem(rest, plan.splits)
+        self.head_of_all = self.batch * p.kv_heads + self.head
+        self.heads = pl.ds(self.head * p.group, p.group)
+
+    def run(self) -> None:
+        plan, p = self.plan, self.plan.problem
+        # Before TMA fills the memory's queues.
+        queries = load_queries(self.q.at[self.batch, :, self.heads], self.first_row, plan.rows)
+        length = self.lengths[self.batch]
+        self.begin: Any = jnp.int32(0)
+        if plan.early:
+            self.first_loads(plan.blocks_of_cache, lambda step: ())
+        self.find_keys(length)
+        if not plan.early:
+            self.first_loads(self.steps, self.pages_of)
+        if plan.is_float8:
+            store_queries_float8(self.q_smem, self.units_smem, queries, p.dtype)
+        else:
+            store_queries(self.q_smem, queries)
+        plgpu.commit_smem()
+        self.position = self.positions()
+        scale = self.given.get("key_scale")
+        self.key_scale = None if scale is None else scale[self.head]
+        pl.run_scoped(
+            self.attend,
+            [plgpu.ACC((plan.part, plan.columns), jnp.float32)]
+            * (1 if plan.is_float8 else plan.boxes),
+            plgpu.ACC((BLOCK_KV, plan.columns), jnp.float32),
+        )
+
+    @property
+    def first_row(self):
+        """Of the tile."""
+        return self.tile * self.plan.rows
+
+    def find_keys(self, length) -> None:
+        """Which keys count, and which of them are this thread block's."""
+        p, splits = self.plan.problem, self.plan.splits
+        self.end_key = jnp.clip(length, 0, p.capacity)
+        self.first_position = length - p.tokens
+        self.first_key: Any = jnp.int32(0)
+        if p.window is not None:
+            self.first_key = jnp.clip(self.first_position - p.window, 0, self.end_key)
+        first_block = lax.div(self.first_key, jnp.int32(BLOCK_KV))
+        end_block = lax.div(self.end_key + (BLOCK_KV - 1), jnp.int32(BLOCK_KV))
+        share = lax.div(end_block - first_block + (splits - 1), jnp.int32(splits))
+        self.begin = first_block + self.split * share
+        self.steps = jnp.clip(end_block - self.begin, 0, share)
+
+    def positions(self):
+        """Of each row's token."""
+        p, rows = self.plan.problem, self.plan.rows
+        if p.tokens == 1:
+            return self.first_position
+        row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=QUERIES) + self.first_row
+        group = plgpu.layout_cast(jnp.full((rows,), p.group, jnp.int32), QUERIES)
+        # Rows that are none are of the last token: they see nothing that does not count.
+        return jnp.minimum(lax.div(row, group), p.tokens - 1) + self.first_position
+
+    # --- loads ---
+
+    def slot(self, step):
+        return lax.rem(step, jnp.int32(self.plan.stages))
+
+    def load(self, step, end, pages, cache: _Cache) -> None:
+        """Loads the key block of a step, if it comes before the end."""
+        plan, page_size = self.plan, self.plan.problem.page_size
+
+        @pl.when(step < end)
+        def _():
+            first, buffer = (self.begin + step) * BLOCK_KV, cache.copies.at[self.slot(step)]
+            full = lambda: cache.full.at[self.slot(step)]
+            if plan.in_boxes:
+                for n in range(plan.boxes):
+                    rows, columns = pl.ds(first, BLOCK_KV), pl.ds(n * plan.box, plan.box)
+                    source = cache.ref.at[self.batch, rows, self.head, columns]
+                    plgpu.copy_gmem_to_smem(source, buffer.at[n], full())
+                return
+            for n in range(plan.copies):
+                if page_size is None:
+                    source = cache.ref.at[self.batch, pl.ds(first, BLOCK_KV), self.head]
+                else:
+                    row = lax.rem(first + n * plan.rows_of_copy, jnp.int32(page_size))
+                    source = cache.ref.at[pages[n], pl.ds(row, plan.rows_of_copy), self.head]
+                target = buffer.at[pl.ds(n * plan.rows_of_copy, plan.rows_of_copy)]
+                plgpu.copy_gmem_to_smem(source, target, full())
+
+    def first_loads(self, end, pages_of: Callable) -> None:
+        for step in map(jnp.int32, range(self.plan.stages)):
+            pages = pages_of(step)
+            self.load(step, end, pages, self.keys)
+            self.load(step, end, pages, self.values)
+
+    def pages_of(self, step) -> tuple:
+        """The page of each copy of a key block; looked up a step before they are needed."""
+        plan, page_size = self.plan, self.plan.problem.page_size
+        if page_size is None:
+            return ()
+        first = lambda n: (self.begin + step) * BLOCK_KV + n * plan.rows_of_copy
+        firsts = [first(n) for n in range(plan.copies)]
+        # A page that holds nothing that counts may have any number.
+        keys = [jnp.maximum(jnp.clip(x, self.first_key, self.end_key - 1), 0) for x in firsts]
+        table = self.given["page_table"]
+        pages = [table[self.batch, div_rem(key, page_size)[0]] for key in keys]
+        return tuple(jnp.clip(page, 0, self.keys.ref.shape[0] - 1) for page in pages)
+
+    def boxes_of(self, cache: _Cache, slot) -> list:
+        """What a slot has for products."""
+        if not self.plan.in_boxes:
+            return [cache.buffers.at[slot]]
+        return [cache.buffers.at[slot, n] for n in range(self.plan.boxes)]
+
+    # --- logits ---
+
+    def capped(self, logits):
+        """What `factor` brings to log2 units."""
+        p = self.plan.problem
+        if p.soft_cap is None:
+            return logits
+        # tanh(x) = 1 - 2 / (1 + exp(2x)), as the tanh of the hardware is right to 2^-11.
+        powers = jnp.exp2(logits * (2 * LOG2E * p.scale / p.soft_cap))
+        return p.soft_cap * LOG2E * (1.0 - 2.0 / (1.0 + powers))
+
+    def masked(self, logits, first):
+        """Hides keys from the rows that do not see them."""
+        p = self.plan.problem
+
+        def hidden():
+            key = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=plgpu.Layout.WGMMA)
+            # Not kept in registers from step to step, of which float8 has none to spare.
+            own = self.position + fresh_zero() if self.plan.is_float8 else self.position
+            last = jnp.minimum(own, p.capacity - 1) - first
+            seen = key <= spread(last, logits.shape)
+            if p.window is not None:
+                seen &= key >= spread(own - p.window - first, logits.shape)
+            return jnp.where(seen, logits, -jnp.inf)
+
+        is_edge = first + BLOCK_KV > jnp.minimum(self.first_position + 1, p.capacity)
+        if p.window is not None:
+            is_edge |= first < self.first_position + p.tokens - 1 - p.window
+        return lax.cond(is_edge, hidden, lambda: logits)
+
+    # --- steps ---
+
+    def attend(self, o_accs, s_acc) -> None:
+        plan = self.plan
+        operands = self.q_smem, self.p_smem, s_acc, o_accs
+        self.products = _Products(*operands)
+        if plan.is_float8:
+            self.products = _Float8Products(*operands, self.units_smem, self.turned_smem)
+        start = *nothing_seen(plan.rows), self.products.no_output()
+        reference, sums, output = self.walk(self.steps, start, plan.in_doubt)
+        if plan.early:
+            self.await_loads_of_no_use()
+        total = column_sums(sums, self.reduced_smem)
+        if not plan.in_doubt:
+            again = vote_any(jnp.where(total < 2.0**plan.allowed.limit, 0, 1))
+            pl.when(again)(lambda: self.first_loads(self.steps, self.pages_of))
+            end = jnp.where(again, self.steps, 0)
+            risen, sums, _ = self.walk(end, (*nothing_seen(plan.rows), []), True)
+            reference, total = lax.cond(
+                again,
+                lambda: (risen, column_sums(sums, self.reduced_smem)),
+                lambda: (reference, total),
+            )
+        self.store(reference, total, output)
+
+    def walk(self, end, state, in_doubt: bool):
+        """All steps before the end.
+
+        Args:
+          state: reference, sums and output.
+          in_doubt: the reference may have to rise.
+        """
+        step = functools.partial(self.key_step, end=end, in_doubt=in_doubt)
+        carry = *state, self.pages_of(jnp.int32(self.plan.stages))
+        return lax.fori_loop(jnp.int32(0), end, step, carry)[:3]
+
+    def key_step(self, step, carry, *, end, in_doubt: bool):
+        plan, allowed, products = self.plan, self.plan.allowed, self.products
+        reference, sums, output, pages = carry
+        first = (self.begin + step) * BLOCK_KV
+        slot = self.slot(step)
+        plgpu.barrier_wait(self.keys.full.at[slot])
+        load_next = lambda cache: self.load(step + plan.stages, end, pages, cache)
+        logits = products.logits(self.boxes_of(self.keys, slot), lambda: load_next(self.keys))
+        if self.key_scale is not None:
+            logits *= spread(self.key_scale, logits.shape)
+        logits = self.masked(self.capped(logits), first)
+
+        def risen():
+            maximum = column_maxima(logits, self.reduced_smem) * plan.factor
+            return online_softmax.risen(reference, maximum, allowed)
+
+        if in_doubt:
+            before, reference = reference, risen()
+            correction = jnp.exp2(before - reference)
+            sums *= spread(correction, sums.shape)
+            output = products.scaled(output, correction, step == 0)
+        else:
+            reference = lax.cond(step == 0, risen, lambda: reference)
+        exponents = logits * plan.factor - spread(reference, logits.shape)
+        if in_doubt:
+            bounds = online_softmax.bounds_of(reference, allowed)
+            exponents = jnp.minimum(exponents, spread(bounds, logits.shape))
+        weights = jnp.exp2(exponents)
+        sums += weights
+        products.put_weights(weights)
+        plgpu.barrier_wait(self.values.full.at[slot])
+        block = self.boxes_of(self.values, slot)
+        self.zero_rows_of_no_key(block, first)
+        output = products.add(output, block, lambda: load_next(self.values))
+        return reference, sums, output, self.pages_of(step + 1 + plan.stages)
+
+    def zero_rows_of_no_key(self, block: list, first) -> None:
+        """Of values: 0 times what stands there may be NaN."""
+
+        @pl.when((first < self.first_key) | (first + BLOCK_KV > self.end_key))
+        def _():
+            for part in block:
+                keep_operand_rows(part, self.first_key - first, self.end_key - first)
+            if self.plan.is_float8:
+                plgpu.commit_smem()  # before other threads turn it
+
+    def await_loads_of_no_use(self) -> None:
+        """Nothing may be on its way at the end."""
+        for step in range(min(self.plan.stages, self.plan.blocks_of_cache)):
+
+            @pl.when(step >= self.steps)
+            def _(step=step):
+                plgpu.barrier_wait(self.keys.full.at[step])
+                plgpu.barrier_wait(self.values.full.at[step])
+
+    def store(self, reference, total, output) -> None:
+        plan, given = self.plan, self.given
+        sink = None
+        if "sinks" in given:
+            of_rows = given["sinks"].at[self.head, pl.ds(self.first_row, plan.rows)]
+            sink = plgpu.load(of_rows, layout=QUERIES, optimized=False)
+        row_end = online_softmax.normalised(reference, total, sink)
+        inverse, lse = row_end.inverse, row_end.lse
+        if "value_scale" in given:
+            inverse *= given["value_scale"][self.head]
+        rows = pl.ds(self.first_row, plan.rows)
+        store_columns(self.lse.at[self.split, self.head_of_all, rows], lse)
+        for n, x in enumerate(self.products.result(output)):
+            columns = pl.ds(n * plan.part, plan.part)
+            target = self.out.at[self.split, self.batch, :, self.heads, columns]
+            store_grouped(target, x * spread(inverse, x.shape), self.first_row)
 
 
 def spread(columns: jax.Array, shape: tuple[int, ...]) -> jax.Array:
