@@ -18,6 +18,7 @@ arrive and the producer waits.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,6 +46,7 @@ _CONSUMERS = BACKWARD_CONSUMERS
 _TILE = 64  # keys and queries of a tile of dS'
 _STAGES = 3
 _REGISTERS = (240, 24)
+_FREE = NamedBarriers(first=_CONSUMERS + 2, count=_STAGES, arrivers=_CONSUMERS)
 
 
 def query_gradient(
@@ -130,13 +132,7 @@ def _build(
     interpret: bool,
 ):
     """The kernel: its result, or if not with_result in a ref."""
-    dtype, group = problem.dtype, problem.group
-    columns = Columns.whole(problem.width)
-    query_tiles = -(-tiles.query_blocks // _CONSUMERS)
-    steps_per_head = tiles.steps_per_head
-    factor = problem.scale * problem.d_logit_unit
-    free = NamedBarriers(first=_CONSUMERS + 2, count=_STAGES, arrivers=_CONSUMERS)
-
+    columns, dtype = Columns.whole(problem.width), problem.dtype
     scratch: dict[str, Any] = dict(
         k_smem=columns.smem(_STAGES, _TILE, dtype=dtype),
         ds_smem=plgpu.SMEM(
@@ -148,106 +144,12 @@ def _build(
         full=plgpu.Barrier(num_arrivals=columns.tiles + _CONSUMERS, num_barriers=_STAGES),
     )
     if interpret:
-        scratch["free_twins"] = free.scratch()
+        scratch["free_twins"] = _FREE.scratch()
 
-    def attention_backward_query_product(
-        schedule_ref, bounds_ref, places_ref, ds_ref, k_ref, dq_ref,
-        *, k_smem, ds_smem, dq_smem, full, free_twins=None,
-    ):  # fmt: skip
-        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        slots_free = dataclasses.replace(free, twins=free_twins)
-        zero = jnp.int32(0)
-        slot_of = lambda j: lax.rem(j, jnp.int32(_STAGES))
-
-        def locate(index):
-            """Query tile and head, of every batch entry, of a tile of the list."""
-            head_of_all, tile = div_rem(schedule_ref[block, 1 + index], query_tiles)
-            return tile, head_of_all
-
-        @pl.when(warpgroup < _CONSUMERS)
-        def _consumer():
-            plgpu.set_max_registers(_REGISTERS[0], action="increase")
-
-            def compute(dq_acc):
-                def skip(j):
-                    plgpu.barrier_wait(full.at[slot_of(j)])
-                    slots_free.arrive(slot_of(j))
-
-                def step(j, *, first):
-                    slot = slot_of(j)
-                    plgpu.barrier_wait(full.at[slot])
-                    ds = ds_smem.at[slot, warpgroup].transpose((1, 0))
-                    columns.expand(dq_acc, ds, k_smem.at[slot])
-                    plgpu.wgmma_wait(columns.tiles)
-                    pl.when(j > first)(lambda: slots_free.arrive(slot_of(j - 1)))
-
-                def whole_tile(index, j):
-                    tile, head_of_all = locate(index)
-                    first, end = bounds_ref[tile, 0], bounds_ref[tile, 1]
-                    own_first = jnp.clip(bounds_ref[tile, 2 + 2 * warpgroup], first, end)
-                    own_end = jnp.clip(bounds_ref[tile, 3 + 2 * warpgroup], own_first, end)
-                    begin, end = j + (own_first - first), j + (end - first)
-                    own_end = begin + (own_end - own_first)
-                    pl.loop(j, begin)(skip)
-                    pl.loop(begin, own_end)(functools.partial(step, first=begin))
-                    dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-                    pl.when(own_end > begin)(lambda: slots_free.arrive(slot_of(own_end - 1)))
-                    pl.loop(own_end, end)(skip)
-
-                    # The last tile of this consumer has left shared memory.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    dq = (dq * factor).astype(dtype)
-                    own_smem = dq_smem.at[warpgroup]
-                    for n, tile_columns in enumerate(columns.tile_slices):
-                        store_operand(
-                            own_smem.at[n], dq[:, tile_columns], columns.box_width, by_quads=True
-                        )
-                    dq_acc[...] = zero_tile(_TILE, columns.size)
-                    plgpu.commit_smem()
-                    batch, head = div_rem(head_of_all, problem.heads)
-                    rows = pl.ds((tile * _CONSUMERS + warpgroup) * _TILE, _TILE)
-                    columns.store(own_smem, dq_ref.at[batch, rows, head])
-                    return end
-
-                lax.fori_loop(zero, schedule_ref[block, 0], whole_tile, zero)
-                plgpu.wait_smem_to_gmem(0)
-
-            pl.run_scoped(compute, plgpu.ACC((_TILE, columns.size), jnp.float32))
-
-        @pl.when(warpgroup == _CONSUMERS)
-        def _producer():
-            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-
-            def whole_tile(index, j):
-                tile, head_of_all = locate(index)
-                batch, head = div_rem(head_of_all, problem.heads)
-                kv_head = lax.div(head, jnp.int32(group))
-                own_kv_head = lax.rem(
-                    lax.div(head_of_all, jnp.int32(group)), jnp.int32(stored_heads)
-                )
-                member = lax.rem(head, jnp.int32(group))
-                first, end = bounds_ref[tile, 0], bounds_ref[tile, 1]
-
-                def load(j):
-                    slot, key_tile = slot_of(j), first + (j - begin)
-                    pl.when(j >= _STAGES)(lambda: slots_free.wait(slot))
-                    keys = pl.ds(key_tile * _TILE, _TILE)
-                    columns.load(k_ref.at[batch, keys, kv_head], k_smem.at[slot], full.at[slot])
-                    last_place = own_kv_head * steps_per_head + places_ref[0, key_tile]
-                    if group > 1:
-                        last_place += member * places_ref[1, key_tile]
-                    for consumer in range(_CONSUMERS):
-                        # Of blocks that are not there something is loaded, and not used.
-                        place = last_place - (tile * _CONSUMERS + consumer)
-                        place = jnp.clip(place, 0, stored_heads * steps_per_head - 1)
-                        source = ds_ref.at[place]
-                        plgpu.copy_gmem_to_smem(source, ds_smem.at[slot, consumer], full.at[slot])
-
-                begin = j
-                pl.loop(j, j + (end - first))(load)
-                return j + (end - first)
-
-            lax.fori_loop(zero, schedule_ref[block, 0], whole_tile, zero)
+    def attention_backward_query_product(*refs, **scratch):
+        block = _ThreadBlock(problem, tiles, stored_heads, refs, **scratch)
+        pl.when(block.warpgroup < _CONSUMERS)(lambda: _consume(block))
+        pl.when(block.warpgroup == _CONSUMERS)(lambda: _produce(block))
 
     d_query = jax.ShapeDtypeStruct((problem.batch, query_rows, problem.heads, problem.width), dtype)
     kernel = plgpu.kernel(
@@ -261,3 +163,131 @@ def _build(
         compiler_params=HAND_ORDERED,
     )
     return jax.jit(kernel)  # lowered once for all sections
+
+
+class _ThreadBlock:
+    """What producer and consumers share.
+
+    Attributes:
+      problem, tiles, stored_heads: as for `_build`.
+      columns: of K and dQ.
+      bounds, places: refs of `_schedule`'s.
+      ds, k, dq: refs of operands and result, in global memory.
+      k_smem, ds_smem, dq_smem: buffers.
+      full: an mbarrier a slot, completed by TMA; free, a named barrier each.
+      warpgroup: index of this one; the consumers come first.
+    """
+
+    def __init__(
+        self, problem: Problem, tiles: KeyTiles, stored_heads: int, refs,
+        *, k_smem, ds_smem, dq_smem, full, free_twins=None,
+    ):  # fmt: skip
+        self.problem, self.tiles, self.stored_heads = problem, tiles, stored_heads
+        self.columns = Columns.whole(problem.width)
+        self.k_smem, self.ds_smem, self.dq_smem, self.full = k_smem, ds_smem, dq_smem, full
+        self._schedule, self.bounds, self.places, self.ds, self.k, self.dq = refs
+        self.warpgroup, self._number = lax.axis_index("warpgroup"), lax.axis_index("block")
+        self.free = dataclasses.replace(_FREE, twins=free_twins)
+
+    def slot_of(self, j):
+        return lax.rem(j, jnp.int32(_STAGES))
+
+    def locate(self, index):
+        """Query tile and head, of every batch entry, of a tile of the list."""
+        query_tiles = -(-self.tiles.query_blocks // _CONSUMERS)
+        head_of_all, tile = div_rem(self._schedule[self._number, 1 + index], query_tiles)
+        return tile, head_of_all
+
+    def over_tiles(self, whole_tile: Callable) -> None:
+        """Runs `whole_tile(index, j)` for each; of steps done before, returns those by then."""
+        zero = jnp.int32(0)
+        lax.fori_loop(zero, self._schedule[self._number, 0], whole_tile, zero)
+
+
+def _consume(block: _ThreadBlock) -> None:
+    plgpu.set_max_registers(_REGISTERS[0], action="increase")
+
+    def compute(dq_acc):
+        block.over_tiles(functools.partial(_consume_tile, block, dq_acc))
+        plgpu.wait_smem_to_gmem(0)
+
+    pl.run_scoped(compute, plgpu.ACC((_TILE, block.columns.size), jnp.float32))
+
+
+def _consume_tile(block: _ThreadBlock, dq_acc, index, j):
+    """Adds up what keys give to 64 rows of dQ, and sends it."""
+    columns, slot_of, bounds = block.columns, block.slot_of, block.bounds
+
+    def skip(j):
+        plgpu.barrier_wait(block.full.at[slot_of(j)])
+        block.free.arrive(slot_of(j))
+
+    def step(j, *, first):
+        slot = slot_of(j)
+        plgpu.barrier_wait(block.full.at[slot])
+        ds = block.ds_smem.at[slot, block.warpgroup].transpose((1, 0))
+        columns.expand(dq_acc, ds, block.k_smem.at[slot])
+        plgpu.wgmma_wait(columns.tiles)
+        pl.when(j > first)(lambda: block.free.arrive(slot_of(j - 1)))
+
+    tile, head_of_all = block.locate(index)
+    first, end = bounds[tile, 0], bounds[tile, 1]
+    own_first = jnp.clip(bounds[tile, 2 + 2 * block.warpgroup], first, end)
+    own_end = jnp.clip(bounds[tile, 3 + 2 * block.warpgroup], own_first, end)
+    begin, end = j + (own_first - first), j + (end - first)
+    own_end = begin + (own_end - own_first)
+    pl.loop(j, begin)(skip)
+    pl.loop(begin, own_end)(functools.partial(step, first=begin))
+    dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+    pl.when(own_end > begin)(lambda: block.free.arrive(slot_of(own_end - 1)))
+    pl.loop(own_end, end)(skip)
+
+    # The last tile of this consumer has left shared memory.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    dq = (dq * (block.problem.scale * block.problem.d_logit_unit)).astype(block.problem.dtype)
+    own_smem = block.dq_smem.at[block.warpgroup]
+    for n, tile_columns in enumerate(columns.tile_slices):
+        part = dq[:, tile_columns]
+        store_operand(own_smem.at[n], part, columns.box_width, by_quads=True)
+    dq_acc[...] = zero_tile(_TILE, columns.size)
+    plgpu.commit_smem()
+    batch, head = div_rem(head_of_all, block.problem.heads)
+    rows = pl.ds((tile * _CONSUMERS + block.warpgroup) * _TILE, _TILE)
+    columns.store(own_smem, block.dq.at[batch, rows, head])
+    return end
+
+
+def _produce(block: _ThreadBlock) -> None:
+    plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+    block.over_tiles(functools.partial(_load_tile, block))
+
+
+def _load_tile(block: _ThreadBlock, index, j):
+    """K and dS' of the steps of a tile, each as its slot gets free."""
+    problem, steps_per_head = block.problem, block.tiles.steps_per_head
+    group = problem.group
+    tile, head_of_all = block.locate(index)
+    batch, head = div_rem(head_of_all, problem.heads)
+    kv_head = lax.div(head, jnp.int32(group))
+    kv_head_of_all = lax.div(head_of_all, jnp.int32(group))
+    own_kv_head = lax.rem(kv_head_of_all, jnp.int32(block.stored_heads))
+    member = lax.rem(head, jnp.int32(group))
+    first, end = block.bounds[tile, 0], block.bounds[tile, 1]
+
+    def load(j):
+        slot, key_tile = block.slot_of(j), first + (j - begin)
+        pl.when(j >= _STAGES)(lambda: block.free.wait(slot))
+        keys, full = pl.ds(key_tile * _TILE, _TILE), block.full.at[slot]
+        block.columns.load(block.k.at[batch, keys, kv_head], block.k_smem.at[slot], full)
+        last_place = own_kv_head * steps_per_head + block.places[0, key_tile]
+        if group > 1:
+            last_place += member * block.places[1, key_tile]
+        for consumer in range(_CONSUMERS):
+            # Of blocks that are not there something is loaded, and not used.
+            place = last_place - (tile * _CONSUMERS + consumer)
+            place = jnp.clip(place, 0, block.stored_heads * steps_per_head - 1)
+            plgpu.copy_gmem_to_smem(block.ds.at[place], block.ds_smem.at[slot, consumer], full)
+
+    begin = j
+    pl.loop(j, j + (end - first))(load)
+    return j + (end - first)

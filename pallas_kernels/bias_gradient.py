@@ -32,6 +32,7 @@ arrive and the producer waits.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -73,6 +74,7 @@ BLOCK_Q = _CONSUMERS * _ROWS
 _WARPS = 4  # of a consumer
 _REGISTERS = (232, 40)  # of a thread of a consumer, and of the producer
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+_Place = tuple[Any, Any, Any, Any]  # batch entry, head, first row and first key
 
 
 def bias_gradient(
@@ -237,177 +239,27 @@ class _Pieces:
 @functools.lru_cache
 def _build(pieces: _Pieces, interpret: bool):
     problem, config = pieces.problem, pieces.config
-    block_kv, stages = config.block_kv, config.stages
-    dtype = problem.dtype
-    key_columns = Columns.whole(problem.width)
-    value_columns = Columns.whole(problem.value_width)
-    has_cap = problem.soft_cap is not None
-    steps = pieces.steps()
-    with_steps = max(1, int(np.count_nonzero(steps[:, 2])))
-    thread_blocks = min(pieces.count, config.thread_blocks)
-
+    stages, block_kv, dtype = config.stages, config.block_kv, problem.dtype
+    keys, values = Columns.whole(problem.width), Columns.whole(problem.value_width)
     free = NamedBarriers(first=_CONSUMERS + 2, count=stages, arrivers=_CONSUMERS)
-    copies = (_CONSUMERS + 1) * (key_columns.tiles + value_columns.tiles)
+    copies = (_CONSUMERS + 1) * (keys.tiles + values.tiles)
     scratch: dict[str, Any] = dict(
-        q_smem=key_columns.smem(stages, _CONSUMERS, _ROWS, dtype=dtype),
-        o_smem=value_columns.smem(stages, _CONSUMERS, _ROWS, dtype=dtype),
-        k_smem=key_columns.smem(stages, block_kv, dtype=dtype),
-        v_smem=value_columns.smem(stages, block_kv, dtype=dtype),
+        q_smem=keys.smem(stages, _CONSUMERS, _ROWS, dtype=dtype),
+        o_smem=values.smem(stages, _CONSUMERS, _ROWS, dtype=dtype),
+        k_smem=keys.smem(stages, block_kv, dtype=dtype),
+        v_smem=values.smem(stages, block_kv, dtype=dtype),
         full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
     )
     if interpret:
         scratch["twin"] = free.scratch()
+    steps = pieces.steps()
+    with_steps = max(1, int(np.count_nonzero(steps[:, 2])))
+    thread_blocks = min(pieces.count, config.thread_blocks)
 
-    def attention_bias_gradient(
-        steps_ref, *more_refs, q_smem, o_smem, k_smem, v_smem, full, twin=None
-    ):
-        intervals_ref, *refs = more_refs if problem.dynamic else (None, *more_refs)
-        ids_refs = refs[: 2 * int(problem.segmented)]
-        dropout, refs = DropoutRefs.split(problem, refs[len(ids_refs) :])
-        elements, refs = ElementRefs.split(problem, refs)
-        q_ref, k_ref, v_ref, do_ref, start_ref, delta_ref, far_ref, gradient_ref = refs
-        slot_free = dataclasses.replace(free, twins=twin)
-        warpgroup = lax.axis_index("warpgroup")
-        block = lax.axis_index("block")
-        slot_of = lambda j: lax.rem(j, jnp.int32(stages))
-
-        def over_pieces(whole_piece):
-            """Runs `whole_piece(entry, place, count, j)` for all; j steps are done before.
-
-            `place(step)` is what `pieces.place` gives. A list of all pieces, as others walk, would
-            grow with the square of the lengths.
-            """
-
-            def one(n, j):
-                nth = block + n * thread_blocks
-                entry, rank = div_rem(nth, with_steps)
-                if with_steps < pieces.per_entry:  # pieces without come after those of all entries
-                    first_without = pieces.entries * with_steps
-                    other = div_rem(nth - first_without, pieces.per_entry - with_steps)
-                    entry = jnp.where(nth < first_without, entry, other[0])
-                    rank = jnp.where(nth < first_without, rank, with_steps + other[1])
-                number, first_step, count = (steps_ref[rank, column] for column in range(3))
-                place = lambda step: pieces.place(entry, number, first_step + step)
-                whole_piece(entry, place, count, j)
-                return j + count
-
-            count = lax.div(pieces.count - 1 - block, jnp.int32(thread_blocks)) + 1
-            lax.fori_loop(jnp.int32(0), count, one, jnp.int32(0))
-
-        @pl.when(warpgroup < _CONSUMERS)
-        def _consumer():
-            plgpu.set_max_registers(_REGISTERS[0], action="increase")
-
-            def compute(s_acc, dp_acc):
-                @over_pieces
-                def _whole_piece(entry, place, count, j):
-                    def own_place(step) -> tuple[Any, Any, Any, Any]:
-                        batch, head, row_block, key_block = place(step)
-                        first_row = row_block * BLOCK_Q + warpgroup * _ROWS
-                        return batch, head, first_row, key_block * block_kv
-
-                    def add_step(step, total, own_bias):
-                        batch, head, first_row, first_key = own = own_place(step)
-                        rows, slot = pl.ds(first_row, _ROWS), slot_of(j + step) + fresh_zero()
-                        start, minus_delta = (
-                            plgpu.load(ref, layout=_PER_ROW, optimized=False)
-                            for ref in (
-                                start_ref.at[batch, head, 0, rows],
-                                delta_ref.at[batch, head, rows],
-                            )
-                        )
-                        plgpu.barrier_wait(full.at[slot])
-                        # Both before the first product, or ptxas injects a wait.
-                        s_acc[...] = zero_tile(_ROWS, block_kv)
-                        dp_acc[...] = zero_tile(_ROWS, block_kv)
-                        key_columns.contract(s_acc, q_smem.at[slot, warpgroup], k_smem.at[slot])
-                        value_columns.contract(dp_acc, o_smem.at[slot, warpgroup], v_smem.at[slot])
-                        loaded = elements.load(*own, block_kv, early=True, bias=own_bias)
-
-                        logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=value_columns.tiles)
-
-                        def bounds():
-                            last_row = problem.query_length - 1
-                            return load_intervals(intervals_ref.at[batch], first_row, last_row)
-
-                        def hidden(weights, fill):
-                            weights = hide(
-                                weights, problem, lambda: first_row, first_key, bounds, fill
-                            )
-                            if problem.segmented:
-                                query_ids, key_ids = (ref.at[batch] for ref in ids_refs)
-                                ids = load_rows(query_ids, first_row, problem.query_length - 1)
-                                equal = equal_columns(ids, key_ids, first_key, block_kv)
-                                weights = keep_bits(weights, equal, fill)
-                            return masked(weights, loaded, fill)
-
-                        if has_cap:
-                            logits, _ = soft_cap.capped(logits, loaded, problem)
-                            logits = hidden(logits, soft_cap.UNSEEN)
-                            minus_lse = spread(start, logits.shape)
-                            _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
-                        else:
-                            place = lambda: (batch, head, first_row)
-                            weights = weights_by_query(
-                                logits, loaded, problem, start, far_ref, place
-                            )
-                            weights = hidden(weights, 0.0)
-                        # A row that does not count may have a bias that is NaN.
-                        weights = jnp.where(spread(start, weights.shape) > -jnp.inf, weights, 0.0)
-                        if problem.dropout:
-                            query_words = dropout.of_rows(batch, head, first_row)
-                            weights = dropout.negated(weights, query_words, batch, first_key)
-                        d_weights = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                        slot_free.arrive(slot)
-                        minus_deltas = spread(minus_delta, weights.shape)
-                        return total + d_logits(weights, d_weights, minus_deltas, problem)
-
-                    def sum_of_steps():
-                        own_bias = None
-                        if pieces.kind == "whole":  # that of all steps
-                            bias = elements.bias_of(*own_place(0), block_kv)()
-                            own_bias = lambda: bias
-                        add = functools.partial(add_step, own_bias=own_bias)
-                        return lax.fori_loop(jnp.int32(0), count, add, zero_tile(_ROWS, block_kv))
-
-                    total = lax.cond(count > 0, sum_of_steps, lambda: zero_tile(_ROWS, block_kv))
-                    if problem.dropout:
-                        total *= problem.d_logit_unit
-                    batch, head, first_row, first_key = own_place(0)
-                    own_rows, own_keys = pl.ds(first_row, _ROWS), pl.ds(first_key, block_kv)
-                    if pieces.kind == "whole":
-                        own = div_rem(entry, pieces.shape[1])
-                        target = gradient_ref.at[*own, own_rows, own_keys]
-                        store_tile(target, total.astype(target.dtype))
-                    elif pieces.kind == "columns":
-                        warps = pl.ds(warpgroup * _WARPS, _WARPS)
-                        store_column_sums(gradient_ref.at[batch, head, warps, own_keys], total)
-                    else:
-                        store_rows(gradient_ref.at[batch, head, own_rows], total.sum(axis=1))
-
-            accumulator = plgpu.ACC((_ROWS, block_kv), jnp.float32)
-            pl.run_scoped(compute, accumulator, accumulator)
-
-        @pl.when(warpgroup == _CONSUMERS)
-        def _producer():
-            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-
-            @over_pieces
-            def _whole_piece(entry, place, count, j):
-                @pl.loop(jnp.int32(0), count)
-                def _load_step(step):
-                    batch, head, row_block, key_block = place(step)
-                    kv_head = lax.div(head, jnp.int32(problem.group))
-                    slot = slot_of(j + step)
-                    pl.when(j + step >= stages)(lambda: slot_free.wait(slot))
-                    for consumer in range(_CONSUMERS):
-                        rows = pl.ds(row_block * BLOCK_Q + consumer * _ROWS, _ROWS)
-                        of_rows, own = (batch, rows, head), (slot, consumer)
-                        key_columns.load(q_ref.at[*of_rows], q_smem.at[*own], full.at[slot])
-                        value_columns.load(do_ref.at[*of_rows], o_smem.at[*own], full.at[slot])
-                    of_keys = batch, pl.ds(key_block * block_kv, block_kv), kv_head
-                    key_columns.load(k_ref.at[*of_keys], k_smem.at[slot], full.at[slot])
-                    value_columns.load(v_ref.at[*of_keys], v_smem.at[slot], full.at[slot])
+    def attention_bias_gradient(*refs, **scratch):
+        block = _ThreadBlock(pieces, with_steps, thread_blocks, free, refs, **scratch)
+        pl.when(block.warpgroup < _CONSUMERS)(lambda: _consume(block))
+        pl.when(block.warpgroup == _CONSUMERS)(lambda: _produce(block))
 
     kernel = plgpu.kernel(
         attention_bias_gradient,
@@ -420,3 +272,204 @@ def _build(pieces: _Pieces, interpret: bool):
         compiler_params=HAND_ORDERED,
     )
     return lambda *operands: kernel(jnp.asarray(steps), *operands)
+
+
+class _ThreadBlock:
+    """What producer and consumers share: operands, the gradient, buffers, barriers, and pieces.
+
+    Attributes:
+      pieces: of the gradient.
+      with_steps: of an entry, how many pieces have steps.
+      thread_blocks: how many there are.
+      intervals, ids: refs of them; None, and an empty list, without.
+      dropout, elements: of rows and keys.
+      q, k, v, d_out, start, delta, far, gradient: refs of operands and result, in global memory.
+      q_smem, k_smem, v_smem, o_smem: buffers that TMA fills.
+      full: an mbarrier a slot, completed by TMA; free, a named barrier each.
+      warpgroup: index of this one; the consumers come first.
+    """
+
+    def __init__(
+        self, pieces: _Pieces, with_steps: int, thread_blocks: int, free: NamedBarriers, refs,
+        *, q_smem, o_smem, k_smem, v_smem, full, twin=None,
+    ):  # fmt: skip
+        self.pieces, self.problem = pieces, pieces.problem
+        self.with_steps, self.thread_blocks = with_steps, thread_blocks
+        self.key_columns = Columns.whole(self.problem.width)
+        self.value_columns = Columns.whole(self.problem.value_width)
+        self.q_smem, self.o_smem, self.k_smem, self.v_smem = q_smem, o_smem, k_smem, v_smem
+        self._steps, *refs = refs
+        self.intervals, *refs = refs if self.problem.dynamic else (None, *refs)
+        count = 2 * int(self.problem.segmented)
+        self.ids, refs = refs[:count], refs[count:]
+        self.dropout, refs = DropoutRefs.split(self.problem, refs)
+        self.elements, refs = ElementRefs.split(self.problem, refs)
+        self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, self.gradient = refs
+        self.full, self.free = full, dataclasses.replace(free, twins=twin)
+        self.warpgroup = lax.axis_index("warpgroup")
+        self._number = lax.axis_index("block")
+
+    def slot_of(self, j):
+        return lax.rem(j, jnp.int32(self.pieces.config.stages))
+
+    def over_pieces(self, whole_piece: Callable) -> None:
+        """Runs `whole_piece(entry, place, count, j)` for all; j steps are done before.
+
+        `place(step)` is what `pieces.place` gives. A list of all pieces, as others walk, would grow
+        with the square of the lengths.
+        """
+        pieces, with_steps = self.pieces, self.with_steps
+
+        def one(n, j):
+            nth = self._number + n * self.thread_blocks
+            entry, rank = div_rem(nth, with_steps)
+            if with_steps < pieces.per_entry:  # pieces without come after those of all entries
+                first_without = pieces.entries * with_steps
+                other = div_rem(nth - first_without, pieces.per_entry - with_steps)
+                entry = jnp.where(nth < first_without, entry, other[0])
+                rank = jnp.where(nth < first_without, rank, with_steps + other[1])
+            number, first_step, count = (self._steps[rank, column] for column in range(3))
+            place = lambda step: pieces.place(entry, number, first_step + step)
+            whole_piece(entry, place, count, j)
+            return j + count
+
+        last = pieces.count - 1 - self._number
+        count = lax.div(last, jnp.int32(self.thread_blocks)) + 1
+        lax.fori_loop(jnp.int32(0), count, one, jnp.int32(0))
+
+
+# --- the consumers --------------------------------------------------------------------------------
+
+
+def _consume(block: _ThreadBlock) -> None:
+    plgpu.set_max_registers(_REGISTERS[0], action="increase")
+    accumulator = plgpu.ACC((_ROWS, block.pieces.config.block_kv), jnp.float32)
+    run = lambda s_acc, dp_acc: block.over_pieces(_Consumer(block, s_acc, dp_acc).whole_piece)
+    pl.run_scoped(run, accumulator, accumulator)
+
+
+class _Consumer:
+    """dS of 64 rows of each piece, summed over its steps."""
+
+    def __init__(self, block: _ThreadBlock, s_acc, dp_acc):
+        self.block, self.problem = block, block.problem
+        self.block_kv = block.pieces.config.block_kv
+        self.s_acc, self.dp_acc = s_acc, dp_acc
+
+    def whole_piece(self, entry, place, count, j) -> None:
+        block, pieces, shape = self.block, self.block.pieces, (_ROWS, self.block_kv)
+
+        def own_place(step) -> _Place:
+            batch, head, row_block, key_block = place(step)
+            first_row = row_block * BLOCK_Q + block.warpgroup * _ROWS
+            return batch, head, first_row, key_block * self.block_kv
+
+        def sum_of_steps():
+            own_bias = None
+            if pieces.kind == "whole":  # that of all steps
+                bias = block.elements.bias_of(*own_place(0), self.block_kv)()
+                own_bias = lambda: bias
+            add = lambda step, total: total + self.step(own_place(step), j + step, own_bias)
+            return lax.fori_loop(jnp.int32(0), count, add, zero_tile(*shape))
+
+        total = lax.cond(count > 0, sum_of_steps, lambda: zero_tile(*shape))
+        if self.problem.dropout:
+            total *= self.problem.d_logit_unit
+        self.store(entry, own_place(0), total)
+
+    def step(self, place: _Place, j, own_bias) -> jax.Array:
+        """dS of a step, number j of all."""
+        block, problem = self.block, self.problem
+        batch, head, first_row, first_key = place
+        rows, slot = pl.ds(first_row, _ROWS), block.slot_of(j) + fresh_zero()
+        start, minus_delta = (
+            plgpu.load(ref, layout=_PER_ROW, optimized=False)
+            for ref in (block.start.at[batch, head, 0, rows], block.delta.at[batch, head, rows])
+        )
+        plgpu.barrier_wait(block.full.at[slot])
+        # Both before the first product, or ptxas injects a wait.
+        self.s_acc[...] = zero_tile(_ROWS, self.block_kv)
+        self.dp_acc[...] = zero_tile(_ROWS, self.block_kv)
+        own = slot, block.warpgroup
+        keys, values = block.key_columns, block.value_columns
+        keys.contract(self.s_acc, block.q_smem.at[*own], block.k_smem.at[slot])
+        values.contract(self.dp_acc, block.o_smem.at[*own], block.v_smem.at[slot])
+        loaded = block.elements.load(*place, self.block_kv, early=True, bias=own_bias)
+        logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=values.tiles)
+        weights = self.weights(logits, loaded, start, place)
+        # A row that does not count may have a bias that is NaN.
+        weights = jnp.where(spread(start, weights.shape) > -jnp.inf, weights, 0.0)
+        if problem.dropout:
+            query_words = block.dropout.of_rows(batch, head, first_row)
+            weights = block.dropout.negated(weights, query_words, batch, first_key)
+        d_weights = plgpu.wgmma_accumulator_load(self.dp_acc, wait_n=0)
+        block.free.arrive(slot)
+        minus_deltas = spread(minus_delta, weights.shape)
+        return d_logits(weights, d_weights, minus_deltas, problem)
+
+    def weights(self, logits, loaded, start, place):
+        """Of a tile; with a cap, times its derivative."""
+        block, problem = self.block, self.problem
+        batch, head, first_row, first_key = place
+        last_row = problem.query_length - 1
+
+        def bounds():
+            return load_intervals(block.intervals.at[batch], first_row, last_row)
+
+        def hidden(weights, fill):
+            weights = hide(weights, problem, lambda: first_row, first_key, bounds, fill)
+            if problem.segmented:
+                query_ids, key_ids = (ref.at[batch] for ref in block.ids)
+                ids = load_rows(query_ids, first_row, last_row)
+                equal = equal_columns(ids, key_ids, first_key, self.block_kv)
+                weights = keep_bits(weights, equal, fill)
+            return masked(weights, loaded, fill)
+
+        if problem.soft_cap is not None:
+            logits, _ = soft_cap.capped(logits, loaded, problem)
+            logits = hidden(logits, soft_cap.UNSEEN)
+            _, weights = soft_cap.capped_weights(logits, spread(start, logits.shape), problem)
+            return weights
+        row_place = lambda: (batch, head, first_row)
+        weights = weights_by_query(logits, loaded, problem, start, block.far, row_place)
+        return hidden(weights, 0.0)
+
+    def store(self, entry, place, total) -> None:
+        block, pieces, gradient = self.block, self.block.pieces, self.block.gradient
+        batch, head, first_row, first_key = place
+        own_rows, own_keys = pl.ds(first_row, _ROWS), pl.ds(first_key, self.block_kv)
+        if pieces.kind == "whole":
+            own = div_rem(entry, pieces.shape[1])
+            target = gradient.at[*own, own_rows, own_keys]
+            store_tile(target, total.astype(target.dtype))
+        elif pieces.kind == "columns":
+            warps = pl.ds(block.warpgroup * _WARPS, _WARPS)
+            store_column_sums(gradient.at[batch, head, warps, own_keys], total)
+        else:
+            store_rows(gradient.at[batch, head, own_rows], total.sum(axis=1))
+
+
+# --- the producer ---------------------------------------------------------------------------------
+
+
+def _produce(block: _ThreadBlock) -> None:
+    plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+    problem, config = block.problem, block.pieces.config
+
+    @block.over_pieces
+    def _whole_piece(entry, place, count, j):
+        @pl.loop(jnp.int32(0), count)
+        def _load_step(step):
+            batch, head, row_block, key_block = place(step)
+            kv_head = lax.div(head, jnp.int32(problem.group))
+            slot = block.slot_of(j + step)
+            full = block.full.at[slot]
+            pl.when(j + step >= config.stages)(lambda: block.free.wait(slot))
+            for consumer in range(_CONSUMERS):
+                rows = pl.ds(row_block * BLOCK_Q + consumer * _ROWS, _ROWS)
+                of_rows, own = (batch, rows, head), (slot, consumer)
+                block.key_columns.load(block.q.at[*of_rows], block.q_smem.at[*own], full)
+                block.value_columns.load(block.d_out.at[*of_rows], block.o_smem.at[*own], full)
+            of_keys = batch, pl.ds(key_block * config.block_kv, config.block_kv), kv_head
+            block.key_columns.load(block.k.at[*of_keys], block.k_smem.at[slot], full)
+            block.value_columns.load(block.v.at[*of_keys], block.v_smem.at[slot], full)
