@@ -829,101 +829,139 @@ class Walk:
         Returns:
           The number after the last.
         """
-        tiles, several_heads = self.tiles, self.tiles.problem.group > 1
-        done = 0 if first_step is None else 1
-        may_be_far = tiles.problem.soft_cap is None
-        far_in_masked = far_in_masked and may_be_far and tiles.any_mask
-        blank_before, blank_behind = False, False
-        if blank_step:
-            blank_before, blank_behind = tiles.blank_steps(own_first_key)
-
-        def first_block():
-            return self.first_block(self.locate(index))
-
-        def end_block():
-            return self.end_block(self.locate(index))
-
-        def first_unmasked_block():
-            return self.first_unmasked_block(index, own_first_key)
-
-        def mask_of(block, j, comparing=False):
-            if not tiles.any_mask:
-                return None
-            return StepMask(self, index, block + j, own_first_key, comparing)
-
-        def masked_loop(block, j, end):
-            """Steps j to end, from a block on; after others those that compare segment ids."""
-            others = end
-            if tiles.problem.segmented:
-                compares = self.is_comparing(index)
-                if far_in_masked:
-                    compares |= self._are_any_far()()
-                others = jnp.where(compares, j, end)
-            far = far_in_masked and not tiles.problem.segmented
-            pl.loop(j, others)(functools.partial(step, mask=mask_of(block, j), far=far))
-            if tiles.problem.segmented:
-                mask = mask_of(block, j, comparing=True)
-                pl.loop(others, end)(functools.partial(step, mask=mask, far=far_in_masked))
-
-        def far_loop(block, j, end):
-            """Steps j to end, from a block on, where rows may be far from 0, with any mask."""
-            mask = mask_of(block, j, comparing=True)
-            pl.loop(j, end)(functools.partial(step, mask=mask, far=True))
-
-        def blank_loop(block, j, end):
-            """Steps j to end, from a block on, of queries that see none of these keys."""
-            assert blank_step is not None
-            pl.loop(j, end)(functools.partial(blank_step, mask=mask_of(block, j)))
-
-        def one_head(j):
-            """From step j on, which need not be the head's first."""
-            is_far = self._are_any_far()
-            block = end_block() - 1 - done
-            if several_heads:
-                block = first_block() + lax.rem(end - j - 1, end_block() - first_block())
-            if blank_behind:
-                own = j + jnp.maximum(block + 1 - self.own_end_block(index, own_first_key), 0)
-                blank_loop(block, j, own)
-                j, block = own, block - (own - j)
-            if tiles.problem.has_far_edge:
-                end_unmasked = self.end_unmasked_block(index, own_first_key, first_unmasked_block())
-                unmasked = j + jnp.maximum(block + 1 - end_unmasked, 0)
-                if may_be_far and not far_in_masked:
-                    unmasked = jnp.where(is_far(), j, unmasked)
-                masked_loop(block, j, unmasked)
-                j, block = unmasked, block - (unmasked - j)
-            masked = j + jnp.maximum(block + 1 - first_unmasked_block(), 0)
-            masked = jnp.where(is_far(), j, masked) if may_be_far else masked
-            pl.loop(j, masked)(functools.partial(step, mask=None, far=False))
-            if not (tiles.any_mask or may_be_far):
-                return masked
-            j, block = masked, block - (masked - j)
-            end_of_head = own_end = j + block + 1 - first_block()
-            if blank_before:
-                own_first = self.own_first_block(index, own_first_key)
-                own_end = j + jnp.maximum(block + 1 - own_first, 0)
-            if may_be_far and not far_in_masked:
-                others = jnp.where(is_far(), own_end, j)
-                far_loop(block, j, others)
-                j, block = others, block - (others - j)
-            if tiles.any_mask:
-                masked_loop(block, j, own_end)
-            if blank_before:
-                blank_loop(block - (own_end - j), own_end, end_of_head)
-            return end_of_head
-
+        may_be_far = self.tiles.problem.soft_cap is None
         end = j + self.steps(index)
         load_elements = functools.partial(
             self.load_elements, index=index, end=end, own_first_key=own_first_key
         )
-        step = functools.partial(step, load_elements=load_elements)
+        loops = _Loops(
+            self,
+            index,
+            own_first_key,
+            functools.partial(step, load_elements=load_elements),
+            blank_step,
+            0 if first_step is None else 1,
+            far_in_masked and may_be_far and self.tiles.any_mask,
+        )
         if first_step is not None:
-            mask = mask_of(end_block() - 1, j, comparing=True)
+            mask = loops.mask_of(loops.end_block() - 1, j, comparing=True)
             first_step(j, mask=mask, far=may_be_far, load_elements=load_elements)
             j = j + 1
-        if several_heads:
+        one_head = functools.partial(loops.one_head, end)
+        if self.tiles.problem.group > 1:
             return lax.while_loop(lambda j: j < end, one_head, j)
         return one_head(j)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loops:
+    """The loops of `Walk.loop_over_steps` over the query blocks of one head.
+
+    Attributes:
+      walk, index, own_first_key, step, blank_step, far_in_masked: see there.
+      done: steps of the tile that came before.
+    """
+
+    walk: Walk
+    index: Any
+    own_first_key: int
+    step: Callable
+    blank_step: Callable | None
+    done: int
+    far_in_masked: bool
+
+    def first_block(self):
+        return self.walk.first_block(self.walk.locate(self.index))
+
+    def end_block(self):
+        return self.walk.end_block(self.walk.locate(self.index))
+
+    def first_unmasked_block(self):
+        return self.walk.first_unmasked_block(self.index, self.own_first_key)
+
+    def mask_of(self, block, j, comparing: bool = False) -> "StepMask | None":
+        """Of steps from j on, whose blocks run from one on."""
+        if not self.walk.tiles.any_mask:
+            return None
+        return StepMask(self.walk, self.index, block + j, self.own_first_key, comparing)
+
+    def masked(self, block, j, end) -> None:
+        """Steps j to end, from a block on; after others those that compare segment ids."""
+        others, segmented = end, self.walk.tiles.problem.segmented
+        if segmented:
+            compares = self.walk.is_comparing(self.index)
+            if self.far_in_masked:
+                compares |= self.walk._are_any_far()()
+            others = jnp.where(compares, j, end)
+        far = self.far_in_masked and not segmented
+        pl.loop(j, others)(functools.partial(self.step, mask=self.mask_of(block, j), far=far))
+        if segmented:
+            mask = self.mask_of(block, j, comparing=True)
+            step = functools.partial(self.step, mask=mask, far=self.far_in_masked)
+            pl.loop(others, end)(step)
+
+    def far(self, block, j, end) -> None:
+        """Steps j to end, from a block on, where rows may be far from 0, with any mask."""
+        mask = self.mask_of(block, j, comparing=True)
+        pl.loop(j, end)(functools.partial(self.step, mask=mask, far=True))
+
+    def blank(self, block, j, end) -> None:
+        """Steps j to end, from a block on, of queries that see none of these keys."""
+        assert self.blank_step is not None
+        pl.loop(j, end)(functools.partial(self.blank_step, mask=self.mask_of(block, j)))
+
+    def one_head(self, end, j):
+        """From step j on, which need not be the head's first; returns the number after its last.
+
+        Args:
+          end: the number after the tile's last.
+        """
+        walk, tiles, index, own_first_key = (
+            self.walk,
+            self.walk.tiles,
+            self.index,
+            self.own_first_key,
+        )
+        may_be_far, far_in_masked = tiles.problem.soft_cap is None, self.far_in_masked
+        blank_before, blank_behind = False, False
+        if self.blank_step:
+            blank_before, blank_behind = tiles.blank_steps(own_first_key)
+        is_far = walk._are_any_far()
+        block = self.end_block() - 1 - self.done
+        if tiles.problem.group > 1:
+            first_block = self.first_block()
+            block = first_block + lax.rem(end - j - 1, self.end_block() - self.first_block())
+        if blank_behind:
+            own = j + jnp.maximum(block + 1 - walk.own_end_block(index, own_first_key), 0)
+            self.blank(block, j, own)
+            j, block = own, block - (own - j)
+        if tiles.problem.has_far_edge:
+            first_unmasked = self.first_unmasked_block()
+            end_unmasked = walk.end_unmasked_block(index, own_first_key, first_unmasked)
+            unmasked = j + jnp.maximum(block + 1 - end_unmasked, 0)
+            if may_be_far and not far_in_masked:
+                unmasked = jnp.where(is_far(), j, unmasked)
+            self.masked(block, j, unmasked)
+            j, block = unmasked, block - (unmasked - j)
+        masked = j + jnp.maximum(block + 1 - self.first_unmasked_block(), 0)
+        masked = jnp.where(is_far(), j, masked) if may_be_far else masked
+        pl.loop(j, masked)(functools.partial(self.step, mask=None, far=False))
+        if not (tiles.any_mask or may_be_far):
+            return masked
+        j, block = masked, block - (masked - j)
+        end_of_head = own_end = j + block + 1 - self.first_block()
+        if blank_before:
+            own_first = walk.own_first_block(index, own_first_key)
+            own_end = j + jnp.maximum(block + 1 - own_first, 0)
+        if may_be_far and not far_in_masked:
+            others = jnp.where(is_far(), own_end, j)
+            self.far(block, j, others)
+            j, block = others, block - (others - j)
+        if tiles.any_mask:
+            self.masked(block, j, own_end)
+        if blank_before:
+            self.blank(block - (own_end - j), own_end, end_of_head)
+        return end_of_head
 
 
 def with_words(words: Words | None, start: jax.Array, *statistics: jax.Array) -> jax.Array:
