@@ -1,6 +1,6 @@
 """The canonical form of one attention call, which every implementation takes.
 
-`api.attention` checks its arguments and makes a `Call`; an implementation is a module with
+`arguments.checked` makes a `Call` of arguments; an implementation is a module with
 
     unsupported(call) -> str | None     why it cannot do the call, None if it can
     attention(call) -> (out, lse)       out `[B, T, N, h]`, LSE `[B, T, N]` float32, or None where

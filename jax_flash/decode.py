@@ -19,20 +19,17 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash import device, dispatch, xla
-from jax_flash.api import (
-    _array,
-    _explained,
-    _finite,
-    _int32,
-    _is_name,
-    _is_number,
-    _need,
-    _need_heads_that_fit,
-    _need_number_or_none,
-    _soft_cap,
-    _window,
-)
+from jax_flash.arguments import as_soft_cap, as_window, explained, need_heads_that_fit
 from jax_flash.call import Call, without_derivative
+from jax_flash.checks import (
+    as_array,
+    as_int32,
+    finite,
+    is_name,
+    is_number,
+    need,
+    need_number_or_none,
+)
 from jax_flash.masks import Visibility
 from jax_flash.sharding import by_device, mapped_zero_times, over_devices
 from pallas_kernels.decode_config import MOST_SPLITS, WIDTHS, DecodeProblem, splits_for
@@ -272,7 +269,7 @@ def explain_decode(*args, **kwargs) -> dispatch.Explanation:
     def choose(**arguments):
         return _choose(_checked(**arguments), arguments["implementation"])
 
-    return _explained(inspect.signature(decode_attention), choose, args, kwargs)
+    return explained(inspect.signature(decode_attention), choose, args, kwargs)
 
 
 @without_derivative(
@@ -313,56 +310,54 @@ def _checked(
     implementation,
 ) -> DecodeCall:
     """Checks the arguments of `decode_attention`, described there."""
-    _need(
-        implementation is None or _is_name(implementation, IMPLEMENTATIONS),
+    need(
+        implementation is None or is_name(implementation, IMPLEMENTATIONS),
         "implementation",
         repr(implementation),
         f"None or one of {', '.join(IMPLEMENTATIONS)}",
     )
-    _need(
+    need(
         isinstance(return_residual, bool | np.bool_),
         "return_residual",
         return_residual,
         "True or False",
         TypeError,
     )
-    query = _array("query", query)
+    query = as_array("query", query)
     dtype = query.dtype
-    _need(
-        dtype.name in QUERY_DTYPES, "query", dtype, f"one of {', '.join(QUERY_DTYPES)}", TypeError
-    )
-    _need(query.ndim == 4, "query", query.shape, "[B, T, N, H]")
+    need(dtype.name in QUERY_DTYPES, "query", dtype, f"one of {', '.join(QUERY_DTYPES)}", TypeError)
+    need(query.ndim == 4, "query", query.shape, "[B, T, N, H]")
     B, _, N, H = query.shape
-    _need(H > 0, "query", f"head width {H}", "at least 1")
+    need(H > 0, "query", f"head width {H}", "at least 1")
     key_cache, value_cache, page_table = _checked_cache(key_cache, value_cache, page_table, B)
     dtypes = (dtype.name, FLOAT8)
-    _need(
+    need(
         key_cache.dtype.name in dtypes, "key_cache", key_cache.dtype, " or ".join(dtypes), TypeError
     )
     K = key_cache.shape[2]
-    _need(key_cache.shape[3] == H, "key_cache", f"width {key_cache.shape[3]}", f"query's, {H}")
-    _need_heads_that_fit(query, key_cache)
-    _need_number_or_none("scale", scale)
+    need(key_cache.shape[3] == H, "key_cache", f"width {key_cache.shape[3]}", f"query's, {H}")
+    need_heads_that_fit(query, key_cache)
+    need_number_or_none("scale", scale)
     is_known = isinstance(H, int) or scale is not None
-    _need(is_known, "scale", f"None for a symbolic head width, {H}", "a number there")
+    need(is_known, "scale", f"None for a symbolic head width, {H}", "a number there")
     if num_splits is not None:
-        _need(
-            _is_number(num_splits, numbers.Integral),
+        need(
+            is_number(num_splits, numbers.Integral),
             "num_splits",
             type(num_splits).__name__,
             "None or an integer",
             TypeError,
         )
-        _need(num_splits >= 1, "num_splits", num_splits, "at least 1")
+        need(num_splits >= 1, "num_splits", num_splits, "at least 1")
     return DecodeCall(
         query=query,
         key_cache=key_cache,
         value_cache=value_cache,
         lengths=_per_sequence("lengths", lengths, B),
         page_table=page_table,
-        scale=1 / math.sqrt(H) if scale is None else _finite("scale", scale, np.float32),
-        window=None if local_window_size is None else _window(local_window_size)[0],
-        logits_soft_cap=_soft_cap(logits_soft_cap),
+        scale=1 / math.sqrt(H) if scale is None else finite("scale", scale, np.float32),
+        window=None if local_window_size is None else as_window(local_window_size)[0],
+        logits_soft_cap=as_soft_cap(logits_soft_cap),
         sinks=_per_head("sinks", sinks, N),
         key_scale=_per_head("key_scale", key_scale, K),
         value_scale=_per_head("value_scale", value_scale, K),
@@ -408,14 +403,14 @@ def update_cache(
       TypeError: an argument is of the wrong type or dtype.
       ValueError: an argument has the wrong shape, or does not go with another.
     """
-    key, value = _array("key", key), _array("value", value)
-    _need(key.ndim == 4, "key", key.shape, "[B, T, K, H]")
+    key, value = as_array("key", key), as_array("value", value)
+    need(key.ndim == 4, "key", key.shape, "[B, T, K, H]")
     B, T = key.shape[:2]
     key_cache, value_cache, page_table = _checked_cache(key_cache, value_cache, page_table, B)
     for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
         needs = (B, T, *cache.shape[2:])
-        _need(new.shape == needs, name, f"shape {new.shape}", f"{needs}")
-        _need(new.dtype == cache.dtype, name, new.dtype, f"the caches' {cache.dtype}", TypeError)
+        need(new.shape == needs, name, f"shape {new.shape}", f"{needs}")
+        need(new.dtype == cache.dtype, name, new.dtype, f"the caches' {cache.dtype}", TypeError)
     lengths = _per_sequence("lengths", lengths, B)
     if num_new is not None:
         num_new = _per_sequence("num_new", num_new, B)
@@ -460,17 +455,17 @@ def _checked_cache(
     key_cache, value_cache, page_table, B: int
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Caches and page table, of shapes that go together and with a batch of B."""
-    key_cache, value_cache = _array("key_cache", key_cache), _array("value_cache", value_cache)
+    key_cache, value_cache = as_array("key_cache", key_cache), as_array("value_cache", value_cache)
     needs = "[B, S, K, H]" if page_table is None else "[pages, page_size, K, H]"
-    _need(key_cache.ndim == 4, "key_cache", key_cache.shape, needs)
-    _need(
+    need(key_cache.ndim == 4, "key_cache", key_cache.shape, needs)
+    need(
         value_cache.ndim == 4 and value_cache.shape[:3] == key_cache.shape[:3],
         "value_cache",
         value_cache.shape,
         f"{(*key_cache.shape[:3], 'h')}, as key_cache",
     )
-    _need(value_cache.shape[3] > 0, "value_cache", "head width 0", "at least 1")
-    _need(
+    need(value_cache.shape[3] > 0, "value_cache", "head width 0", "at least 1")
+    need(
         value_cache.dtype == key_cache.dtype,
         "value_cache",
         value_cache.dtype,
@@ -478,30 +473,30 @@ def _checked_cache(
         TypeError,
     )
     if page_table is None:
-        _need(key_cache.shape[0] == B, "key_cache", f"batch {key_cache.shape[0]}", f"{B}")
+        need(key_cache.shape[0] == B, "key_cache", f"batch {key_cache.shape[0]}", f"{B}")
         return key_cache, value_cache, None
-    page_table = _int32("page_table", page_table)
-    _need(
+    page_table = as_int32("page_table", page_table)
+    need(
         page_table.ndim == 2 and page_table.shape[0] == B,
         "page_table",
         f"shape {page_table.shape}",
         f"({B}, max_pages)",
     )
     page_size = key_cache.shape[1]
-    _need(
+    need(
         isinstance(page_size, int) and page_size >= 16 and page_size.bit_count() == 1,
         "key_cache",
         f"pages of {page_size} tokens",
         "a power of two from 16 on",
     )
     has_page = key_cache.shape[0] > 0 or page_table.size == 0
-    _need(has_page, "key_cache", "no page", "at least one, as page_table has entries")
+    need(has_page, "key_cache", "no page", "at least one, as page_table has entries")
     return key_cache, value_cache, page_table
 
 
 def _per_sequence(name: str, x, B: int) -> jax.Array:
-    x = _int32(name, x)
-    _need(x.shape == (B,), name, f"shape {x.shape}", f"{(B,)}")
+    x = as_int32(name, x)
+    need(x.shape == (B,), name, f"shape {x.shape}", f"{(B,)}")
     return x
 
 
@@ -509,9 +504,9 @@ def _per_head(name: str, x, heads: int) -> jax.Array | None:
     """None, or `[heads]` float32."""
     if x is None:
         return None
-    x = _array(name, x)
-    _need(jnp.issubdtype(x.dtype, jnp.floating), name, x.dtype, "floating", TypeError)
-    _need(x.shape == (heads,), name, f"shape {x.shape}", f"{(heads,)}")
+    x = as_array(name, x)
+    need(jnp.issubdtype(x.dtype, jnp.floating), name, x.dtype, "floating", TypeError)
+    need(x.shape == (heads,), name, f"shape {x.shape}", f"{(heads,)}")
     return x.astype(jnp.float32)
 
 

@@ -11,7 +11,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash import api, dispatch
+from jax_flash.arguments import checked
 from jax_flash.call import Call, by_device, named
+from jax_flash.checks import as_array
 from jax_flash.quantization import quantize_fp8
 
 
@@ -105,11 +107,11 @@ def attention_fp8(
     Source: Shah et al. 2024, "FlashAttention-3", section 3.3.
     """
     query, key, value = (
-        api._array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+        as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
     bound = inspect.signature(api.attention).bind(query, key, value, **options)
     bound.apply_defaults()
-    call = api._checked(**bound.arguments)
+    call = checked(**bound.arguments)
     statics = bound.arguments["implementation"], block_size
     out, lse = by_device(_attend, call, incoherent_key, statics=statics, plain=True)
     if jnp.ndim(query) == 3:

@@ -20,7 +20,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash import api, dispatch, xla
+from jax_flash.arguments import as_window, checked
 from jax_flash.call import Call, named
+from jax_flash.checks import as_array, is_number, need, need_number_or_none
 from jax_flash.quantization import accumulator
 from jax_flash.sharding import vary_alike
 from pallas_kernels.config import Config
@@ -163,8 +165,8 @@ def ring_attention(
     of ring-flash-attention.
     """
     for name, flag in (("zigzag", zigzag), ("is_causal", is_causal)):
-        api._need(isinstance(flag, bool | np.bool_), name, flag, "True or False", TypeError)
-    api._need_number_or_none("scale", scale)
+        need(isinstance(flag, bool | np.bool_), name, flag, "True or False", TypeError)
+    need_number_or_none("scale", scale)
     query, key, value = _arrays(query, key, value)
     count = _axis_size(axis_name)
     call = _call(
@@ -181,7 +183,7 @@ def ring_attention(
         implementation=implementation,
     )
     T, S = call.query.shape[1], call.key.shape[1]
-    api._need(not zigzag or T % 2 == S % 2 == 0, "zigzag", f"lengths {T} and {S}", "even ones")
+    need(not zigzag or T % 2 == S % 2 == 0, "zigzag", f"lengths {T} and {S}", "even ones")
     see = call.visibility
     ids: tuple[jax.Array, ...] = ()
     if see.query_segment_ids is not None and see.key_value_segment_ids is not None:
@@ -191,7 +193,7 @@ def ring_attention(
         devices=count,
         zigzag=bool(zigzag),
         is_causal=bool(is_causal),
-        window=None if local_window_size is None else api._window(local_window_size),
+        window=None if local_window_size is None else as_window(local_window_size),
         scale=float(call.scale),
         logits_soft_cap=call.logits_soft_cap,
         deterministic=call.deterministic,
@@ -298,9 +300,9 @@ def ulysses_attention(
         **options,
     )
     N, K = query.shape[2], key.shape[2]
-    api._need(N % count == 0, "query", f"{N} heads", f"a multiple of the devices, {count}")
+    need(N % count == 0, "query", f"{N} heads", f"a multiple of the devices, {count}")
     divides = K % count == 0 or count % K == 0
-    api._need(divides, "key", f"{K} heads", f"a multiple or a divisor of the devices, {count}")
+    need(divides, "key", f"{K} heads", f"a multiple or a divisor of the devices, {count}")
     if K % count:
         key, value = (jnp.repeat(x, count // K, axis=2) for x in (key, value))
 
@@ -436,14 +438,14 @@ _ULYSSES_OPTIONS = (
 
 def _check_options(options: dict[str, Any], known: tuple[str, ...]) -> None:
     for name in options:
-        api._need(name in known, "options", name, f"one of {', '.join(known)}", TypeError)
+        need(name in known, "options", name, f"one of {', '.join(known)}", TypeError)
 
 
 def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
     query, key, value = (
-        api._array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+        as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
-    api._need(query.ndim == 4, "query", query.shape, "[B, T, N, H]")
+    need(query.ndim == 4, "query", query.shape, "[B, T, N, H]")
     return query, key, value
 
 
@@ -482,16 +484,14 @@ def from_zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
 
 def _checked_order(x, devices: int, axis: int) -> tuple[jax.Array, int, int]:
     """Arguments of `to_zigzag`: x, which of its axes, and how many positions a chunk has."""
-    x = api._array("x", x)
+    x = as_array("x", x)
     for name, number in (("devices", devices), ("axis", axis)):
-        is_integer = api._is_number(number, numbers.Integral)
-        api._need(is_integer, name, repr(number), "an integer", TypeError)
-    api._need(devices >= 1, "devices", devices, "at least 1")
-    api._need(-x.ndim <= axis < x.ndim, "axis", axis, f"one of the {x.ndim} axes of x")
+        is_integer = is_number(number, numbers.Integral)
+        need(is_integer, name, repr(number), "an integer", TypeError)
+    need(devices >= 1, "devices", devices, "at least 1")
+    need(-x.ndim <= axis < x.ndim, "axis", axis, f"one of the {x.ndim} axes of x")
     length = x.shape[axis]
-    api._need(
-        length % (2 * devices) == 0, "x", f"{length} positions", f"a multiple of {2 * devices}"
-    )
+    need(length % (2 * devices) == 0, "x", f"{length} positions", f"a multiple of {2 * devices}")
     return x, int(axis) % x.ndim, length // (2 * int(devices))
 
 
@@ -801,7 +801,7 @@ def _call(*args, **options) -> Call:
     """The checked form of a call of `jax_flash.attention`."""
     bound = inspect.signature(api.attention).bind(*args, **options)
     bound.apply_defaults()
-    return api._checked(**bound.arguments)
+    return checked(**bound.arguments)
 
 
 def _in_order_of_mesh(axis_name: AxisName) -> tuple[AxisName, np.ndarray]:
@@ -815,7 +815,7 @@ def _in_order_of_mesh(axis_name: AxisName) -> tuple[AxisName, np.ndarray]:
 
 def _axis_size(axis_name: AxisName) -> int:
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    api._need(
+    need(
         len(names) > 0 and all(isinstance(name, str) for name in names),
         "axis_name",
         repr(axis_name),

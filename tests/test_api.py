@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import api
+from jax_flash import api, arguments
 from jax_flash.masks import Visibility
 from pallas_kernels import config
 from tests import oracle
@@ -338,7 +338,7 @@ def test_simplest_positions_mean_the_same(t, s):
                 visible = []
                 for args in (
                     (is_causal, window, offset),
-                    api._simplest(is_causal, window, offset, t, s),
+                    arguments.simplest(is_causal, window, offset, t, s),
                 ):
                     lo, hi = Visibility(*args).row_intervals(t, s)
                     keys = np.arange(s)
@@ -347,13 +347,13 @@ def test_simplest_positions_mean_the_same(t, s):
 
 
 def test_simplest_positions():
-    assert api._simplest(True, None, 0, 4, 4) == (True, None, 0)
-    assert api._simplest(True, None, 6, 1, 7) == (False, None, 0)  # decoding
-    assert api._simplest(True, (9, 9), 0, 4, 4) == (True, None, 0)
-    assert api._simplest(False, (2, 0), 0, 4, 4) == (True, (2, 0), 0)
-    assert api._simplest(True, (2, 5), 0, 4, 4) == (True, (2, 0), 0)
-    assert api._simplest(False, (2, 3), 0, 4, 4) == (False, (2, 3), 0)
-    assert api._simplest(False, None, 5, 4, 4) == (False, None, 0)
+    assert arguments.simplest(True, None, 0, 4, 4) == (True, None, 0)
+    assert arguments.simplest(True, None, 6, 1, 7) == (False, None, 0)  # decoding
+    assert arguments.simplest(True, (9, 9), 0, 4, 4) == (True, None, 0)
+    assert arguments.simplest(False, (2, 0), 0, 4, 4) == (True, (2, 0), 0)
+    assert arguments.simplest(True, (2, 5), 0, 4, 4) == (True, (2, 0), 0)
+    assert arguments.simplest(False, (2, 3), 0, 4, 4) == (False, (2, 3), 0)
+    assert arguments.simplest(False, None, 5, 4, 4) == (False, None, 0)
 
 
 # --- checks -------------------------------------------------------------------------------------
