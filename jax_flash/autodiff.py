@@ -15,31 +15,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_flash.call import LSE_NAME, Call, named
+from jax_flash.kernel_operands import (
+    SCALES,
+    elements_of,
+    folding_vmap,
+    intervals_of,
+    of_rows,
+    pad_rows,
+    result_types,
+    segment_ids_of,
+    words_of,
+    zero_all_unseen,
+    zero_empty,
+    zero_masked,
+    zero_unseeing,
+)
 from jax_flash.launch import launch
-from jax_flash.masks import Visibility
-from jax_flash.sharding import mapped_zero_times, over_devices, vary_alike
+from jax_flash.sharding import over_devices, vary_alike
 from pallas_kernels import dropout_words
-from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels.config import (
     SUPPORTED_WIDTHS,
     Config,
-    ForwardConfig,
     Problem,
     check_backward,
     default,
     sees_itself,
 )
-from pallas_kernels.element_arrays import BIAS_DTYPES, Elements
+from pallas_kernels.element_arrays import Elements
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
-_SCALES = (1e-30, 1e4)
 _SOFT_CAPS = (1e-3, 1e6)
-_ROW_MULTIPLE = 8  # TMA tiles are 8 rows high: other lengths are padded here
 
 
 def unsupported(call: Call) -> str | None:
@@ -58,8 +67,8 @@ def unsupported(call: Call) -> str | None:
         "symbolic sizes: kernels are made for sizes that are known": call.is_symbolic,
         "scale as an array": not isinstance(call.scale, (int, float)),
         # The exponent's multiplier is a float32, and -LSE / scale is added up in one.
-        f"scale {call.scale} is not in {_SCALES}": isinstance(call.scale, (int, float))
-        and not (_SCALES[0] <= call.scale <= _SCALES[1]),
+        f"scale {call.scale} is not in {SCALES}": isinstance(call.scale, (int, float))
+        and not (SCALES[0] <= call.scale <= SCALES[1]),
         f"logits_soft_cap {call.logits_soft_cap} is not in {_SOFT_CAPS}": (
             call.logits_soft_cap is not None
             and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
@@ -89,7 +98,7 @@ def gradients(
     # A row that sees nothing of these keys has no weights here, whatever it has elsewhere.
     query, key, value, _, intervals, ids, *_ = operands
     problem = settings.problem(query, key, value)
-    seeing = _zero_unseeing(jnp.ones(lse.shape, jnp.int8), problem, intervals, ids) > 0
+    seeing = zero_unseeing(jnp.ones(lse.shape, jnp.int8), problem, intervals, ids) > 0
     lse, d_lse = jnp.where(seeing, lse, -jnp.inf), jnp.where(seeing, d_lse, 0.0)
     lse, d_lse = (x.transpose(0, 2, 1) for x in (lse, d_lse))
     residuals = _Static(False), *operands, out, lse, None
@@ -99,12 +108,12 @@ def gradients(
 def _prepared(call: Call):
     """The arguments of `_attention`: settings and operands."""
     assert isinstance(call.scale, (int, float))  # else unsupported
-    lowest, highest, intervals = _intervals(call)
-    ids = _segment_ids(call)
+    lowest, highest, intervals = intervals_of(call)
+    ids = segment_ids_of(call)
     are_one = call.visibility.query_segment_ids is call.visibility.key_value_segment_ids
     width, value_width = call.query.shape[-1], call.value.shape[-1]
     window = None if lowest is None or highest is None else highest - lowest + 1
-    elements = _elements(call)
+    elements = elements_of(call)
     has_mask, has_bias = elements.mask is not None, elements.bias is not None
     settings = _Settings(
         scale=float(call.scale),
@@ -139,156 +148,11 @@ def _prepared(call: Call):
     query, key, value = call.query, call.key, call.value
     problem = settings.problem(query, key, value)
     if has_mask:
-        key, value = (_zero_masked(x, call.visibility, problem) for x in (key, value))
+        key, value = (zero_masked(x, call.visibility, problem) for x in (key, value))
     if not (settings.all_count or problem.forward_ignores_unseen):
-        query, key, value = _zero_all_unseen(query, key, value, problem, intervals, ids)
-    operands = query, key, value, sinks, intervals, ids, *_words(call), elements
+        query, key, value = zero_all_unseen(query, key, value, problem, intervals, ids)
+    operands = query, key, value, sinks, intervals, ids, *words_of(call), elements
     return settings, vary_alike(operands)
-
-
-def _segment_ids(call: Call) -> tuple[jax.Array, ...]:
-    """Those of queries `[B, T]` and of keys `[B, S]`, or none."""
-    query_ids, key_ids = call.visibility.query_segment_ids, call.visibility.key_value_segment_ids
-    if query_ids is None or key_ids is None:
-        return ()
-    return vary_alike((query_ids, key_ids), (call.query, call.key))
-
-
-def _words(call: Call) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Words of dropout of queries and of keys (`dropout.Words`), one array each, or none."""
-    if call.dropout_key is None:
-        return (), ()
-    (batch, query_length, _, _), key_length = call.query.shape, call.key.shape[1]
-    query_words = dropout_words.query_words(
-        call.dropout_key,
-        call.batch_entries[:, None, None],
-        call.query_heads[None, :, None],
-        query_length,
-        dropout_words.steps_of(call.dropout_rate),
-    )
-    # For each batch entry, as vmap makes the batch longer.
-    key_words = dropout_words.columns_of_keys(
-        call.dropout_key, jnp.arange(key_length, dtype=jnp.int32)
-    )
-    key_words = jnp.broadcast_to(key_words, (batch, key_length))
-    # Of their own dtype, for which kernels have loads.
-    as_int = lambda x: lax.bitcast_convert_type(x, jnp.int32)
-    return (as_int(query_words),), (as_int(key_words),)
-
-
-def _intervals(call: Call) -> tuple[int | None, int | None, tuple[jax.Array, ...]]:
-    """Lowest and highest of `Problem`; and `[B, 2, T]` keys of each query, if not static."""
-    see, (batch, query_length), key_length = (
-        call.visibility,
-        call.query.shape[:2],
-        call.key.shape[1],
-    )
-    if see.are_bounds_static:
-        assert isinstance(see.query_offset, int)
-        return *_bounds(see, see.query_offset, query_length, key_length), ()
-    bounds = see.row_intervals(query_length, key_length)
-    whole = [jnp.broadcast_to(x, (batch, query_length)).astype(jnp.int32) for x in bounds]
-    return None, None, (jnp.stack(whole, axis=1),)
-
-
-def _elements(call: Call) -> Elements:
-    """Mask and bias, a bias of a dtype that the kernels do not read as float32."""
-    bias = call.bias
-    if bias is not None and bias.dtype not in BIAS_DTYPES:
-        bias = bias.astype(jnp.float32)
-    return Elements(call.visibility.mask, bias)
-
-
-def _zero_masked(x: jax.Array, see: Visibility, problem: Problem) -> jax.Array:
-    """x `[B, S, K, ...]` with zeros where no query sees the key, masked or not."""
-    visible = see.tile(0, problem.query_length, 0, problem.key_length)
-    assert visible is not None  # as there is a mask
-    heads = (problem.kv_heads, problem.group) if visible.shape[1] > 1 else (1, 1)
-    visible = visible.reshape(visible.shape[0], *heads, *visible.shape[2:])
-    seen = visible.any((2, 3)).swapaxes(1, 2)  # [B, S, K], axes whole or 1
-    return jnp.where(seen[..., None], x, 0)
-
-
-def _bounds(
-    see: Visibility, query_offset: int, query_length: int, key_length: int
-) -> tuple[int | None, int | None]:
-    """lowest and highest of `Problem`, None where they hide nothing, and int32 in any case."""
-    lowest = highest = None
-    if see.window is not None:
-        left, right = see.window
-        lowest, highest = query_offset - left, query_offset + right
-    if see.is_causal:
-        highest = query_offset if highest is None else min(highest, query_offset)
-    # What hides everything is as good as any other such.
-    if lowest is not None:
-        lowest = min(lowest, key_length) if lowest > 1 - query_length else None
-    if highest is not None:
-        highest = max(highest, -query_length) if highest < key_length - 1 else None
-    return lowest, highest
-
-
-def _zero_all_unseen(query, key, value, problem: Problem, intervals: tuple, ids: tuple):
-    """The three, or their gradients, with zeros in queries that see no key and keys not seen."""
-    key, value = (_zero_unseen(x, problem, intervals, ids) for x in (key, value))
-    return _zero_unseeing(query, problem, intervals, ids), key, value
-
-
-def _zero_unseeing(
-    x: jax.Array,
-    problem: Problem,
-    intervals: tuple[jax.Array, ...],
-    ids: tuple[jax.Array, ...],
-) -> jax.Array:
-    """x `[B, T, ...]` with zeros where a query sees no key: 0 * NaN would be NaN."""
-    others: tuple[Any, ...] = intervals
-    if ids and not others:
-        others = (run_time_intervals.of_bounds_of_queries(problem),)
-    return _zero_alone(x, others, ids, problem.seeing_queries)
-
-
-def _zero_unseen(
-    x: jax.Array,
-    problem: Problem,
-    intervals: tuple[jax.Array, ...],
-    ids: tuple[jax.Array, ...],
-) -> jax.Array:
-    """x `[B, S, ...]` with zeros where no query sees the key."""
-    others: tuple[Any, ...] = tuple(
-        run_time_intervals.of_keys(seen, problem.key_length) for seen in intervals
-    )
-    if ids and not others:
-        others = (run_time_intervals.of_bounds_of_keys(problem),)
-    return _zero_alone(x, others, ids[::-1], problem.seen_keys)
-
-
-def _zero_alone(x: jax.Array, others: tuple, ids: tuple[jax.Array, ...], kept: slice) -> jax.Array:
-    """x `[B, R, ...]` with zeros in the rows that have none of the others.
-
-    Args:
-      others: one `[B or 1, 2, R]`, the interval of the others that each row has, but for ids; or
-        none, where there are no ids and `kept` says it.
-      ids: segment ids of rows and of the others, or none.
-      kept: the rows that are not zero by what is static.
-    """
-    if ids:
-        from pallas_kernels import segments  # of Pallas, which is slow to import
-
-        return _zero_unless(segments.has_partner(*ids, *others), x)
-    for interval in others:
-        x = _zero_unless(interval[:, 0] < interval[:, 1], x)
-    return _zero_outside(x, kept)
-
-
-def _zero_unless(counts: jax.Array, x: jax.Array) -> jax.Array:
-    """x `[B, R, ...]` with zeros where `[B, R]` counts is false."""
-    return jnp.where(counts.reshape(counts.shape + (1,) * (x.ndim - 2)), x, 0)
-
-
-def _zero_outside(x: jax.Array, kept: slice) -> jax.Array:
-    for outside in (slice(0, kept.start), slice(kept.stop, x.shape[1])):
-        if outside.start < outside.stop:
-            x = x.at[:, outside].set(0)
-    return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,19 +231,11 @@ class _Static:
 
 
 def _attention_forward(settings, *operands):
-    run = _folding_vmap(functools.partial(_run_forward, settings))
+    run = folding_vmap(functools.partial(_run_forward, settings))
     out, lse, references = run(*operands)
     out, lse = named(out, lse)
     references = checkpoint_name(references, LSE_NAME)
-    return (out, _of_rows(lse, out)), (*operands, out, lse, references)
-
-
-def _of_rows(lse, out):
-    """LSE `[B, N, T]` of output `[B, T, N, h]`, without the rows that fill the last tile.
-
-    Here and not beside the kernel, so that nothing is copied where only the backward takes it.
-    """
-    return lse[:, :, : out.shape[1]]
+    return (out, of_rows(lse, out)), (*operands, out, lse, references)
 
 
 def _attention_backward(settings, residuals, cotangents):
@@ -388,7 +244,7 @@ def _attention_backward(settings, residuals, cotangents):
     if not problem.forward_ignores_unseen or settings.backward_ignores_unseen(problem):
         return _operand_gradients(settings, residuals, cotangents)
     # As if they had been set to zero before the forward pass, as others are.
-    zeroed = functools.partial(_zero_all_unseen, problem=problem, intervals=intervals, ids=ids)
+    zeroed = functools.partial(zero_all_unseen, problem=problem, intervals=intervals, ids=ids)
     operands = *zeroed(query, key, value), sinks, intervals, ids
     results = _operand_gradients(settings, (bias_wanted, *operands, *more), cotangents)
     return *zeroed(*results[:3]), *results[3:]
@@ -407,7 +263,7 @@ def _operand_gradients(settings, residuals, cotangents):
     differentiated: tuple[jax.Array, ...] = ()
     if bias_wanted.holds:
         differentiated, elements = (elements.bias,), elements._replace(bias=None)
-    run = _folding_vmap(functools.partial(_run_backward, settings))
+    run = folding_vmap(functools.partial(_run_backward, settings))
     # A sink is in the LSE: to the gradients of the others it is no more than that.
     of_rows = () if references is None else (references,)
     d_query, d_key, d_value, *d_bias = run(
@@ -420,7 +276,7 @@ def _operand_gradients(settings, residuals, cotangents):
 
 def _sink_gradient(sink, out, lse, d_out, d_lse):
     """`[B, N]`: a sink's weight in each row times dLSE - rowsum(dO * O), as its value is 0."""
-    lse = _of_rows(lse, out)
+    lse = of_rows(lse, out)
     products = d_out.astype(jnp.float32) * out.astype(jnp.float32)
     d_logits = sum(d_lse, -products.sum(-1).transpose(0, 2, 1))
     weights = jnp.exp(sink[:, :, None] - lse)
@@ -445,7 +301,7 @@ def _run_forward(settings, leading, *args):
 
 def _local_forward(settings, query, key, value, *operands):
     problem = settings.problem(query, key, value)
-    out_types = _result_types(problem, query.dtype, settings.config.forward)
+    out_types = result_types(problem, query.dtype, settings.config.forward)
     return launch(_forward, (settings,), out_types, query, key, value, *operands)
 
 
@@ -454,9 +310,9 @@ def _forward(settings, query, key, value, sinks, intervals, ids, query_words, ke
 
     problem = settings.problem(query, key, value)
     out, lse, references = forward.attention(
-        _pad_rows(query),
-        _pad_rows(key),
-        _pad_rows(value),
+        pad_rows(query),
+        pad_rows(key),
+        pad_rows(value),
         next(iter(sinks), None),
         next(iter(intervals), None),
         ids or None,
@@ -466,20 +322,6 @@ def _forward(settings, query, key, value, sinks, intervals, ids, query_words, ke
         config=settings.config.forward,
     )
     return out[:, : problem.query_length], lse, references
-
-
-def _result_types(
-    problem: Problem, dtype, config: ForwardConfig
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of output `[B, T, N, h]`, LSE `[B, N, T]` with rows that fill the last tile, references."""
-    heads, rows = (problem.batch, problem.heads), config.whole_tiles(problem.query_length)
-    out_shape = (problem.batch, problem.query_length, problem.heads, problem.value_width)
-    of_rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    return (
-        jax.ShapeDtypeStruct(out_shape, dtype),
-        of_rows((*heads, rows)),
-        of_rows((*heads, 2, rows)),
-    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -508,18 +350,18 @@ def _backward(
     from pallas_kernels.gradients import attention_gradients  # of Pallas, slow to import
 
     problem = settings.problem(query, key, value)
-    query, d_out = _zero_empty(query, d_out, lse, problem)
+    query, d_out = zero_empty(query, d_out, lse, problem)
     if not (settings.all_count or settings.backward_ignores_unseen(problem)):
-        d_out = _zero_unseeing(d_out, problem, intervals, ids)
+        d_out = zero_unseeing(d_out, problem, intervals, ids)
     if differentiated:
         elements = elements._replace(bias=differentiated[0])
     d_query, d_key, d_value, *d_bias = attention_gradients(
-        _pad_rows(query),
-        _pad_rows(key),
-        _pad_rows(value),
-        _pad_rows(out),
+        pad_rows(query),
+        pad_rows(key),
+        pad_rows(value),
+        pad_rows(out),
         lse,
-        _pad_rows(d_out),
+        pad_rows(d_out),
         next(iter(d_lse), None),
         next(iter(references), None),
         problem=problem,
@@ -534,51 +376,3 @@ def _backward(
     )
     rows, keys = problem.query_length, problem.key_length
     return d_query[:, :rows], d_key[:, :keys], d_value[:, :keys], *d_bias
-
-
-def _zero_empty(query, d_out, lse, problem: Problem):
-    """Query and d_out with zeros in rows that see nothing by mask or bias, where 0 * NaN is NaN."""
-    if not problem.has_elements:
-        return query, d_out
-    seeing = jnp.logical_not(jnp.isneginf(_of_rows(lse, d_out))).transpose(0, 2, 1)[..., None]
-    d_out = jnp.where(seeing, d_out, 0)
-    return jnp.where(seeing, query, 0) if problem.has_mask else query, d_out
-
-
-def _pad_rows(x):
-    """`[B, T, ...]` with T rounded up by rows of zeros; the array itself if T is round."""
-    missing = -x.shape[1] % _ROW_MULTIPLE
-    if not missing:
-        return x
-    return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
-
-
-def _folding_vmap(run, leading: int = 0):
-    """`run(leading, *arrays)` of arrays `[B, ...]`, where vmap gives all one more leading axis.
-
-    Each device makes the leading axes part of its batch (`over_devices`): done here, that would
-    gather a batch that is sharded. Its arguments may be tuples of such arrays, or `Elements`, whose
-    arrays may have an axis of 1 for the batch, or of what divides it.
-    """
-    function = jax.custom_batching.custom_vmap(functools.partial(run, leading))
-
-    @function.def_vmap
-    def _(axis_size, in_batched, *args):
-        def spread(x, batched):
-            return x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-
-        def spread_element(x, batched):
-            is_one = not batched and set(x.shape[: leading + 1]) == {1}
-            return x[None] if is_one else spread(x, batched)
-
-        spread_args = (
-            jax.tree.map(spread_element if isinstance(arg, Elements) else spread, arg, batched)
-            for arg, batched in zip(args, in_batched, strict=True)
-        )
-        if axis_size == 0:  # no device has a batch to run a kernel on
-            out = mapped_zero_times(functools.partial(run, leading), in_batched, args)
-        else:
-            out = _folding_vmap(run, leading + 1)(*spread_args)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return function

@@ -8,8 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import autodiff
 from jax_flash.call import Call
+from jax_flash.kernel_operands import (
+    SCALES,
+    folding_vmap,
+    intervals_of,
+    of_rows,
+    pad_rows,
+    result_types,
+    segment_ids_of,
+    zero_all_unseen,
+)
 from jax_flash.launch import launch
 from jax_flash.quantization import halvings
 from jax_flash.sharding import over_devices, vary_alike
@@ -28,7 +37,7 @@ def unsupported(call: Call) -> str | None:
     key_length, value_width = call.key.shape[1], call.value.shape[-1]
     width = call.query.shape[-1]
     is_number = isinstance(call.scale, (int, float))
-    least, most = autodiff._SCALES
+    least, most = SCALES
     reasons = {
         f"head width {width}: the FP8 kernel takes multiples of 16 up to 256": (
             width not in _WIDTHS
@@ -74,8 +83,8 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     call must be one that `unsupported` has no reason against.
     """
     assert isinstance(call.scale, (int, float))  # else unsupported
-    lowest, highest, intervals = autodiff._intervals(call)
-    ids = autodiff._segment_ids(call)
+    lowest, highest, intervals = intervals_of(call)
+    ids = segment_ids_of(call)
     settings = _Settings(
         scale=float(call.scale),
         lowest=lowest,
@@ -88,11 +97,11 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     call = _with_products_in_half(call)
     query, key, value = call.query, call.key, call.value
     problem = settings.problem(query, key, value)
-    query, key, value = autodiff._zero_all_unseen(query, key, value, problem, intervals, ids)
+    query, key, value = zero_all_unseen(query, key, value, problem, intervals, ids)
     scales = _scales(call, settings)
     operands = vary_alike((query, key, value, scales, intervals, ids))
-    out, lse = autodiff._folding_vmap(functools.partial(_run, settings))(*operands)
-    return out, autodiff._of_rows(lse, out).transpose(0, 2, 1)
+    out, lse = folding_vmap(functools.partial(_run, settings))(*operands)
+    return out, of_rows(lse, out).transpose(0, 2, 1)
 
 
 def _with_products_in_half(call: Call) -> Call:
@@ -170,7 +179,7 @@ def _run(settings, leading, *args):
 
 def _local(settings, query, key, value, *operands):
     problem = settings.problem(query, key, value)
-    out_types = autodiff._result_types(problem, settings.out_dtype, settings.config)[:2]
+    out_types = result_types(problem, settings.out_dtype, settings.config)[:2]
     return launch(_forward_fp8, (settings,), out_types, query, key, value, *operands)
 
 
@@ -179,9 +188,9 @@ def _forward_fp8(settings, query, key, value, scales, intervals, ids):
 
     problem = settings.problem(query, key, value)
     out, lse = forward_fp8.attention(
-        autodiff._pad_rows(query),
-        autodiff._pad_rows(key),
-        autodiff._pad_rows(value),
+        pad_rows(query),
+        pad_rows(key),
+        pad_rows(value),
         forward_fp8.Scales(*scales),
         next(iter(intervals), None),
         ids or None,

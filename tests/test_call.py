@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash import autodiff, cudnn, xla
+from jax_flash import cudnn, kernel_operands, xla
 from jax_flash.call import AXES, Call
 from jax_flash.masks import Visibility
 from pallas_kernels import config
@@ -80,7 +80,7 @@ def test_every_field_of_arrays_has_letters():
 def test_kernels_are_told_all_that_hides(name):
     call = with_field(name)
     seen = call.visibility.tile(0, T, 0, S)
-    lowest, highest, intervals = autodiff._intervals(call)
+    lowest, highest, intervals = kernel_operands.intervals_of(call)
     rows, keys = np.arange(T)[:, None], np.arange(S)
     told = np.ones((B, 1, T, S), bool)
     if lowest is not None:
@@ -89,9 +89,9 @@ def test_kernels_are_told_all_that_hides(name):
         told &= keys <= rows + highest
     for lo, hi in (np.moveaxis(np.asarray(x), 1, 0)[:, :, None, :, None] for x in intervals):
         told &= (lo <= keys) & (keys < hi)
-    if ids := autodiff._segment_ids(call):
+    if ids := kernel_operands.segment_ids_of(call):
         told &= (np.asarray(ids[0])[:, :, None] == np.asarray(ids[1])[:, None])[:, None]
-    if (mask := autodiff._elements(call).mask) is not None:
+    if (mask := kernel_operands.elements_of(call).mask) is not None:
         told &= np.asarray(mask)
     assert not told.all()
     np.testing.assert_array_equal(told, np.broadcast_to(seen, told.shape))
