@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash import cudnn, kernel_operands, xla
+from jax_flash import autodiff, cudnn, kernel_operands, xla
 from jax_flash.call import AXES, Call
 from jax_flash.masks import Visibility
 from pallas_kernels import config
