@@ -156,13 +156,14 @@ def mean_teraflops(results: list[dict]) -> dict[str, float]:
 
 
 def table(results: list[dict], default: ForwardConfig) -> str:
-    """TFLOP/s of each row's settings and the ratio to the default, fastest first."""
-    lines = [["shape", "settings", "TFLOP/s", "/ default"]]
+    """TFLOP/s of each row's settings and the speedup over the default, fastest first."""
+    lines = [["shape", "settings", "TFLOP/s", "speedup over default"]]
     for result in results:
         timed = speeds(result)
         reference = timed.get(source(default), math.nan)
         for name, speed in timed.items():
-            lines.append([result["row"], name, f"{speed:.1f}", f"{speed / reference:.3f}"])
+            ratio = reporting.figure(speed / reference, ".3f")
+            lines.append([result["row"], name, f"{speed:.1f}", ratio])
     return reporting.markdown(lines)
 
 
@@ -177,9 +178,9 @@ def conclusion(width: int, results: list[dict]) -> str:
     return "\n".join(
         [
             f"Width {width}, geometric means of {len(results)} rows in TFLOP/s",
-            f"best {mean:.1f}, {mean / reference:.3f} of the default's:",
+            f"best {mean:.1f}, speedup over default {reporting.figure(mean / reference, '.3f')}:",
             f"    {width}: {best},",
-            f"default {reference:.1f}:",
+            f"default {reporting.figure(reference, '.1f')}:",
             f"    {width}: {default},",
         ]
     )
