@@ -1,0 +1,593 @@
+"""Puts small mistakes into a copy, one at a time, and says which test caught each, and how soon.
+
+    python -m tests.support.mutate             all of them, in hours on two cores
+    python -m tests.support.mutate dropout     those whose name has it
+    python -m tests.support.mutate --list      their names
+
+Each runs the tests of the files that are named beside it, those of the README's command, up to the
+first that fails. A mistake that hangs is caught by pytest's timeout. What only a GPU can see, such
+as a missing wgmma_wait, is not here.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[2]
+ENOUGH = 0.95  # share of mistakes that tests must catch
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """One change of one file.
+
+    Attributes:
+      name: what goes wrong.
+      path: of the file, from the root.
+      right, wrong: text that is there once, and what takes its place.
+      tests: files of tests, without "tests/test_" and ".py", to run in that order.
+    """
+
+    name: str
+    path: str
+    right: str
+    wrong: str
+    tests: str
+
+    def applied(self) -> str:
+        """The text of the file with the mistake."""
+        text = (ROOT / self.path).read_text()
+        if text.count(self.right) != 1:
+            raise ValueError(
+                f"{self.name}: {self.path} has {self.right!r} {text.count(self.right)}"
+                " times; needs it once"
+            )
+        return text.replace(self.right, self.wrong)
+
+
+def _in(folder: str, file: str, tests: str, *changes: tuple[str, str, str]) -> list[Mistake]:
+    """Mistakes in one file, by name, right and wrong."""
+    return [Mistake(name, f"{folder}/{file}.py", *change, tests) for name, *change in changes]
+
+
+MISTAKES = [
+    *_in(
+        "pallas_kernels",
+        "forward",
+        "kernels kernel_windows kernel_elements tickets",
+        (
+            "forward: a slot of V a step too late",
+            "block.slot(steps + j), block.slot(steps + j - 1)",
+            "block.slot(steps + j), block.slot(steps + j)",
+        ),
+        (
+            "forward: the output is not corrected",
+            "output *= spread(correction, output.shape)",
+            "output *= 1.0",
+        ),
+        (
+            "forward: the producer does not wait for a free slot",
+            "pl.when(step >= plan.config.stages)(lambda: free.wait(slot()))",
+            "pl.when(step >= plan.config.stages + 1)(lambda: free.wait(slot()))",
+        ),
+        (
+            "forward: another head of keys",
+            "lax.div(head, jnp.int32(plan.problem.group))",
+            "lax.rem(head, jnp.int32(plan.problem.kv_heads))",
+        ),
+        (
+            "forward: queries are loaded before their buffer is free",
+            "pl.when(index >= plan.config.query_buffers)",
+            "pl.when(index > plan.config.query_buffers)",
+        ),
+        (
+            "forward: rows of V that no query sees, one too many",
+            "(first - first_key, end - first_key)",
+            "(first - first_key, end - first_key + 1)",
+        ),
+        (
+            "forward: the far edge is without a mask",
+            "carry = masked_steps(near, blocks, carry, exact=False, far=True)",
+            "carry = lax.fori_loop(near, blocks, functools.partial(step, exact=False), carry)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_block",
+        "kernels kernel_intervals tickets",
+        (
+            "forward: no second round",
+            "is_last = jnp.logical_not(vote(too_low)) | (begin > 0)",
+            "is_last = jnp.logical_not(vote(too_low)) | (begin >= 0)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_rows",
+        "kernels kernel_dropout kernel_elements kernel_segments",
+        (
+            "dropout: the output is not divided by the share",
+            "inverse *= 1.0 / problem.kept_share",
+            "inverse *= 1.0",
+        ),
+        (
+            "bias: loaded a step too late",
+            "key_block = self.block.end_of(tile, batch) - 1 - j",
+            "key_block = self.block.end_of(tile, batch) - j",
+        ),
+        (
+            "sinks: those of another batch entry's head",
+            "block.sinks[batch, head]",
+            "block.sinks[batch, 0]",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_tiles",
+        "kernels kernel_windows kernel_intervals kernel_segments",
+        (
+            "causal: the last key that a tile sees",
+            "seen_by_last = np.minimum(p.key_length, last_row + 1 + p.highest)",
+            "seen_by_last = np.minimum(p.key_length, last_row + p.highest)",
+        ),
+        (
+            "causal: a block too many without a mask",
+            "(seen_by_first - (p.highest is not None)) // block_kv",
+            "(seen_by_first + block_kv - 1) // block_kv",
+        ),
+        (
+            "window: the first key block of a tile",
+            "first = np.clip((first_row + p.lowest) // block_kv, 0, end - 1)",
+            "first = np.clip((last_row + p.lowest) // block_kv, 0, end - 1)",
+        ),
+        (
+            "intervals: the first block without a mask",
+            "first_unmasked=-(-reach.common_first // block_kv),",
+            "first_unmasked=reach.common_first // block_kv,",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "online_softmax",
+        "online_softmax kernels",
+        (
+            "LSE: without its sum",
+            "return RowEnd(inverse, nats + log, log_sum)",
+            "return RowEnd(inverse, nats, log_sum)",
+        ),
+        (
+            "softmax: sums are not corrected",
+            "sums = state.sums * spread(correction, state.sums.shape)",
+            "sums = state.sums",
+        ),
+        ("sinks: take no weight", "total * correction + of_sink)", "total * correction)"),
+    ),
+    *_in(
+        "pallas_kernels",
+        "row_masks",
+        "kernels kernel_windows kernel_segments",
+        (
+            "lengths: one key too many",
+            "last = in_each_row(jnp.int32(problem.key_length - 1))",
+            "last = in_each_row(jnp.int32(problem.key_length))",
+        ),
+        (
+            "window: one key too few",
+            "first = row + problem.lowest",
+            "first = row + problem.lowest + 1",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "segments",
+        "kernel_segments",
+        (
+            "ids: two stretches without a mask taken for one",
+            "jnp.where(in_one, end_unmasked, 0)",
+            "end_unmasked",
+        ),
+        (
+            "ids: blocks that share no id are left out too soon",
+            "some = (tile.least <= block.greatest)",
+            "some = (tile.least < block.greatest)",
+        ),
+        (
+            "ids: rising ids that begin anew",
+            "are_sorted = (before <= columns).all(1)",
+            "are_sorted = (before <= columns).any(1)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward",
+        "kernels kernel_dropout kernel_segments",
+        (
+            "backward: dS' of the consumer itself",
+            "block.ds_stored.wait(2 * parity + (1 - self.number))\n        self.dq_acc",
+            "block.ds_stored.wait(2 * parity + self.number)\n        self.dq_acc",
+        ),
+        (
+            "backward: dQ of the step after",
+            "self.add_dq(index, number, t - 1)",
+            "self.add_dq(index, number, t)",
+        ),
+        (
+            "backward: queries of the group's first head",
+            "head = kv_head * problem.group + member",
+            "head = kv_head * problem.group",
+        ),
+        (
+            "backward: dQ of the group's first head",
+            "head_of_all = kv_head_of_all * self.plan.problem.group + member",
+            "head_of_all = kv_head_of_all * self.plan.problem.group",
+        ),
+        ("dropout: dV is not divided by the share", "dv *= 1.0 / problem.kept_share", "dv *= 1.0"),
+        (
+            "backward: dK without its scale",
+            "dk_factor = problem.scale * problem.d_logit_unit",
+            "dk_factor = problem.d_logit_unit",
+        ),
+        (
+            "backward: keys of the other consumer",
+            "row = fresh_rows() + KEYS * self.number",
+            "row = fresh_rows()",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "key_tiles",
+        "kernels kernel_windows kernel_intervals",
+        (
+            "backward: the first query block of a tile, one too far",
+            "first = (first_key - p.highest) // self.block_q",
+            "first = -(-(first_key - p.highest) // self.block_q)",
+        ),
+        (
+            "backward: the last query block of a tile, one too few",
+            "end = (last_key - p.lowest) // self.block_q + 1",
+            "end = -(-(last_key - p.lowest) // self.block_q)",
+        ),
+        (
+            "intervals: queries beyond the end are masked",
+            "to_end = reach.common_end >= self.problem.query_length",
+            "to_end = reach.common_end > self.problem.query_length",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "row_statistics",
+        "kernels row_statistics",
+        (
+            "delta: the gradient of the LSE with the wrong sign",
+            "jnp.where(counts, d_lse - products, 0.0)",
+            "jnp.where(counts, -d_lse - products, 0.0)",
+        ),
+        (
+            "delta: rows beyond the last query count",
+            "counts = (row <= last) & (lse != -jnp.inf)",
+            "counts = lse != -jnp.inf",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "cast_dq",
+        "kernels",
+        (
+            "dQ without its scale",
+            "(tile * (problem.scale * problem.d_logit_unit))",
+            "(tile * problem.d_logit_unit)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward_key",
+        "kernels kernel_dropout",
+        (
+            "width 256: dK of a step too late",
+            "block.late_smem.at[block.late_slot_of(j - 1)])\n\n    def hand_over_dv",
+            "block.late_smem.at[block.late_slot_of(j)])\n\n    def hand_over_dv",
+        ),
+        (
+            "width 256: dS' of another head",
+            "return own_head * self.plan.tiles.steps_per_head + walk.first_step(place)",
+            "return walk.first_step(place)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward_query",
+        "kernels kernel_windows",
+        (
+            "deterministic dQ: the last key block",
+            "end = (seen_by_last + (block_kv - 1)) // block_kv",
+            "end = seen_by_last // block_kv",
+        ),
+        (
+            "deterministic dQ: a mask too late",
+            "end_unmasked = xp.minimum(seen_by_first // block_kv, end)",
+            "end_unmasked = xp.minimum(-(-seen_by_first // block_kv), end)",
+        ),
+        (
+            "deterministic dQ: delta of no row",
+            "minus_deltas = spread(self.minus_delta, weights.shape)",
+            "minus_deltas = jnp.zeros(weights.shape)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward_query_product",
+        "kernels",
+        (
+            "dQ as one product: of the query block before",
+            "place = last_place - (tile * _CONSUMERS + consumer)",
+            "place = last_place - (tile * _CONSUMERS + consumer) - 1",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "bias_gradient",
+        "kernel_elements",
+        (
+            "bias gradient: not summed over the batch",
+            "gradient = gradient.reshape(self.shape[0], -1, *gradient.shape[1:]).sum(1)",
+            "gradient = gradient.reshape(self.shape[0], -1, *gradient.shape[1:])[:, 0]",
+        ),
+        ("bias gradient: dropout's unit", "total *= self.problem.d_logit_unit", "total *= 1.0"),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_fp8",
+        "forward_fp8",
+        (
+            "FP8: the value scale of the first block",
+            "return inverse * block.value_scales[batch, block.kv_head_of(head), last_block]",
+            "return inverse * block.value_scales[batch, block.kv_head_of(head), 0]",
+        ),
+        (
+            "FP8: values of blocks are not brought to one scale",
+            "return output * ratio, weights, state",
+            "return output, weights, state",
+        ),
+        (
+            "FP8: the key scale of another head",
+            "key_scale = block.key_scales[batch, block.kv_head_of(head), key_block]\n        ratio",
+            "key_scale = block.key_scales[batch, 0, key_block]\n        ratio",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "decode",
+        "decode_kernel",
+        (
+            "decode: the last split has too few keys",
+            "end_block - first_block + (splits - 1)",
+            "end_block - first_block",
+        ),
+        (
+            "decode: slots refilled one block off",
+            "self.load(step + plan.stages, end, pages, cache)",
+            "self.load(step + plan.stages + 1, end, pages, cache)",
+        ),
+        (
+            "decode: a window one key short",
+            "key >= spread(own - p.window - first, logits.shape)",
+            "key > spread(own - p.window - first, logits.shape)",
+        ),
+        (
+            "decode: the page of another copy",
+            "table[self.batch, div_rem(key, page_size)[0]]",
+            "table[0, div_rem(key, page_size)[0]]",
+        ),
+        (
+            "decode: all tokens are at the first one's position",
+            "jnp.minimum(lax.div(row, group), p.tokens - 1) + self.first_position",
+            "jnp.minimum(lax.div(row, group), 0) + self.first_position",
+        ),
+        (
+            "decode: values that no key has",
+            "(first < self.first_key) | (first + BLOCK_KV > self.end_key)",
+            "first < self.first_key",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "combine",
+        "decode_kernel",
+        (
+            "decode: splits are weighed in another base",
+            "weights = [jnp.exp2((x - top) * LOG2E) for x in logits]",
+            "weights = [jnp.exp2(x - top) for x in logits]",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "dropout_words",
+        "xla kernel_dropout",
+        (
+            "dropout: twice the rate",
+            "both = (steps + (random & 0x7F)) >> 7",
+            "both = (2 * steps + (random & 0x7F)) >> 7",
+        ),
+    ),
+    *_in(
+        "jax_flash",
+        "masks",
+        "masks xla",
+        (
+            "visible: a window one key short",
+            "lo = rows + _shifted(self.query_offset, -left)",
+            "lo = rows + _shifted(self.query_offset, 1 - left)",
+        ),
+        (
+            "visible: the offset of no query",
+            "hi = xp.minimum(hi, rows + _shifted(self.query_offset, 1))",
+            "hi = xp.minimum(hi, rows + 1)",
+        ),
+    ),
+    *_in(
+        "jax_flash",
+        "xla",
+        "xla ring decode",
+        (
+            "parts are joined by their own LSE",
+            "jnp.exp(part_lse - lse))\n        accum",
+            "jnp.exp(lse - part_lse))\n        accum",
+        ),
+        (
+            "sinks take no weight on xla",
+            "share = jnp.where(takes_all, 0.0, jnp.exp(own - total))",
+            "share = jnp.where(takes_all, 0.0, 1.0)",
+        ),
+    ),
+    *_in(
+        "jax_flash",
+        "ring",
+        "ring sharding",
+        ("ring: keys go the other way", "np.roll(place, -distance)", "np.roll(place, distance)"),
+        (
+            "ring: a hop too few",
+            "for shift in range(self.devices):",
+            "for shift in range(self.devices - 1):",
+        ),
+        (
+            "zigzag: what the later chunk sees",
+            "jnp.where(here >= shift, 0, 1)",
+            "jnp.where(here > shift, 0, 1)",
+        ),
+        (
+            "ring: gradients stay where they were made",
+            "*ring.sent(d_there, ring.devices - before), None",
+            "*d_there, None",
+        ),
+        (
+            "all-gather: every device at position 0",
+            "offset = lax.axis_index(axis_name) * query.shape[1]",
+            "offset = 0 * lax.axis_index(axis_name) * query.shape[1]",
+        ),
+        (
+            "ulysses: the sinks of the first heads",
+            "sinks, lax.axis_index(axis_name) * (N // count), N // count",
+            "sinks, 0 * lax.axis_index(axis_name) * (N // count), N // count",
+        ),
+    ),
+    *_in(
+        "jax_flash",
+        "sharding",
+        "mesh_axes sharding",
+        (
+            "sharding: sums over devices are left out",
+            "return lax.psum(total, tuple(sorted(missing))).astype(x.dtype)",
+            "return total.astype(x.dtype)",
+        ),
+    ),
+    *_in(
+        "jax_flash",
+        "decode",
+        "decode",
+        (
+            "cache: new tokens one row off",
+            "position = jnp.maximum(lengths, 0)[:, None] - count + token",
+            "position = jnp.maximum(lengths, 0)[:, None] - count + token + 1",
+        ),
+        ("cache: padding is written too", "exists &= token < count", "exists &= token <= count"),
+        (
+            "decode on xla: the last chunk counts twice",
+            ">= wanted\n        part",
+            ">= start\n        part",
+        ),
+    ),
+    *_in(
+        "jax_flash",
+        "quantization",
+        "quantization",
+        (
+            "FP8: no room for the largest",
+            "scales = jnp.maximum(found / largest, _SMALLEST_SCALE)",
+            "scales = jnp.maximum(found / (2 * largest), _SMALLEST_SCALE)",
+        ),
+    ),
+]
+
+
+def copied(folder: pathlib.Path) -> None:
+    """The files that git knows, in another folder."""
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    for name in listed.stdout.splitlines():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target)
+
+
+def caught(mistake: Mistake, folder: pathlib.Path, limit: float) -> str | None:
+    """The first test that fails in the copy with the mistake, None where none does."""
+    path = folder / mistake.path
+    right = path.read_text()
+    path.write_text(mistake.applied())
+    tests = [f"tests/test_{name}.py" for name in mistake.tests.split()]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-n",
+        "auto",
+        "--timeout=120",
+        "-p",
+        "no:cacheprovider",
+        "--durations=0",
+        "--durations-min=1000",
+        *tests,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        run = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return "a test that hangs"
+    finally:
+        path.write_text(right)
+    if run.returncode == 0:
+        return None
+    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" ")[1] if failed else "a test that hangs"  # which ends a worker
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="of which a mistake's name has one; all without")
+    parser.add_argument("--list", action="store_true", help="print their names, and stop")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds of a mistake's tests")
+    options = parser.parse_args(argv)
+    words = options.words or [""]
+    mistakes = [x for x in MISTAKES if any(word in x.name for word in words)]
+    if options.list:
+        print(*(x.name for x in mistakes), sep="\n")
+        return 0
+    missed = []
+    with tempfile.TemporaryDirectory() as folder:
+        copied(pathlib.Path(folder))
+        for number, mistake in enumerate(mistakes, 1):
+            start = time.monotonic()
+            by = caught(mistake, pathlib.Path(folder), options.limit)
+            if by is None:
+                missed.append(mistake.name)
+            seconds = time.monotonic() - start
+            found = by or "MISSED"
+            print(f"{number}/{len(mistakes)} {seconds:4.0f} s  {mistake.name}: {found}", flush=True)
+    share = 1 - len(missed) / max(1, len(mistakes))
+    print(f"caught {share:.0%}, wanted {ENOUGH:.0%}", *missed, sep="\n  missed: ")
+    return int(share < ENOUGH)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
