@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytest.register_assert_rewrite("tests.support")
+
 HAS_NVIDIA_GPU = pathlib.Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
 
 if not HAS_NVIDIA_GPU:

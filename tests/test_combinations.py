@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.elements import random_bias, random_mask, shape_of
 from tests.support.interpret import interpret_mode
-from tests.test_kernel_elements import random_bias, random_mask, shape_of
-from tests.test_kernels import check, inputs
+from tests.support.kernel_calls import check, inputs
 
 AXES = ["bnts", "nts", "bts", "bs", "ns", "s", "bnt", ""]  # of a mask or a bias
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import jax_flash
-from tests.test_decode import inputs, paged, written
-from tests.test_decode_kernel import (
+from tests.support.decode_kernel_calls import (
     SCALES,
     attention,
     check,
     check_float8_queries_of_any_size,
     relative_error_of_float8,
 )
+from tests.support.decoding import inputs, paged, written
 
 pytestmark = pytest.mark.gpu
 

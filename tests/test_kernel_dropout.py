@@ -10,10 +10,10 @@ import pytest
 
 import jax_flash
 from jax_flash.masks import dropout_keep
+from tests.support.elements import random_bias, random_mask, shape_of, with_lengths
 from tests.support.interpret import interpret_mode
+from tests.support.kernel_calls import check, check_vmap_over_options, few_thread_blocks, inputs
 from tests.support.nonzero import assert_none_is_zero
-from tests.test_kernel_elements import random_bias, random_mask, shape_of, with_lengths
-from tests.test_kernels import check, check_vmap_over_options, few_thread_blocks, inputs
 
 attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
 

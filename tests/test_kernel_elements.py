@@ -11,27 +11,19 @@ import pytest
 
 import jax_flash
 from pallas_kernels import config, element_arrays
+from tests.support.elements import (
+    check_bias_that_is_nan_where_hidden_and_infinite_elsewhere,
+    random_bias,
+    random_mask,
+    shape_of,
+    with_lengths,
+)
 from tests.support.interpret import interpret_mode
+from tests.support.kernel_calls import check, few_thread_blocks, inputs
 from tests.support.nonzero import assert_none_is_zero
-from tests.test_kernels import check, few_thread_blocks, inputs
 
 # Which axes of [B, N, T, S] an array has; others are 1.
 WHOLE, KEYS, HEADS, ROWS = "bnts", "bs", "nts", "nt"
-
-
-def shape_of(axes: str, B, N, T, S) -> tuple[int, ...]:
-    sizes = dict(b=B, n=N, t=T, s=S)
-    return tuple(size if axis in axes else 1 for axis, size in sizes.items())
-
-
-def random_mask(shape, seed=3, share=0.6, empty_rows=True) -> jax.Array:
-    """Holes at random, and where there are rows some that see nothing."""
-    mask = jax.random.bernoulli(jax.random.key(seed), share, shape)
-    return mask.at[:, :, 5:9].set(False) if empty_rows and shape[2] > 9 else mask
-
-
-def random_bias(shape, dtype=jnp.float32, seed=4) -> jax.Array:
-    return (2 * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
 
 
 @pytest.mark.parametrize("axes", ["bnts", "bs", "nts", "bt", "ns", "bts", ""])
@@ -120,10 +112,6 @@ def test_bias_of_keys_that_hides_padding(H, hidden):
     bias = jnp.where(is_padding, hidden, 0.0)[:, None, None]
     with interpret_mode():
         check(inputs(2, 70, 400, 2, 1, H, jnp.bfloat16), bias=bias, is_causal=H == 128)
-
-
-def with_lengths(**options):
-    return {k: jnp.array(v) if isinstance(v, list) else v for k, v in options.items()}
 
 
 @pytest.mark.fast_cases(2)
@@ -273,31 +261,6 @@ def test_bias_in_many_pieces_of_a_thread_block(
     bias = random_bias(shape_of(axes, 2, 2, 150, 200), bias_dtype)
     with interpret_mode():
         check(inputs(2, 150, 200, 2, 1, 64, jnp.bfloat16), bias=bias, **options)
-
-
-def check_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H, S, dtype):
-    """Also in rows that see nothing, which share tiles with others; -inf hides a key."""
-    arrays = inputs(2, 80, S, 1, 1, H, jnp.bfloat16)
-    options = with_lengths(query_seq_lengths=[50, 80], key_value_seq_lengths=[140, 0])
-    attention = functools.partial(
-        jax_flash.attention, **options, return_residual=True, implementation="mosaic_gpu"
-    )
-    bias = random_bias((2, 1, 80, S), dtype).at[:, :, 3].set(-jnp.inf).at[..., 9:30].set(-jnp.inf)
-    hidden = (jnp.arange(80) >= jnp.array([50, 0])[:, None])[:, None, :, None]
-    hidden = hidden | (jnp.arange(S) >= 140)
-
-    def results(bias):
-        results, vjp = jax.vjp(lambda *x: attention(*x), *arrays[:3], bias)
-        return *results, *vjp(arrays[3:])
-
-    clean, got = results(bias), results(jnp.where(hidden, jnp.nan, bias).astype(dtype))
-    chex.assert_trees_all_equal(got, clean)
-    out, lse, *gradients = clean
-    assert_none_is_zero(clean)
-    chex.assert_tree_all_finite((out, gradients))
-    assert np.isneginf(lse[:, 3]).all() and np.isfinite(lse[0, 4:50]).all()
-    assert not np.asarray(gradients[3])[..., 9:30].any()
-    assert not np.asarray(gradients[3])[np.asarray(hidden)].any()
 
 
 @pytest.mark.fast_cases(2)

@@ -17,15 +17,16 @@ from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
 from tests import oracle
 from tests.support.interpret import interpret_mode
-from tests.support.key_tiles import check_query_blocks
-from tests.support.nonzero import assert_none_is_zero
-from tests.test_kernels import (
+from tests.support.kernel_calls import (
+    as_arrays,
     check,
     check_that_rows_alone_do_not_count,
     check_vmap_over_options,
     few_thread_blocks,
     inputs,
 )
+from tests.support.key_tiles import check_query_blocks
+from tests.support.nonzero import assert_none_is_zero
 
 BATCH = 3
 VISIBILITIES = {
@@ -60,10 +61,6 @@ def seen(T, S, kind) -> np.ndarray:
         return np.sort(bounds, axis=-1).astype(np.int32)
     bounds = Visibility(**as_arrays(VISIBILITIES[kind])).row_intervals(T, S)
     return np.stack([np.broadcast_to(x, (BATCH, T)) for x in bounds], axis=1)
-
-
-def as_arrays(options):
-    return {k: jnp.array(v) if isinstance(v, list) else v for k, v in options.items()}
 
 
 def visible(seen: np.ndarray, S) -> np.ndarray:

@@ -13,30 +13,18 @@ from pallas_kernels import config, intervals, scheduler, segments
 from pallas_kernels.backward_query import _key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
+from tests.support.elements import random_bias, random_mask, shape_of
 from tests.support.interpret import interpret_mode
-from tests.support.key_tiles import check_query_blocks
-from tests.support.nonzero import assert_none_is_zero
-from tests.test_kernel_elements import random_bias, random_mask, shape_of
-from tests.test_kernels import (
+from tests.support.kernel_calls import (
     check,
     check_that_rows_alone_do_not_count,
     check_vmap_over_options,
     few_thread_blocks,
     inputs,
 )
-
-BATCH = 2
-
-
-def packed(*documents, first_id=0) -> np.ndarray:
-    """`[B, T]` ids of documents of these lengths, one after the other, for each batch entry."""
-    rows = [np.repeat(np.arange(len(d)) + first_id, d) for d in documents]
-    return np.stack(rows).astype(np.int32)
-
-
-def at_random(length, ids, seed=0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(*ids, (BATCH, length)).astype(np.int32)
-
+from tests.support.key_tiles import check_query_blocks
+from tests.support.nonzero import assert_none_is_zero
+from tests.support.segment_ids import BATCH, at_random, packed
 
 # Ids of queries and keys, whose numbers need not be the same.
 IDS = {

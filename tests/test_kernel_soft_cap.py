@@ -11,10 +11,10 @@ import pytest
 import jax_flash
 from pallas_kernels import soft_cap
 from pallas_kernels.config import Problem
+from tests.support.elements import random_bias, random_mask, shape_of, with_lengths
 from tests.support.interpret import interpret_mode
+from tests.support.kernel_calls import check, few_thread_blocks, inputs
 from tests.support.nonzero import assert_none_is_zero
-from tests.test_kernel_elements import random_bias, random_mask, shape_of, with_lengths
-from tests.test_kernels import check, few_thread_blocks, inputs
 
 TANH = [  # of x, its relative error
     pytest.param(lambda x: soft_cap.tanh(x, 1.0, 64), 2.6e-6, id="near, or by sinh"),

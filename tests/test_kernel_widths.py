@@ -12,8 +12,8 @@ import jax_flash
 from pallas_kernels import config
 from pallas_kernels.columns import Columns
 from tests.support.interpret import interpret_mode
+from tests.support.kernel_calls import check, few_thread_blocks, inputs, with_a_jump
 from tests.support.nonzero import assert_none_is_zero
-from tests.test_kernels import check, few_thread_blocks, inputs, with_a_jump
 
 attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
 

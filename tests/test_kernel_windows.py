@@ -15,15 +15,15 @@ from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
 from pallas_kernels.primitives import BlockVote
 from tests.support.interpret import interpret_mode
-from tests.support.key_tiles import check_query_blocks
-from tests.support.nonzero import assert_none_is_zero
-from tests.test_kernels import (
+from tests.support.kernel_calls import (
     check,
     check_that_keys_do_not_count,
     few_thread_blocks,
     inputs,
     problem,
 )
+from tests.support.key_tiles import check_query_blocks
+from tests.support.nonzero import assert_none_is_zero
 
 FAR = 10**9  # a side of a window that hides nothing
 

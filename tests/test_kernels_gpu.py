@@ -12,15 +12,14 @@ import pytest
 import jax_flash
 from pallas_kernels import config
 from tests import oracle
-from tests.test_kernel_elements import (
+from tests.support.elements import (
     check_bias_that_is_nan_where_hidden_and_infinite_elsewhere,
     random_bias,
     random_mask,
     shape_of,
 )
-from tests.test_kernel_intervals import as_arrays
-from tests.test_kernel_segments import at_random, packed
-from tests.test_kernels import check, few_thread_blocks, inputs, with_a_jump
+from tests.support.kernel_calls import as_arrays, check, few_thread_blocks, inputs, with_a_jump
+from tests.support.segment_ids import at_random, packed
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,7 @@ import pytest
 from pallas_kernels import backward, forward, tickets
 from pallas_kernels.primitives import div_rem
 from tests.support.interpret import interpret_mode
-from tests.test_kernel_intervals import as_arrays
-from tests.test_kernels import check, few_thread_blocks, inputs, with_a_jump
+from tests.support.kernel_calls import as_arrays, check, few_thread_blocks, inputs, with_a_jump
 
 THREAD_BLOCKS = 2
 
