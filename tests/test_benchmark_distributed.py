@@ -24,6 +24,7 @@ def run(tmp_path, *arguments):
     return status, json.loads(path.read_text())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "methods", "masks"),
     [

@@ -35,6 +35,7 @@ def curves():
     }
 
 
+@pytest.mark.long
 def test_training_lowers_the_loss(curves):
     for losses in curves.values():
         assert abs(losses[0] - np.log(256)) < 0.5  # at first every byte is about as likely

@@ -100,6 +100,7 @@ def test_pages(page_size):
         check(arrays, [77, 250], page_size=page_size, num_splits=2, local_window_size=150)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("H", "dtype", "options"),
     [
@@ -115,6 +116,7 @@ def test_float8_caches(H, dtype, options):
         check(inputs(2, 2, 256, 4, 2, H, dtype), [70, 231], scales=SCALES, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("H", "T", "lengths", "num_splits"),
     [(64, 11, [100], 1), (256, 6, [128], 1), (64, 1, [0, 1, 128], 2)],

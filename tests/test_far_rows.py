@@ -123,6 +123,7 @@ def check_alike(T, S, H, size=133120.0, dtype=jnp.bfloat16, **options):
     chex.assert_tree_all_finite((d_query, d_key))
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("T", "S", "H", "deterministic"),

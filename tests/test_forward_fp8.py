@@ -130,6 +130,7 @@ def test_masks_and_widths(name):
     interpreted(quantized(*shape, block_size=block_size), **options)
 
 
+@pytest.mark.long
 def test_rows_that_see_nothing_and_what_is_not_seen():
     """NaN behind lengths, in values and in scales; rows without a key: 0 and -inf."""
     B, T, S = 3, 70, 300
@@ -221,6 +222,7 @@ def of_sizes(query, key, value):
     return query, key, value.astype(jnp.float32) * sizes[:, None, None]
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("order", "options"),

@@ -177,6 +177,7 @@ def test_keys_are_widened_chunk_by_chunk(monkeypatch):
 # --- accuracy -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_blocks_and_rotation_are_2_6_times_as_accurate_as_a_scale_per_tensor(implementation):
     """A part of the queries of a long sequence, where an outlier of some key meets each of them."""
@@ -603,6 +604,7 @@ def results_and_gradients(attention, arrays, sinks):
     return results, vjp(tuple(map(jnp.add, map(jnp.zeros_like, results), random)))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forward_in_xla")
 def test_gradients_of_the_kernels_where_logits_are_large():
     """Logits up to 150 nats: those in FP8 are off by many, but gradients are not made with them."""

@@ -167,6 +167,7 @@ def wrong_attention(prompt_scale=None, token_scale=None):
     return smollm2.Attention(prompt, token)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scales", [dict(prompt_scale=0.26), dict(token_scale=0.26)])
 def test_verify_notices_wrong_attention(monkeypatch, capsys, scales):
     monkeypatch.setitem(generate.ATTENTIONS, "jax_flash", wrong_attention(**scales))

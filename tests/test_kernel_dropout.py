@@ -18,6 +18,7 @@ from tests.support.nonzero import assert_none_is_zero
 attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("T", "S", "H", "is_causal"),
@@ -73,6 +74,7 @@ def test_dropout(T, S, N, K, H, dtype, options):
         check(inputs(2, T, S, N, K, H, dtype), dropout_rate=0.25, **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "axes", "options"),
@@ -86,6 +88,7 @@ def test_with_bias_and_sinks(H, axes, options):
         check(arrays, bias=bias, sinks=sinks, dropout_rate=0.5, **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("H", "dtype", "mask_axes", "bias_axes", "options"),
@@ -115,6 +118,7 @@ def test_with_mask_and_bias(H, dtype, mask_axes, bias_axes, options):
         check(inputs(B, T, S, N, K, H, dtype), dropout_rate=0.25, **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "logits_soft_cap"), [(64, None), (128, None), (256, None), (64, 2.0), (160, 2.0)]
@@ -133,6 +137,7 @@ def test_segment_ids_where_a_thread_block_walks_many_tiles(H, logits_soft_cap):
         )
 
 
+@pytest.mark.long
 def test_vmap_over_keys():
     losses = check_vmap_over_options(
         functools.partial(attention, dropout_rate=0.5),

@@ -65,6 +65,7 @@ def test_mask(T, S, N, K, H, dtype, axes, options):
         check(inputs(2, T, S, N, K, H, dtype), mask=mask, **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 128])
 def test_mask_with_deterministic_gradients_and_sinks(H):
@@ -85,6 +86,7 @@ def test_rows_that_see_their_first_key_in_the_last_step():
         check((query, key, *rest), mask=mask, config=few_thread_blocks(64, 1))
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "axes", "dtype", "bias_dtype"),
@@ -104,6 +106,7 @@ def test_bias_that_rises_or_falls(H, axes, dtype, bias_dtype, slope):
         check(inputs(2, 70, 400, 2, 1, H, dtype), bias=bias, config=few_thread_blocks(H, 2))
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("H", "hidden"), [(64, -1e9), (128, -jnp.inf), (64, -1e4)])
 def test_bias_of_keys_that_hides_padding(H, hidden):
@@ -114,6 +117,7 @@ def test_bias_of_keys_that_hides_padding(H, hidden):
         check(inputs(2, 70, 400, 2, 1, H, jnp.bfloat16), bias=bias, is_causal=H == 128)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "options"),
@@ -129,6 +133,7 @@ def test_mask_with_lengths(H, options):
         check(inputs(2, 100, 180, 2, 1, H, jnp.bfloat16), mask=mask, **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 256])
 def test_many_tiles_of_a_thread_block(H):
@@ -138,6 +143,7 @@ def test_many_tiles_of_a_thread_block(H):
         check(arrays, mask=mask, is_causal=True, config=few_thread_blocks(H, 1))
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize("H", [64, 256])
@@ -177,6 +183,7 @@ def test_what_a_mask_hides_does_not_count(H, poison):
         assert not np.asarray(x)[:, 40:60].any()
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("axes", [(None, 0, None), (0, None, 0), (0, None, None)])
 def test_vmap(axes):
@@ -225,6 +232,7 @@ def test_bias(T, S, N, K, H, dtype, axes, bias_dtype, options):
         check(inputs(2, T, S, N, K, H, dtype), bias=bias, **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("T", "S", "H", "axes", "bias_dtype", "options"),
@@ -242,6 +250,7 @@ def test_bias_that_comes_in_tiles(T, S, H, axes, bias_dtype, options):
         check(inputs(2, T, S, 2, 1, H, jnp.bfloat16), bias=bias, **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("thread_blocks", [3, 1])
 @pytest.mark.parametrize(
@@ -263,6 +272,7 @@ def test_bias_in_many_pieces_of_a_thread_block(
         check(inputs(2, 150, 200, 2, 1, 64, jnp.bfloat16), bias=bias, **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "S", "dtype"),
@@ -273,6 +283,7 @@ def test_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H, S, dtype):
         check_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H, S, dtype)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "h", "mask_axes", "bias_axes", "options"),
@@ -291,6 +302,7 @@ def test_other_widths(H, h, mask_axes, bias_axes, options):
         check(inputs(2, T, S, N, K, H, jnp.bfloat16, h=h), mask=mask, bias=bias, **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 256])
 def test_bias_of_keys_over_many_tiles(H):

@@ -136,6 +136,7 @@ def test_key_blocks_of_query_tiles(T, S, seen, width):
             assert blocks == 1
 
 
+@pytest.mark.long
 @every_case
 @pytest.mark.parametrize(("block_kv", "block_q"), [(128, 128), (128, 64), (64, 64)])
 def test_query_blocks_of_key_tiles(T, S, seen, block_kv, block_q):
@@ -223,6 +224,7 @@ def test_in_interpret_mode(T, S, N, K, H, dtype, options):
         check(inputs(2, T, S, N, K, H, dtype), **as_arrays(options))
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "options"),
@@ -239,6 +241,7 @@ def test_deterministic_gradients(H, options):
         check(arrays, **as_arrays(options), deterministic=True)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "thread_blocks", "options"),
@@ -254,6 +257,7 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, options):
         check(arrays, **as_arrays(options), config=few_thread_blocks(H, thread_blocks))
 
 
+@pytest.mark.long
 def test_sinks():
     """Also in rows that see nothing, where they take no weight."""
     arrays = inputs(2, 150, 200, 2, 1, 64, jnp.bfloat16)
@@ -262,6 +266,7 @@ def test_sinks():
         check(arrays, **options, sinks=jnp.array([3.0, 40.0]))
 
 
+@pytest.mark.long
 def test_maxima_that_jump_beside_rows_that_see_nothing():
     """A second round, in which such rows take part."""
     query, key, *rest = inputs(2, 64, 512, 1, 1, 64, jnp.bfloat16)
@@ -271,6 +276,7 @@ def test_maxima_that_jump_beside_rows_that_see_nothing():
         check(arrays, **options, config=few_thread_blocks(64, 1))
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize(("H", "deterministic"), [(64, False), (128, True), (256, False)])
@@ -290,6 +296,7 @@ def test_what_sees_nothing_and_is_not_seen_does_not_count(H, deterministic, pois
     check_that_rows_alone_do_not_count(attention, arrays, no_query, no_key, poison)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("poison", [jnp.nan, -jnp.inf])
 @pytest.mark.parametrize(
@@ -354,6 +361,7 @@ def test_what_does_not_count_may_be_anything(T, S, N, K, H, h, dtype, options, p
         check(arrays, **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "more"),
@@ -381,6 +389,7 @@ def test_what_does_not_count_beside_other_options(H, more):
     check_that_rows_alone_do_not_count(attention, arrays, no_query, no_key, jnp.nan)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_nan_in_what_counts_stays(which):
@@ -425,6 +434,7 @@ def test_kernels_take_their_inputs_as_they_are():
     assert not selects(gradients) and selects(gradients, deterministic=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [64, 128])
 def test_vmap_over_lengths_and_offsets(width):
     """Where the backward has lists of tiles, and where it draws them."""
@@ -437,6 +447,7 @@ def test_vmap_over_lengths_and_offsets(width):
     assert losses[1] == 0 and abs(losses[0] - losses[2]) > 1
 
 
+@pytest.mark.long
 def test_one_compilation_serves_all_lengths():
     query, key, value, _, _ = inputs(1, 40, 300, 1, 1, 64, jnp.bfloat16)
     attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")

@@ -93,6 +93,7 @@ def blocks_of(array, size, axis):
     return np.moveaxis(array.reshape(-1, size, *array.shape[1:]), (0, 1), (axis, axis + 1))
 
 
+@pytest.mark.long
 @by_ids
 def test_what_tiles_have_in_common(ids):
     """Never less than there is, and no more where each document is a run of at least a tile."""
@@ -111,6 +112,7 @@ def test_what_tiles_have_in_common(ids):
         np.testing.assert_array_equal(np.asarray(got.some), some.any((2, 4)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("documents", "length"),
     [
@@ -130,6 +132,7 @@ def test_documents_of_any_ids_are_told_apart(documents, length):
     assert not some.all()
 
 
+@pytest.mark.long
 @by_ids
 @pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
 def test_partners(ids, bounds):
@@ -143,6 +146,7 @@ def test_partners(ids, bounds):
     np.testing.assert_array_equal(got, seen.any(1))
 
 
+@pytest.mark.long
 @by_ids
 @pytest.mark.parametrize("within", [None, BOUNDS["causal"], BOUNDS["window"]], ids=str)
 def test_intervals_of_ids(ids, within):
@@ -192,6 +196,7 @@ def test_ids_that_lie_side_by_side(ids, wanted):
     assert are_sorted.tolist() == [wanted]
 
 
+@pytest.mark.long
 def test_steps_that_compare_ids():
     """Those of a batch entry whose ids are in no order; its first step is of a block of no keys."""
     ids = tuple(map(jnp.asarray, IDS["in order in one entry"]))
@@ -211,6 +216,7 @@ def test_steps_that_compare_ids():
     np.testing.assert_array_equal(table[:, 1:, 11], plain[:, :-1, 1])
 
 
+@pytest.mark.long
 @by_ids
 @pytest.mark.parametrize(("bounds", "dynamic", "width"), CASES)
 def test_key_blocks_of_query_tiles(ids, bounds, dynamic, width):
@@ -244,6 +250,7 @@ def test_key_blocks_of_query_tiles(ids, bounds, dynamic, width):
             assert (np.diff(far.astype(int), axis=1) >= 0).all()  # nothing is behind the interval
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [64, 256])
 def test_rows_that_see_themselves_need_few_exact_steps(width):
     """Of causal documents, only blocks that hold keys of the tile's own rows."""
@@ -258,6 +265,7 @@ def test_rows_that_see_themselves_need_few_exact_steps(width):
     assert (np.asarray(other)[..., 1] > exact).any()
 
 
+@pytest.mark.long
 @by_ids
 @pytest.mark.parametrize(("bounds", "dynamic", "width"), CASES)
 def test_query_blocks_of_key_tiles(ids, bounds, dynamic, width):
@@ -311,6 +319,7 @@ def test_packed_documents_are_worked_on_alone():
         np.testing.assert_array_equal(table[:, column], wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("T", "N", "K", "H", "documents"),
     [(16384, 16, 16, 128, 16), (32768, 32, 8, 128, 8), (16384, 32, 32, 64, 32)],
@@ -420,6 +429,7 @@ def test_in_interpret_mode(kind, N, K, H, dtype, options):
         check(arrays, **options_of(ids, **options))
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("kind", "H", "options"),
@@ -436,6 +446,7 @@ def test_deterministic_gradients(kind, H, options):
         check(arrays, **options_of(ids, **options), deterministic=True)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("kind", "H", "deterministic", "options"),
@@ -456,6 +467,7 @@ def test_soft_cap(kind, H, deterministic, options):
         check(arrays, **options, logits_soft_cap=1.0)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("kind", "H", "mask", "bias", "options"),
@@ -486,6 +498,7 @@ def test_beside_a_mask_and_a_bias(kind, H, mask, bias, options):
         check(arrays, **options_of(ids, **options))
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 256])
 def test_a_bias_may_be_nan_where_ids_differ(H):
@@ -511,6 +524,7 @@ def test_a_bias_may_be_nan_where_ids_differ(H):
     assert not np.asarray(gradients[3])[~seen[:, None]].any()
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("kind", "H", "thread_blocks"), [("tiles", 64, 1), ("documents", 128, 2), ("short", 256, 1)]
@@ -523,6 +537,7 @@ def test_a_thread_block_walks_many_tiles(kind, H, thread_blocks):
         check(arrays, **options_of(ids, is_causal=True), config=settings)
 
 
+@pytest.mark.long
 def test_sinks():
     """Also in rows that see nothing, where they take no weight."""
     ids = IDS["one side alone"]
@@ -531,6 +546,7 @@ def test_sinks():
         check(arrays, **options_of(ids), sinks=jnp.array([3.0, 40.0]))
 
 
+@pytest.mark.long
 def test_maxima_that_jump():
     """A second round, in which every step compares ids."""
     query, key, *rest = inputs(BATCH, 512, 512, 1, 1, 64, jnp.bfloat16)
@@ -545,6 +561,7 @@ def attention(query, key, value, **options):
     )
 
 
+@pytest.mark.long
 def test_one_id_everywhere_is_as_good_as_none():
     """To the bit where the steps are the same, as they are in a full window's gradients."""
     query, key, value, dout, dlse = inputs(1, 256, 256, 1, 1, 64, jnp.bfloat16)
@@ -561,6 +578,7 @@ def test_one_id_everywhere_is_as_good_as_none():
     chex.assert_trees_all_close(with_ids, without, rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("kind", "H", "deterministic", "options", "poison"),
@@ -582,6 +600,7 @@ def test_what_sees_nothing_and_is_not_seen_does_not_count(kind, H, deterministic
     check_that_rows_alone_do_not_count(run, arrays, no_query, no_key, poison)
 
 
+@pytest.mark.long
 def test_vmap_over_ids():
     query_ids = jnp.stack([jnp.arange(40) // 10, jnp.arange(40) % 2, jnp.full(40, 7)])[:, None]
     key_ids = jnp.stack([jnp.arange(48) // 10, jnp.arange(48) % 3, jnp.full(48, 8)])[:, None]

@@ -59,6 +59,7 @@ def test_soft_cap(T, S, N, K, H, dtype, cap, options):
         check(arrays, logits_soft_cap=cap, **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "h", "options"),
@@ -72,6 +73,7 @@ def test_other_widths(H, h, options):
         check(inputs(2, 70, 133, 2, 1, H, jnp.bfloat16, h=h), logits_soft_cap=2.0, **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "factor", "cap"),
@@ -87,6 +89,7 @@ def test_logits_far_beyond_the_cap_or_below_it(H, factor, cap):
         check((query * factor, *rest), logits_soft_cap=cap, is_causal=True, query_offset=70)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("cap", "is_known"), [(50.0, True), (60.0, False)])
 def test_rows_at_both_ends_of_the_cap(cap, is_known):
     """All logits of a row at -cap, at cap, or half of them at each."""
@@ -100,6 +103,7 @@ def test_rows_at_both_ends_of_the_cap(cap, is_known):
         check((query, key, *rest), logits_soft_cap=cap, is_causal=True)
 
 
+@pytest.mark.long
 def test_sinks_where_maxima_jump():
     """A second round over the tiles of a thread block; the sink is a logit that no cap is for."""
     query, key, *rest = inputs(1, 150, 400, 2, 2, 64, jnp.bfloat16)
@@ -113,6 +117,7 @@ def test_sinks_where_maxima_jump():
         )
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 256])
 def test_lengths_by_batch_entry(H):
@@ -137,6 +142,7 @@ def test_lengths_by_batch_entry(H):
         chex.assert_trees_all_close(poisoned_vjp(dout), gradients, rtol=2**-7, atol=1e-2)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "dtype", "mask_axes", "bias_axes", "options"),
@@ -157,6 +163,7 @@ def test_with_mask_and_bias(H, dtype, mask_axes, bias_axes, options):
         check(inputs(B, T, S, N, K, H, dtype), mask=mask, bias=bias, logits_soft_cap=2.0, **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("axes", ["bs", "bts"])
 def test_infinite_bias(axes):
@@ -186,6 +193,7 @@ def test_infinite_bias(axes):
     assert not np.asarray(clean[0][1]).any() and abs(clean[5]).max() > 1e-3
 
 
+@pytest.mark.long
 def test_vmap():
     query, key, value, _, _ = inputs(2, 40, 48, 2, 2, 64, jnp.bfloat16)
     attention = functools.partial(

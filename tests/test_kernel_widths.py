@@ -34,6 +34,7 @@ WIDTHS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(("H", "h"), WIDTHS)
 def test_widths_in_interpret_mode(H, h):
@@ -46,6 +47,7 @@ def test_widths_in_interpret_mode(H, h):
         check(arrays, is_causal=case % 4 > 0, query_offset=0 if case % 4 < 2 else S - T)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "h", "options"),
@@ -61,6 +63,7 @@ def test_deterministic_gradients(H, h, options):
         check(arrays, **options, deterministic=True)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "h", "options"),
@@ -77,6 +80,7 @@ def test_a_thread_block_walks_many_tiles(H, h, options):
         check(arrays, **options, config=few_thread_blocks(H, 1, h))
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("H", "h"), [(72, 72), (192, 128)])
 def test_maxima_that_jump(H, h):
@@ -101,6 +105,7 @@ def check_that_other_heads_do_not_leak(T, S, H, h):
     chex.assert_trees_all_close(got, clean, atol=1e-2)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("H", "h"), [(40, 72), (160, 80)])
 def test_other_heads_do_not_leak(H, h):
@@ -108,6 +113,7 @@ def test_other_heads_do_not_leak(H, h):
         check_that_other_heads_do_not_leak(17, 40, H, h)
 
 
+@pytest.mark.long
 def test_vmap_and_grad():
     query, key, value, _, _ = inputs(2, 24, 24, 1, 1, 24, jnp.bfloat16, h=16)
 

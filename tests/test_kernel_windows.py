@@ -51,6 +51,7 @@ def test_windows_in_interpret_mode(T, S, N, K, H, dtype, options):
         check(inputs(1, T, S, N, K, H, dtype), **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "thread_blocks", "options"),
@@ -66,6 +67,7 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, options):
         check(arrays, **options, config=few_thread_blocks(H, thread_blocks))
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 256])
 def test_deterministic_gradients(H):
@@ -75,6 +77,7 @@ def test_deterministic_gradients(H):
         check(arrays, **options, deterministic=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("jump", [1, 60])
 def test_maxima_that_grow_and_jump_towards_the_far_edge(jump):
     """With a jump, rows work with their masks a second time, and look for maxima in every step."""
@@ -117,6 +120,7 @@ def test_rows_beyond_the_last_query_ask_for_no_second_round(monkeypatch):
     assert any_second_round(key.at[:, 100:200].multiply(60))
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize(("H", "deterministic"), [(64, False), (128, True), (256, False)])
@@ -147,6 +151,7 @@ def test_rows_that_see_nothing_at_either_end_do_not_count(H, deterministic, pois
     chex.assert_trees_all_equal(poisoned, clean)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("H", "poisoned"), [(64, "key"), (64, "value"), (256, "value")])
 def test_keys_that_no_query_sees_do_not_count(H, poisoned):

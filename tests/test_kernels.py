@@ -62,6 +62,7 @@ def test_deterministic_gradients(T, S, N, K, H, dtype, is_causal, query_offset):
         check(arrays, is_causal=is_causal, query_offset=query_offset, deterministic=True)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "dtype", "is_causal", "query_offset", "sinks"),
@@ -79,6 +80,7 @@ def test_sinks(H, dtype, is_causal, query_offset, sinks):
         check(arrays, is_causal=is_causal, query_offset=query_offset, sinks=jnp.array(sinks))
 
 
+@pytest.mark.long
 def test_sinks_where_maxima_jump():
     arrays = with_a_jump(inputs(1, 150, 400, 2, 2, 64, jnp.bfloat16), 0, 100)
     with interpret_mode():
@@ -87,6 +89,7 @@ def test_sinks_where_maxima_jump():
         )
 
 
+@pytest.mark.long
 def test_vmap_over_sinks():
     query, key, value, _, _ = inputs(1, 40, 48, 2, 2, 64, jnp.bfloat16)
     sinks = jnp.array([[0.0, 1.0], [2.0, -1.0]])
@@ -104,6 +107,7 @@ def test_vmap_over_sinks():
     assert abs(gradients).min() > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "backward_query",
@@ -136,6 +140,7 @@ def test_deterministic_gradients_take_kernels_of_their_own():
     assert kernels(deterministic=False) == {"cast_dq"}
 
 
+@pytest.mark.long
 def test_rows_of_large_logits_and_maxima_that_grow():
     """Each later key block, in the order of the kernel, brings a larger maximum."""
     query, key, value, dout, dlse = inputs(1, 64, 512, 1, 1, 64, jnp.bfloat16)
@@ -144,6 +149,7 @@ def test_rows_of_large_logits_and_maxima_that_grow():
         check((query, key * growth[:, None, None], value, dout, dlse), is_causal=False)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "dtype", "is_causal"),
@@ -175,6 +181,7 @@ def test_maxima_that_jump_and_other_heads(H, dtype, is_causal):
     )
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("H", "thread_blocks", "is_causal", "query_offset", "deterministic"),
@@ -198,6 +205,7 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offs
         check(arrays, **options, config=settings)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("sections", [(2, 1), (), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize(
@@ -218,6 +226,7 @@ def test_sections_of_heads_at_width_256(sections, options):
         check(arrays, **options, config=settings)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("H", [64, 256])
 def test_an_lse_that_nothing_differentiates(H):
@@ -237,6 +246,7 @@ def test_an_lse_that_nothing_differentiates(H):
     assert_none_is_zero(with_zeros)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "options"),
@@ -275,6 +285,7 @@ def test_gradients_do_not_depend_on_thread_blocks(H, options):
             )
 
 
+@pytest.mark.long
 def test_settings_other_than_the_default():
     settings = config.Config(
         config.ForwardConfig(
@@ -286,11 +297,13 @@ def test_settings_other_than_the_default():
         check(inputs(1, 200, 150, 2, 1, 128, jnp.bfloat16), is_causal=True, config=settings)
 
 
+@pytest.mark.long
 def test_keys_that_no_query_sees_at_width_256():
     with interpret_mode():
         check(inputs(1, 70, 200, 1, 1, 256, jnp.bfloat16), is_causal=True, query_offset=-10)
 
 
+@pytest.mark.long
 def test_key_gradients_do_not_come_from_rounded_weights():
     """Weights rounded to bfloat16 before dS would bring the error of dK from 2.3e-3 to 2.8e-3."""
     arrays = inputs(1, 256, 64, 1, 1, 256, jnp.bfloat16)
@@ -386,6 +399,7 @@ def test_query_blocks_that_two_consumers_cannot_share():
         trace_gradients(64, settings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("H", "deterministic", "options"),
     [
@@ -407,6 +421,7 @@ def test_keys_beyond_the_end_where_every_logit_is_very_negative(H, deterministic
         check(arrays, **options, deterministic=deterministic)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("H", "poisoned"), [(64, "key"), (64, "value"), (256, "value")])
 def test_keys_that_no_query_sees_do_not_count(H, poisoned):
@@ -414,6 +429,7 @@ def test_keys_that_no_query_sees_do_not_count(H, poisoned):
     check_that_keys_do_not_count(200, H, poisoned, unseen, is_causal=True, query_offset=5)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
@@ -436,6 +452,7 @@ def test_cotangents_of_rows_that_see_nothing_do_not_count(poison, deterministic)
     chex.assert_trees_all_equal(poisoned, clean)
 
 
+@pytest.mark.long
 def test_other_batch_entries_do_not_leak():
     """NaN in the sequences beside one whose length is no multiple of any tile."""
     arrays = inputs(3, 70, 77, 1, 1, 64, jnp.bfloat16)
@@ -452,6 +469,7 @@ def test_other_batch_entries_do_not_leak():
     assert_none_is_zero(clean)
 
 
+@pytest.mark.long
 def test_vmap_over_any_axis_folds_into_the_batch():
     query, key, value, _, _ = inputs(2, 40, 48, 2, 2, 64, jnp.bfloat16)
     attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
@@ -469,6 +487,7 @@ def test_vmap_over_any_axis_folds_into_the_batch():
     chex.assert_trees_all_equal(shared_keys[:, 0], again)
 
 
+@pytest.mark.long
 def test_gradient_of_vmap_and_vmap_of_gradient():
     query, key, value, _, _ = inputs(2, 24, 24, 1, 1, 64, jnp.bfloat16)
 
@@ -503,6 +522,7 @@ def test_checkpoint_names_save_the_forward_kernel():
     assert forward_kernels() > 1
 
 
+@pytest.mark.long
 def test_lowering_for_cuda_and_refusal_elsewhere():
     query, key, value, _, _ = inputs(1, 64, 64, 1, 1, 64, jnp.bfloat16)
     attention = jax.jit(functools.partial(jax_flash.attention, implementation="mosaic_gpu"))
@@ -592,6 +612,7 @@ def test_thread_blocks_of_the_backward(length, bounds, dynamic, segmented, expec
         assert (np.diff(steps) <= 0).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("H", "kernel", "block_kv"),
     [(128, "attention_backward", 128), (256, "attention_backward_key", 64)],

@@ -45,6 +45,7 @@ def _marks(name: str) -> list:
     return [pytest.mark.lowering] + [pytest.mark.slow] * (name not in ALWAYS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fn", "args"),
     [
@@ -57,6 +58,7 @@ def test_lowers_for_cuda(fn, args):
     assert "mosaic_gpu" in lowered.as_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fn", "args"),
     [pytest.param(fn, args, id=name) for name, fn, args in kernel_cases() if name in WITH_64_BITS],

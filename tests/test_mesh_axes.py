@@ -133,6 +133,7 @@ def test_on_xla(call, axis_type, inside):
         assert_nothing_is_gathered(call, results, gradients, BATCH_AND_HEADS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("call", "axis_type", "inside"), cases(ON_KERNELS, "mosaic_gpu"))
 def test_lowers_for_cuda(call, axis_type, inside):
     mesh = mesh_of((2, 2), axis_type)

@@ -124,6 +124,7 @@ def test_rows_far_from_0(dtype, top):
     assert too_low[np.abs(tops) * LOG2E >= allowed.far + 200.0].all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sink", [-np.inf, -1e30, -3.0, 2.0, 1e30, np.inf])
 def test_sinks(dtype, sink):

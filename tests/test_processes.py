@@ -6,7 +6,10 @@ import socket
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.long
 def test_two_processes():
     with socket.socket() as free:
         free.bind(("localhost", 0))

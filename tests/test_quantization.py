@@ -166,6 +166,7 @@ def test_factors_are_orthogonal(width):
     np.testing.assert_allclose(matrix @ matrix.T, width * np.eye(width), atol=1e-10 * width)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [1, 7, 8, 64, 80, 128, 184, 256, 384, 512])
 def test_rotation_is_orthogonal(width):
     matrix = np.float64(rotate(jnp.eye(width), KEY))

@@ -79,6 +79,7 @@ ALGORITHMS = {
 LENGTHS = [(1, 1), (3, 3), (1, 13), (13, 1), (4, 8), (9, 13), (13, 7)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_full(name, lengths):
@@ -137,6 +138,7 @@ def test_logits_beyond_the_range_of_exp(name):
     close(lse, expected_lse)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_float32_and_bfloat16_compute_in_float32(name):
     arrays = qkv(9, 13)
@@ -188,6 +190,7 @@ def test_dropout_is_unbiased():
     assert np.max(spread) < 0.02
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory", [4 * 8 * 3, MEMORY, MEMORY + 1, 10**6])
 @pytest.mark.parametrize("lengths", [(9, 13), (13, 7)])
 def test_algorithm_1_and_2_for_every_memory(memory, lengths):
@@ -212,6 +215,7 @@ def test_flash_block_sizes_are_those_of_the_paper():
             assert block_q * block_kv <= width * block_kv  # the logits fit where K or V does
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory", [MEMORY, MEMORY + 1, 10**6])
 def test_algorithm_4_is_the_gradient_of_algorithm_2(memory):
     arrays = qkv(9, 13)
@@ -257,6 +261,7 @@ def test_online_softmax_of_growing_huge_and_missing_logits():
     chex.assert_shape(reference.online_softmax(np.zeros(0)), (0,))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("splits", [1, 2, 3, 8, 13, 20])
 def test_decoding_for_every_split(splits):
     arrays = qkv(2, 13)

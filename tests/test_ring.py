@@ -157,6 +157,7 @@ def test_ring_on_the_kernels_in_interpret_mode():
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mask", "width"),
     [
@@ -179,6 +180,7 @@ def test_hops_lower_for_cuda(mask, width):
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("devices", "dtype"),
@@ -211,6 +213,7 @@ def test_causal_in_zigzag_order(devices, dtype):
         )
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("shape", [(8,), (2, 4), (4, 2)])
@@ -258,6 +261,7 @@ def test_heads_sharded_by_an_axis_that_shard_map_leaves():
     np.testing.assert_allclose(jax.device_get(out), expected, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("T", "S", "is_causal"), [(16, 48, False), (48, 32, True)])
 def test_ring_of_unlike_lengths(T, S, is_causal):
     """With a causal mask, queries beyond the last key see all, and key 0 is at query 0."""
@@ -305,6 +309,7 @@ def test_empty_axes(method, T, S, implementation):
     chex.assert_trees_all_equal(gradients, [*map(jnp.zeros_like, arrays)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axes", [("y", "x"), ("x", "y"), ("y",)])
 @pytest.mark.parametrize(
     "method",
@@ -427,6 +432,7 @@ def test_all_gather(shape):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zigzag", [False, True])
 def test_vmap_and_checkpoint(zigzag):
     arrays = operands()

@@ -80,6 +80,7 @@ def check(B, T, N, H, dtype, padded_rows, unseen=0, more_lse_rows=0):
         np.testing.assert_array_equal(tiles, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("B", "T", "N", "H", "dtype", "padded_rows", "unseen", "more_lse_rows"),
     [

@@ -63,6 +63,7 @@ def test_traces_under(setting: str, call: PublicCall, function: Callable):
         jax.jit(function).trace(arrays)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("call", "function"), cases(("xla",)))
 def test_leaks_no_tracer(call: PublicCall, function: Callable, request):
     """Not so kernels: in jax 0.11.2 any `pl.run_scoped` in a loop leaks what it reads of it."""

@@ -92,6 +92,7 @@ def compiled(mesh, function, arrays, inside=None):
 INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["outside", "in set_mesh"])
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(9)
 @INSIDE
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
@@ -114,6 +115,7 @@ DOCUMENTS = dict(
 )
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(11)
 @INSIDE
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)

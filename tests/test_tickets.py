@@ -28,6 +28,7 @@ def one_draws_all(monkeypatch):
         kernels.cache_clear()
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("jumps", [True, False])
 @pytest.mark.parametrize("H", [64, 128, 256])

@@ -4,8 +4,8 @@
     python -m tests.support.mutate dropout     those whose name has it
     python -m tests.support.mutate --list      their names
 
-Each runs the tests of the files that are named beside it, those of the README's command, up to the
-first that fails. A mistake that hangs is caught by pytest's timeout. What only a GPU can see, such
+Each runs the tests of the files that are named beside it, those that CI runs, up to the first that
+fails. A mistake that hangs is caught by pytest's timeout. What only a GPU can see, such
 as a missing wgmma_wait, is not here.
 """
 
@@ -543,6 +543,8 @@ def caught(mistake: Mistake, folder: pathlib.Path, limit: float) -> str | None:
         "--timeout=120",
         "-p",
         "no:cacheprovider",
+        "-m",
+        "not slow",
         "--durations=0",
         "--durations-min=1000",
         *tests,
