@@ -206,7 +206,7 @@ def _operands(given: dict[str, Any], config: Config | None) -> _Operands:
     )
     in_float8 = {
         "scales": tuple(scales),
-        "block_sizes": tuple(x.block_size for x in quantized.values()),
+        "block_sizes": tuple(int(x.block_size) for x in quantized.values()),
         "largest": (quantized["query"].largest, quantized["key"].largest),
     }
     return _Operands(query, key, value, has_batch, in_float8)
@@ -241,6 +241,7 @@ def _scales(name: str, x: Quantized, shape: tuple[int, ...], has_batch: bool) ->
         f"largest of {x.largest!r}",
         f"a number above 0, and {LARGEST} at most",
     )
+    block_size = int(block_size)  # numpy's may be too short for a length
     need(scales.dtype == jnp.float32, name, f"scales in {scales.dtype}", "float32", TypeError)
     if not has_batch:
         scales = scales[None]

@@ -69,7 +69,7 @@ def as_int32(name: str, x, *, saturated: bool = True) -> jax.Array:
     leaves = jax.tree.leaves(x)
     if leaves and all(isinstance(leaf, numbers.Integral) for leaf in leaves):
         x = np.asarray(x)  # not JAX's own, which is int64 or, for what that cannot hold, an error
-    if not isinstance(x, np.ndarray):
+    if type(x) is not np.ndarray:  # nor one that is masked
         x = as_array(name, x)
     is_integer = jnp.issubdtype(x.dtype, jnp.integer)
     if x.dtype == object and x.size:

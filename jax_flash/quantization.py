@@ -251,9 +251,11 @@ def _quantized(
         fraction, exponent = jnp.frexp(scales)
         scales = jnp.ldexp(jnp.float32(1), exponent - (fraction == 0.5).astype(exponent.dtype))
     scales = jnp.where(found > 0, scales, 1)
-    values = x / scales_of_rows(scales, size, num_rows)[..., None]
+    of_rows = scales_of_rows(scales, size, num_rows)[..., None]
+    # The largest scale of values is 2^120, and 256 times that is beyond float32.
+    most = jnp.where(of_rows == 2.0**120, min(largest, 240.0), largest)
     # The cast itself would make NaN of what is too large.
-    values = jnp.clip(values, -largest, largest).astype(FLOAT8)
+    values = jnp.clip(x / of_rows, -most, most).astype(FLOAT8)
     return Quantized(values, scales, block_size, largest)
 
 

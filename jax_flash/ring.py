@@ -488,11 +488,12 @@ def _checked_order(x, devices: int, axis: int) -> tuple[jax.Array, int, int]:
     for name, number in (("devices", devices), ("axis", axis)):
         is_integer = is_number(number, numbers.Integral)
         need(is_integer, name, repr(number), "an integer", TypeError)
+    devices, axis = int(devices), int(axis)  # numpy's may be too short to be doubled
     need(devices >= 1, "devices", devices, "at least 1")
     need(-x.ndim <= axis < x.ndim, "axis", axis, f"one of the {x.ndim} axes of x")
     length = x.shape[axis]
     need(length % (2 * devices) == 0, "x", f"{length} positions", f"a multiple of {2 * devices}")
-    return x, int(axis) % x.ndim, length // (2 * int(devices))
+    return x, axis % x.ndim, length // (2 * devices)
 
 
 def _split(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> jax.Array:
@@ -822,6 +823,7 @@ def _axis_size(axis_name: AxisName) -> int:
         "the name of a mesh axis, or a tuple of names",
         TypeError,
     )
+    need(len(set(names)) == len(names), "axis_name", repr(axis_name), "each mesh axis once")
     try:
         return lax.axis_size(axis_name)
     except NameError as error:

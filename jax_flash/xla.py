@@ -300,13 +300,20 @@ def _chunk_function(call: Call, tiling: _Tiling):
 
 def joined(*parts) -> tuple[jax.Array, jax.Array]:
     """Output and LSE over the keys of several parts."""
-    lse = functools.reduce(jnp.logaddexp, [part_lse for _, part_lse in parts])
+    lse = functools.reduce(_log_sum, [part_lse for _, part_lse in parts])
     outs = []
     for part_out, part_lse in parts:
-        weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(part_lse - lse))
+        weight = jnp.exp(part_lse - jnp.where(lse == -jnp.inf, 0.0, lse))
         accum = accumulator(part_out.dtype)
         outs.append(weight[..., None].astype(accum) * part_out.astype(accum))
     return functools.reduce(jnp.add, outs), lse
+
+
+def _log_sum(a: jax.Array, b: jax.Array) -> jax.Array:
+    """log(exp(a) + exp(b)), -inf of two such, and nowhere NaN on the way, for jax_debug_nans."""
+    nothing = jnp.maximum(a, b) == -jnp.inf
+    total = jnp.logaddexp(*(jnp.where(nothing, 0.0, x) for x in (a, b)))
+    return jnp.where(nothing, -jnp.inf, total)
 
 
 def with_sinks(out, lse, sinks) -> tuple[jax.Array, jax.Array]:

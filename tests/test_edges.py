@@ -262,3 +262,18 @@ def test_an_infinite_sink_added_afterwards():
     d_out, d_lse, d_sinks = vjp((jnp.ones_like(found), jnp.ones_like(found_lse)))
     assert not (d_out[:, :, 1].any() or d_lse[:, :, 1].any() or d_sinks[1:].any())
     assert all(jnp.isfinite(x).all() for x in (d_out, d_lse, d_sinks))
+
+
+def test_lengths_that_are_masked_are_refused():
+    arrays = draw(2, 5, 7)
+    with pytest.raises(TypeError, match="key_value_seq_lengths: got MaskedArray; needs an array"):
+        jax_flash.attention(*arrays, key_value_seq_lengths=np.ma.array([1, 2]))
+
+
+def test_decoding_of_no_key_has_no_nan_on_the_way():
+    query, cache, _ = draw(2, 1, 16)
+    with jax.disable_jit(), jax.debug_nans(True):
+        out, lse = jax_flash.decode_attention(
+            query, cache, cache, [3, -2], implementation="xla", return_residual=True
+        )
+    assert jnp.isfinite(lse[0]).all() and jnp.isneginf(lse[1]).all() and not out[1].any()

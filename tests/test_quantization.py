@@ -1,5 +1,8 @@
 """quantize_fp8() and incoherent processing: values, scales, and that the rotation is orthogonal."""
 
+import dataclasses
+
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -302,3 +305,18 @@ def test_quantize_under_jit_and_vmap():
         np.testing.assert_allclose(together.scales[i], alone.scales, rtol=1e-6)
         near = np.float32(together.values[i]), np.float32(alone.values)
         np.testing.assert_allclose(*near, rtol=2**-3, atol=2**-8)  # one rounding apart
+
+
+def test_the_largest_values_stay_finite():
+    largest = float(jnp.finfo(jnp.float32).max)
+    x = jnp.full((1, 64, 1, 16), largest)
+    *_, value = jax_flash.quantize_fp8(0 * x, 0 * x, x)
+    there = value.dequantize(jnp.float32)
+    assert jnp.isfinite(there).all() and (there > 0.9 * largest).all()
+
+
+def test_a_block_size_of_a_byte():
+    x = draw(0, 1, 300, 2, 8)
+    plain = jax_flash.quantize_fp8(x, x, x, block_size=127)
+    short = [dataclasses.replace(part, block_size=np.int8(127)) for part in plain]
+    chex.assert_trees_all_equal(jax_flash.attention(*short), jax_flash.attention(*plain))

@@ -408,6 +408,13 @@ def test_zigzag_order():
         jax_flash.to_zigzag(x[:, 1:], 4)
 
 
+def test_zigzag_order_of_as_many_devices_as_a_byte_counts():
+    x = np.arange(512)[None]
+    there = jax_flash.to_zigzag(x, np.uint8(128))
+    chex.assert_trees_all_equal(there, jax_flash.to_zigzag(x, 128))
+    chex.assert_trees_all_equal(jax_flash.from_zigzag(there, np.uint8(128)), jnp.asarray(x))
+
+
 @pytest.mark.parametrize("heads", [(8, 4), (8, 2), (8, 1), (8, 8)])
 def test_ulysses(heads):
     arrays = (*operands(heads=heads), draw(3, 8))
@@ -488,6 +495,12 @@ METHODS = jax_flash.ring_attention, jax_flash.ulysses_attention, jax_flash.all_g
 def test_refusals_of_an_axis_name(method, axis_name, got):
     with pytest.raises(TypeError, match=f"axis_name: got {got}; needs the name of a mesh axis"):
         method(*operands(), axis_name=axis_name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_mesh_axis_counts_once(method):
+    with pytest.raises(ValueError, match=r"\('x', 'x'\); needs each mesh axis once"):
+        method(*operands(), axis_name=("x", "x"))
 
 
 def of_one_device(method, **options):
