@@ -436,8 +436,8 @@ MISTAKES = [
         "xla ring decode",
         (
             "parts are joined by their own LSE",
-            "jnp.exp(part_lse - lse))\n        accum",
-            "jnp.exp(lse - part_lse))\n        accum",
+            "weight = jnp.exp(part_lse - jnp.where(lse == -jnp.inf, 0.0, lse))",
+            "weight = jnp.exp(jnp.where(lse == -jnp.inf, 0.0, lse) - part_lse)",
         ),
         (
             "sinks take no weight on xla",
