@@ -377,7 +377,7 @@ def test_compiled_for_gpus_hops_run_while_arrays_travel():
     # The second and the third hop, forward and backward.
     assert of_hops == [True, False, True, True]
     # But for one counter of the backward's, which begins as a constant.
-    assert set(re.findall(r"(\S+) (?:concatenate|copy)\(", text)) <= {"s32[1]{0}"}
+    assert set(re.findall(r"= (\S+) (?:concatenate|copy)\(", text)) <= {"s32[1]{0}"}
 
 
 @pytest.mark.parametrize(
