@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -560,8 +561,8 @@ def caught(mistake: Mistake, folder: pathlib.Path, limit: float) -> str | None:
         path.write_text(right)
     if run.returncode == 0:
         return None
-    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0].split(" ")[1] if failed else "a test that hangs"  # which ends a worker
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+)", run.stdout, re.MULTILINE)
+    return failed[1] if failed else "a test that hangs"  # which ends a worker
 
 
 def main(argv: list[str] | None = None) -> int:
