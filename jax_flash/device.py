@@ -64,9 +64,8 @@ def _describe(device: Any) -> Device:
         kind=device.device_kind,
         compute_capability=(int(capability[1]), int(capability[2])) if capability else None,
     )
-    if described.is_hopper:
-        return dataclasses.replace(described, slow_kernels=_slow_kernels(jax.__version_info__))
-    return described
+    slow = described.is_hopper and _slow_kernels(jax.__version_info__)
+    return dataclasses.replace(described, slow_kernels=slow) if slow else described
 
 
 @functools.cache

@@ -56,7 +56,6 @@ the producer arrives; at its end, they meet there. Staged, for dQ of each consum
 of both: they arrive, the producer waits and sends. Sent: it has, and each consumer may stage again.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -80,9 +79,8 @@ from pallas_kernels.columns import Columns, put_tile
 from pallas_kernels.config import DQ_TILE, BackwardConfig, Problem
 from pallas_kernels.dropout import as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import biased
-from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.far_rows import shared_by_key, weights_by_key
-from pallas_kernels.key_tiles import QUERIES, Walk, per_query
+from pallas_kernels.key_tiles import Walk, load_per_query, load_words, masked, per_query
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.primitives import (
     add_when_stored,
@@ -96,6 +94,7 @@ from pallas_kernels.primitives import (
     own_warpgroup,
     prefetch,
     store_fragment,
+    with_twins,
     zero_fragment,
     zero_tile,
 )
@@ -170,10 +169,7 @@ class _ThreadBlock:
         (
             self.ds_stored, self.free, self.v_free, self.dq_staged, self.gradients_staged,
             self.sent, self.unseen_rows,
-        ) = (
-            dataclasses.replace(barriers, twins=twins and twins[name])
-            for name, barriers in plan.barriers.items()
-        )  # fmt: skip
+        ) = with_twins(plan.barriers, twins)  # fmt: skip
         self.dq_first = plan.dq_first(self.walk.has_elements_of_queries)
 
     def dq_place(self, consumer: int) -> tuple[int, slice]:
@@ -308,7 +304,7 @@ class _Consumer:
         self.issue_logits(slot, index)
         self.issue_late_dq(1 - parity, index)
         equal_ids = None
-        if mask is not None and not plan.has_dropout:  # while S' is made
+        if mask is not None and not plan.problem.has_dropout:  # while S' is made
             equal_ids = mask.equal_ids(j)
         loaded = load_elements(j)
         weights = self.load_weights(loaded, j, far=far, wait_n=1)
@@ -325,10 +321,10 @@ class _Consumer:
             weights = self.shared(weights, j, far=far)
         if plan.is_wide:
             weights = self.dropped(weights, key_words, slot)
-        if mask is not None and plan.has_dropout:  # only now are there registers for it
+        if mask is not None and plan.problem.has_dropout:  # only now are there registers for it
             equal_ids = mask.equal_ids(j)
         self.issue_d_weights(o_slot)
-        weights = _masked(weights, mask, j, equal_ids, loaded)
+        weights = masked(weights, mask, j, equal_ids, loaded)
         operand = as_operand(weights, plan.problem)
         plan.value_columns.expand(self.dv_acc, operand, block.o_smem.at[o_slot])
         ds = self.load_ds(weights, o_slot)
@@ -349,7 +345,7 @@ class _Consumer:
         if not plan.weights_first:
             self.await_d_out(o_slot, mask, j)
             self.issue_d_weights(o_slot)
-        if plan.has_cap:
+        if plan.problem.has_cap:
             operand, weights = self.load_capped_weights(
                 loaded, mask, j, equal_ids, o_slot, key_words, wait_n=wait_n
             )
@@ -359,8 +355,8 @@ class _Consumer:
         if plan.weights_first:
             self.await_d_out(o_slot, mask, j)
             self.issue_d_weights(o_slot)
-        if not plan.has_cap:
-            weights = _masked(weights, mask, j, equal_ids, loaded)
+        if not plan.problem.has_cap:
+            weights = masked(weights, mask, j, equal_ids, loaded)
             weights = self.dropped(weights, key_words, slot)
             operand = as_operand(weights, plan.problem)
         plan.value_columns.expand(self.dv_acc, operand, block.o_smem.at[o_slot])
@@ -381,7 +377,7 @@ class _Consumer:
 
     def step_with_dq_or_after(self, j, mask, far, load_elements, index, key_words) -> None:
         """What rows far from 0 take is too much beside a bias and dropout."""
-        is_after = far and self.plan.problem.has_bias and self.plan.has_dropout
+        is_after = far and self.plan.problem.has_bias and self.plan.problem.has_dropout
         step = self.step_after_dq if is_after else self.step_with_dq
         step(j, mask, far, load_elements, index, key_words)
 
@@ -446,19 +442,17 @@ class _Consumer:
             code_fence(j)
 
     def load_start(self, slot):
-        start = plgpu.load(self.block.start_smem.at[slot, 0], layout=QUERIES)
-        return per_query(start, KEYS)
+        return load_per_query(self.block.start_smem.at[slot, 0], KEYS)
 
     def load_query_words(self, slot):
-        words = plgpu.load(self.block.start_smem.at[slot, self.plan.words_row], layout=QUERIES)
-        return lax.bitcast_convert_type(words, jnp.int32)
+        return load_words(self.block.start_smem.at[slot, self.plan.words_row])
 
     # --- products and weights ---
 
     def issue_logits(self, slot, index) -> None:
         block, plan = self.block, self.plan
         # What a cap is for must come alone.
-        alone = plan.has_cap
+        alone = plan.problem.has_cap
         self.s_acc[...] = zero_tile(KEYS, plan.config.block_q) if alone else self.load_start(slot)
         k = block.k_smem.at[block.k_slot(index) + fresh_zero(), :, self.own]
         plan.key_columns.contract(self.s_acc, k, block.q_smem.at[slot])
@@ -488,7 +482,7 @@ class _Consumer:
 
     def dropped(self, weights, key_words, slot):
         """The weights, negative where they are dropped."""
-        if not self.plan.has_dropout:
+        if not self.plan.problem.has_dropout:
             return weights
         query_words = self.load_query_words(slot)
         return negated_transposed(weights, key_words, query_words, self.plan.problem)
@@ -498,9 +492,9 @@ class _Consumer:
         plan = self.plan
         products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=wait_n)
         logits, _ = soft_cap.capped(products, loaded, plan.problem, branches=plan.cap_branches)
-        logits = _masked(logits, mask, j, equal_ids, loaded, soft_cap.UNSEEN)
+        logits = masked(logits, mask, j, equal_ids, loaded, soft_cap.UNSEEN)
         words = None
-        if plan.has_dropout:
+        if plan.problem.has_dropout:
             query_words = self.load_query_words(slot)
             words = spread(key_words, logits.shape), per_query(query_words, KEYS)
         return soft_cap.capped_weights(logits, self.load_start(slot), plan.problem, words)
@@ -510,11 +504,10 @@ class _Consumer:
         d_weights = plgpu.wgmma_accumulator_load(self.dp_acc, wait_n=plan.value_columns.tiles)
         minus_delta = (
             block.start_smem.at[slot, plan.words_row + 1]
-            if plan.has_dropout
+            if plan.problem.has_dropout
             else block.delta_smem.at[slot]
         )
-        minus_delta = per_query(plgpu.load(minus_delta, layout=QUERIES), KEYS)
-        ds = d_logits(weights, d_weights, minus_delta, plan.problem)
+        ds = d_logits(weights, d_weights, load_per_query(minus_delta, KEYS), plan.problem)
         return ds.astype(plan.problem.dtype)
 
     def issue_late_dq(self, parity, index) -> None:
@@ -559,7 +552,7 @@ class _Consumer:
             row = fresh_rows() + KEYS * self.number
             seen = (row >= first) & (row < end)
             dk, dv = (jnp.where(spread(seen, x.shape), x, 0.0) for x in (dk, dv))
-        if plan.has_dropout:
+        if plan.problem.has_dropout:
             dv *= 1.0 / problem.kept_share
         self.dk_acc[...] = zero_tile(KEYS, plan.key_columns.size)
         self.dv_acc[...] = zero_tile(KEYS, plan.value_columns.size)
@@ -574,13 +567,6 @@ class _Consumer:
             columns.put(staging, d_value, anew=True)
         fence_async_shared()
         block.gradients_staged.arrive(0)
-
-
-def _masked(weights, mask, j, equal_ids, loaded, fill=0.0):
-    """Weights, or logits, with `fill` where a query does not see a key."""
-    if mask is not None:
-        weights = mask(weights, j, equal_ids, fill)
-    return masked_by_element(weights, loaded, fill)
 
 
 # --- the producer ---------------------------------------------------------------------------------
@@ -638,7 +624,7 @@ class _Producer:
         block.v_free.wait(0)
         self.load_value(block.after(index))
         if plan.with_query_gradient:
-            if plan.has_dropout:  # read anew, or the producer spills
+            if plan.problem.has_dropout:  # read anew, or the producer spills
                 steps = walk.steps(index + fresh_zero())
             self.add_dq(index, walk.number(index), steps - 1)
         self.send_gradients(index)
@@ -656,7 +642,9 @@ class _Producer:
         """What `walk.locate` gives, of the number at hand or read anew."""
         if self.plan.keeps_numbers:
             return self.block.tiles.locate(number)
-        return self.block.walk.locate(index + fresh_zero() if self.plan.has_dropout else index)
+        return self.block.walk.locate(
+            index + fresh_zero() if self.plan.problem.has_dropout else index
+        )
 
     # --- loads ---
 
@@ -746,7 +734,7 @@ class _Producer:
 
     def await_zeros(self, index) -> None:
         """Waits until what a tile adds to is zero."""
-        section, zeroed = self.zeroed()
+        section, zeroed = self.plan.zeroed_ahead
         if not zeroed:
             return
         walk, tiles = self.block.walk, self.block.tiles
@@ -759,7 +747,7 @@ class _Producer:
 
     def zero_ahead(self, index) -> None:
         """Zeros a tile's part of dQ of a head of the section after its own."""
-        section, zeroed = self.zeroed()
+        section, zeroed = self.plan.zeroed_ahead
         if not zeroed:
             return
         block, plan, tiles = self.block, self.plan, self.block.tiles
@@ -779,10 +767,6 @@ class _Producer:
 
             of_section = lax.div(kv_head_of_all, jnp.int32(section))
             add_when_stored(block.walk.prepared_tiles(of_section))
-
-    def zeroed(self) -> tuple[int, range]:
-        """Key heads of a section, and those whose dQ tiles zero."""
-        return self.plan.zeroed_ahead
 
     # --- what is sent ---
 

@@ -36,7 +36,6 @@ named barrier for each of these, the consumers arrive and the producer waits. A 
 each tile that is sent; the receipt of one is what lets the other overwrite it.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -54,10 +53,16 @@ from pallas_kernels.config import BackwardKeyConfig, Problem
 from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
 from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
 from pallas_kernels.elements import biased
-from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.far_rows import shared_by_key, weights_by_key
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.key_tiles import QUERIES, Section, Walk, per_query
+from pallas_kernels.key_tiles import (
+    Section,
+    Walk,
+    load_per_query,
+    load_words,
+    masked,
+    per_query,
+)
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.primitives import (
     commit_smem,
@@ -70,6 +75,7 @@ from pallas_kernels.primitives import (
     send_tile,
     store_by_quads,
     store_operand,
+    with_twins,
     zero_tile,
 )
 
@@ -194,10 +200,7 @@ class _ThreadBlock:
         (
             self.weights_sent, self.ds_sent, self.late_free, self.q_free, self.o_free, self.k_free,
             self.v_free,
-        ) = (
-            dataclasses.replace(barriers, twins=twins and twins[name])
-            for name, barriers in plan.barriers.items()
-        )  # fmt: skip
+        ) = with_twins(plan.barriers, twins)  # fmt: skip
         self.walk, refs = Walk.of_refs(plan.tiles, lax.axis_index("block"), refs)
         self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, *results = refs
         self.dk, self.dv, *self.ds = results
@@ -238,17 +241,15 @@ class _Consumer:
         self.dk_acc, self.dv_acc, self.tile_acc = dk_acc, dv_acc, tile_acc
 
     def load_start(self, slot):
-        start = plgpu.load(self.block.start_smem.at[slot, 0], layout=QUERIES)
-        return per_query(start, self.plan.config.block_kv)
+        return load_per_query(self.block.start_smem.at[slot, 0], self.plan.config.block_kv)
 
     def load_query_words(self, slot):
-        words = plgpu.load(self.block.start_smem.at[slot, self.plan.words_row], layout=QUERIES)
-        return lax.bitcast_convert_type(words, jnp.int32)
+        return load_words(self.block.start_smem.at[slot, self.plan.words_row])
 
     def capped_weights(self, logits, slot, key_words):
         """Weights of capped logits: operand of dV, and times the derivative of the cap."""
         words = None
-        if self.plan.has_dropout:
+        if self.plan.problem.has_dropout:
             query_words = per_query(self.load_query_words(slot), self.plan.config.block_kv)
             words = spread(key_words, logits.shape), query_words
         return soft_cap.capped_weights(logits, self.load_start(slot), self.plan.problem, words)
@@ -333,22 +334,23 @@ class _Weights(_Consumer):
         loaded = load_elements(j)
         logits = plgpu.wgmma_accumulator_load(self.tile_acc, wait_n=self.keys.tiles)
         block.k_free.arrive(0, when=j + 1 == end)
-        if plan.has_cap:
+        equal_ids = lambda: mask.equal_ids(j) if mask is not None else None
+        if plan.problem.has_cap:
             logits, _ = soft_cap.capped(logits, loaded, plan.problem, branches=False)
-            logits = _masked(logits, mask, j, loaded, soft_cap.UNSEEN)
+            logits = masked(logits, mask, j, equal_ids(), loaded, soft_cap.UNSEEN)
             send_tile(block.weights_mail, logits)
             operand, _ = self.capped_weights(logits, slot, key_words)
         else:
             weights = self.weights_of(logits, loaded, slot, far=far)
-            weights = _masked(weights, mask, j, loaded)
-            if plan.has_dropout:  # negative where they are dropped
+            weights = masked(weights, mask, j, equal_ids(), loaded)
+            if plan.problem.has_dropout:  # negative where they are dropped
                 words = self.load_query_words(slot)
                 weights = negated_transposed(weights, key_words, words, plan.problem)
             send_tile(block.weights_mail, weights)
         block.weights_sent.arrive(0)
         plgpu.barrier_wait(block.o_full.at[slot])
         d_out = self.d_out(slot)
-        if not plan.has_cap:
+        if not plan.problem.has_cap:
             operand = as_operand(weights, plan.problem)
         self.values.expand(self.dv_acc, operand, d_out)
         fence_async_shared()  # TMA will overwrite the row statistics that were read
@@ -365,7 +367,9 @@ class _Weights(_Consumer):
         plgpu.barrier_wait(block.q_full.at[slot])
         # What a cap is for must come alone.
         self.tile_acc[...] = (
-            zero_tile(config.block_kv, config.block_q) if plan.has_cap else self.load_start(slot)
+            zero_tile(config.block_kv, config.block_q)
+            if plan.problem.has_cap
+            else self.load_start(slot)
         )
         plan.keys.right.contract(self.tile_acc, k_right, block.q_smem.at[slot])
         plgpu.barrier_wait(block.late_full.at[block.late_slot_of(j)])
@@ -405,13 +409,6 @@ class _Weights(_Consumer):
         block.late_free.arrive(block.late_slot_of(j - 1))
 
 
-def _masked(weights, mask, j, loaded, fill=0.0):
-    """Weights, or logits, with `fill` where a query does not see a key."""
-    if mask is not None:
-        weights = mask(weights, j, mask.equal_ids(j), fill)
-    return masked_by_element(weights, loaded, fill)
-
-
 class _DLogits(_Consumer):
     """Gradients of logits, which it sends, and the right columns of the gradients."""
 
@@ -425,7 +422,7 @@ class _DLogits(_Consumer):
         block, plan, walk = self.block, self.plan, self.block.walk
         end = j + walk.steps(index)
         plgpu.barrier_wait(block.v_full)
-        key_words = walk.key_words(index, 0) if plan.has_cap else None
+        key_words = walk.key_words(index, 0) if plan.problem.has_cap else None
         to_stored = self.first_stored(index) - j if plan.stored_heads else None
         step = functools.partial(self.step, key_words=key_words, end=end, to_stored=to_stored)
         step(j, is_first=True)
@@ -457,7 +454,7 @@ class _DLogits(_Consumer):
         block.weights_sent.wait(0)
         weights = receive_tile(block.weights_mail, config.block_q, jnp.float32)
         d_out = self.d_out(slot)
-        if plan.has_cap:
+        if plan.problem.has_cap:
             plgpu.barrier_wait(block.q_full.at[slot])  # for the start of its logits
             operand, weights = self.capped_weights(weights, slot, key_words)
         else:
@@ -465,14 +462,13 @@ class _DLogits(_Consumer):
         self.values.expand(self.dv_acc, operand, d_out)
         d_weights = plgpu.wgmma_accumulator_load(self.tile_acc, wait_n=self.values.tiles)
         block.v_free.arrive(0, when=j + 1 == end)
-        minus_delta = plgpu.load(block.delta_smem.at[slot], layout=QUERIES)
-        minus_delta = per_query(minus_delta, config.block_kv)
+        minus_delta = load_per_query(block.delta_smem.at[slot], config.block_kv)
         ds = d_logits(weights, d_weights, minus_delta, plan.problem).astype(plan.problem.dtype)
         send_tile(block.ds_mail, ds)
         block.ds_sent.arrive(0)
         for ds_ref in block.ds:
             store_by_quads(ds_ref.at[j + to_stored], ds)
-        if not plan.has_cap:
+        if not plan.problem.has_cap:
             plgpu.barrier_wait(block.q_full.at[slot])
         self.keys.expand(self.dk_acc, ds, block.q_smem.at[slot])
         fence_async_shared()  # as above

@@ -17,7 +17,12 @@ from pallas_kernels.config import (
     whole_tiles,
 )
 from pallas_kernels.key_tiles import KeyTiles, Section
-from pallas_kernels.primitives import NamedBarriers, fresh_zero, mail_shape
+from pallas_kernels.primitives import (
+    NamedBarriers,
+    fresh_zero,
+    mail_shape,
+    twins_of,
+)
 
 CONSUMERS = BACKWARD_CONSUMERS
 STAGES = 2  # slots of Q and of dO, as many as fit; see `_Producer.loads_of_step` for why not 1
@@ -121,18 +126,12 @@ class Plan:
         return 1.0 / self.problem.kept_share
 
     @property
-    def has_cap(self) -> bool:
-        return self.problem.soft_cap is not None
-
-    @property
-    def has_dropout(self) -> bool:
-        return bool(self.problem.dropout)
-
-    @property
     def crowded(self) -> bool:
         """Whether registers are short."""
         p = self.problem
-        return p.has_elements or (self.has_cap and (self.has_dropout or p.segmented))
+        return p.has_elements or (
+            self.problem.has_cap and (self.problem.has_dropout or p.segmented)
+        )
 
     @property
     def words_row(self) -> int:
@@ -142,7 +141,7 @@ class Plan:
     @property
     def together(self) -> int:
         """Rows of what comes together."""
-        return self.words_row + int(self.has_dropout)
+        return self.words_row + int(self.problem.has_dropout)
 
     @functools.cached_property
     def barriers(self) -> dict[str, NamedBarriers]:
@@ -184,5 +183,5 @@ class Plan:
             o_full=plgpu.Barrier(num_arrivals=self.values.tiles + 1, num_barriers=STAGES),
         )
         if interpret:
-            found["twins"] = {name: x.scratch() for name, x in self.barriers.items()}
+            found["twins"] = twins_of(self.barriers)
         return found

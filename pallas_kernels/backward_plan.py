@@ -18,7 +18,13 @@ from pallas_kernels.config import (
 )
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import KeyTiles
-from pallas_kernels.primitives import NamedBarriers, SharedZeros, fragment_shape, operand_form
+from pallas_kernels.primitives import (
+    NamedBarriers,
+    SharedZeros,
+    fragment_shape,
+    operand_form,
+    twins_of,
+)
 
 CONSUMERS = BACKWARD_CONSUMERS
 KEYS = 64  # of a consumer: the M of a wgmma
@@ -91,14 +97,6 @@ class Plan:
     def is_wide(self) -> bool:
         return self.problem.widest > 64
 
-    @property
-    def has_cap(self) -> bool:
-        return self.problem.soft_cap is not None
-
-    @property
-    def has_dropout(self) -> bool:
-        return bool(self.problem.dropout)
-
     # --- tiles ---
 
     @functools.cached_property
@@ -112,7 +110,7 @@ class Plan:
     def draws(self) -> bool:
         """Whether thread blocks draw their tiles, and zero dQ, if there is, of those to come."""
         p = self.problem
-        if self.has_cap or self.has_dropout:  # registers are too short
+        if self.problem.has_cap or self.problem.has_dropout:  # registers are too short
             return False
         if p.by_batch and self.is_wide:
             return True
@@ -159,7 +157,7 @@ class Plan:
     @property
     def together(self) -> int:
         """Rows of that array."""
-        return self.words_row + (2 if self.has_dropout else 0)
+        return self.words_row + (2 if self.problem.has_dropout else 0)
 
     # --- registers ---
 
@@ -169,7 +167,7 @@ class Plan:
 
         At width 64 causal tiles of few steps would take 5% longer, with dropout it would spill.
         """
-        return (self.is_wide or self.problem.by_batch) and not self.has_dropout
+        return (self.is_wide or self.problem.by_batch) and not self.problem.has_dropout
 
     @property
     def early_weights(self) -> bool:
@@ -180,25 +178,25 @@ class Plan:
         one_tile_each = self.key_columns.tiles == self.value_columns.tiles == 1
         simple = one_tile_each and not (self.tiles.any_mask or p.group > 1)
         narrow = not self.is_wide and not (p.segmented and p.group > 1)
-        return (simple and not self.has_dropout) or narrow
+        return (simple and not self.problem.has_dropout) or narrow
 
     @property
     def weights_first(self) -> bool:
         """Whether there are none for dP' beside S'."""
-        return self.problem.has_elements or self.has_cap
+        return self.problem.has_elements or self.problem.has_cap
 
     def dq_first(self, has_elements_of_queries: bool) -> bool:
         """Whether there are none for dQ of the step before beside S'. Then that is done first."""
         p = self.problem
-        beside_dropout = self.has_dropout and (self.is_wide or (p.has_bias and p.has_mask))
+        beside_dropout = self.problem.has_dropout and (self.is_wide or (p.has_bias and p.has_mask))
         beside_ids = p.has_bias and (p.segmented or (p.dynamic and self.is_wide))
-        return self.has_cap or (has_elements_of_queries and (beside_dropout or beside_ids))
+        return self.problem.has_cap or (has_elements_of_queries and (beside_dropout or beside_ids))
 
     @property
     def crowded(self) -> bool:
         """Whether addresses are made anew in each step."""
         p = self.problem
-        if self.has_cap or self.has_dropout or p.segmented or p.has_bias:
+        if self.problem.has_cap or self.problem.has_dropout or p.segmented or p.has_bias:
             return True
         if self.is_wide or not self.tiles.any_mask:
             return False
@@ -217,7 +215,7 @@ class Plan:
         Beside dropout one loop more would spill; in H64-causal-ragged-dropout one less would.
         """
         return (
-            self.has_dropout
+            self.problem.has_dropout
             and self.with_query_gradient
             and (self.is_wide or self.problem.has_mask)
         )
@@ -234,7 +232,7 @@ class Plan:
     @property
     def registers(self) -> tuple[int, int]:
         p = self.problem
-        if self.has_cap and p.by_batch and self.with_query_gradient and p.widest == 128:
+        if self.problem.has_cap and p.by_batch and self.with_query_gradient and p.widest == 128:
             return 232, 40  # the producer spills with fewer
         return self.config.registers
 
@@ -275,7 +273,7 @@ class Plan:
         """Types of shared memory and barriers, by name."""
         keys, values, dtype = self.key_columns, self.value_columns, self.problem.dtype
         block_q, stages = self.config.block_q, self.config.stages
-        of_delta = int(not self.has_dropout)  # else it comes with start
+        of_delta = int(not self.problem.has_dropout)  # else it comes with start
         found: dict[str, Any] = dict(
             k_smem=keys.smem(K_SLOTS, BLOCK_KV, dtype=dtype),
             v_smem=values.smem(1, BLOCK_KV, dtype=dtype),
@@ -294,7 +292,7 @@ class Plan:
         )
         # What thread blocks draw stands behind delta: there is no room for more, as each ref takes
         # whole KB.
-        if not self.has_dropout:
+        if not self.problem.has_dropout:
             found["delta_smem"] = plgpu.SMEM((stages + int(self.draws), block_q), jnp.float32)
         if self.draws:
             found["first_full"] = plgpu.Barrier(num_arrivals=1)
@@ -303,7 +301,7 @@ class Plan:
         if self.with_query_gradient:
             found["dq_smem"] = plgpu.SMEM((CONSUMERS, *fragment_shape(DQ_TILE)), jnp.float32)
         if interpret:
-            found["twins"] = {name: x.scratch() for name, x in self.barriers.items()}
+            found["twins"] = twins_of(self.barriers)
         return found
 
 

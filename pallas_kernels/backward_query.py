@@ -67,6 +67,8 @@ from pallas_kernels.primitives import (
     keep_columns_to,
     load_intervals,
     load_rows,
+    twins_of,
+    with_twins,
     zero_tile,
 )
 
@@ -263,10 +265,6 @@ class _Plan:
     def value_columns(self) -> Columns:
         return Columns.whole(self.problem.value_width)
 
-    @property
-    def has_cap(self) -> bool:
-        return self.problem.soft_cap is not None
-
     # --- registers ---
 
     @property
@@ -283,7 +281,7 @@ class _Plan:
     def weights_first(self) -> bool:
         """Whether there are none for dP: beside a cap, or elements and 256 columns of dQ."""
         beside_elements = self._is_wide and self.problem.has_elements
-        return self.crowded or self.has_cap or beside_elements
+        return self.crowded or self.problem.has_cap or beside_elements
 
     # --- tiles ---
 
@@ -371,7 +369,7 @@ class _Plan:
             v_full=plgpu.Barrier(num_arrivals=values.tiles, num_barriers=v_stages),
         )
         if interpret:
-            found["twins"] = {name: x.scratch() for name, x in self.barriers.items()}
+            found["twins"] = twins_of(self.barriers)
         return found
 
 
@@ -440,10 +438,7 @@ class _ThreadBlock:
         self.dropout, refs = DropoutRefs.split(problem, refs[count:])
         self.elements, refs = ElementRefs.split(problem, refs)
         self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, self.dq = refs
-        self.k_free, self.v_free = (
-            dataclasses.replace(barriers, twins=twins and twins[name])
-            for name, barriers in plan.barriers.items()
-        )
+        self.k_free, self.v_free = with_twins(plan.barriers, twins)
         self.warpgroup = lax.axis_index("warpgroup")
         self._number = lax.axis_index("block")
         self.blocks = self.ordered(2)
@@ -647,7 +642,7 @@ class _Consumer:
     def weights(self, logits, loaded, mask: Callable | None):
         """Weights; of rows far from 0, a share short of them, where dQ is multiplied with it."""
         problem = self.plan.problem
-        if self.plan.has_cap:
+        if self.plan.problem.has_cap:
             logits, _ = soft_cap.capped(logits, loaded, problem)
             if mask:
                 logits = mask(logits, fill=soft_cap.UNSEEN)
@@ -672,7 +667,7 @@ class _Consumer:
         # dQ leaves from where Q was, once all warps have read it.
         plgpu.commit_smem()
         factor: float | jax.Array = problem.scale * problem.d_logit_unit
-        if not (plan.has_cap or problem.has_bias):
+        if not (plan.problem.has_cap or problem.has_bias):
             _, share = self.start_and_share()
             factor = spread(share * factor, dq.shape)
         own_q = block.q_smem[plan.part].at[block.warpgroup]

@@ -94,6 +94,14 @@ class Problem:
         return self.scale if self.soft_cap is None else self.soft_cap
 
     @property
+    def has_cap(self) -> bool:
+        return self.soft_cap is not None
+
+    @property
+    def has_dropout(self) -> bool:
+        return self.dropout > 0
+
+    @property
     def adds_bias(self) -> bool:
         """Whether logits are no more than what a bias is added to: the cap bounds all others."""
         return self.has_bias and self.soft_cap is None

@@ -192,7 +192,7 @@ class _Producer:
         if block.drawn:
             return *block.drawn.each(self.begin, self.load_tile, first_step), block.no_rows
         if self.plan.config.query_buffers > 1:
-            self.load_queries(self.begin)
+            block.load_queries(self.begin, self.locate(self.begin))
         steps = lax.fori_loop(self.begin, self.end, self.load_tile, first_step)
         return self.end, steps, block.no_rows
 
@@ -200,8 +200,7 @@ class _Producer:
         block = self.block
         if block.drawn:
             return self.plan.tiles.locate(block.drawn.number(index))
-        anew = self.plan.registers_are_scarce
-        return self.plan.tiles.locate(block.listed(1 + index - self.begin, anew=anew))
+        return self.plan.tiles.locate(block.listed(1 + index - self.begin))
 
     def load_tile(self, index, steps):
         """Keys and values of a tile, and queries, of the next tile where these are listed."""
@@ -233,10 +232,10 @@ class _Producer:
 
         load_key(jnp.int32(0))
         if block.drawn:  # the next tile is drawn too late for queries ahead
-            self.load_queries(index)
+            block.load_queries(index, self.locate(index))
         else:
             wanted = index + (plan.config.query_buffers - 1)
-            pl.when(wanted < self.end)(lambda: self.load_queries(wanted))
+            pl.when(wanted < self.end)(lambda: block.load_queries(wanted, self.locate(wanted)))
         load_last = lambda: load_value(blocks - 1)
         if block.drawn:
             block.drawn.load_and_draw(index, self.begin > 0, blocks, load_pair, load_last)
@@ -244,15 +243,6 @@ class _Producer:
             pl.loop(jnp.int32(1), blocks)(load_pair)
             load_last()
         return steps + blocks
-
-    def load_queries(self, index) -> None:
-        block, plan = self.block, self.plan
-        tile, batch, head = self.locate(index)
-        buffer = block.query_buffer(index)
-        pl.when(index >= plan.config.query_buffers)(lambda: block.q_free.wait(buffer))
-        for w in range(plan.config.consumers):
-            source = block.q.at[batch, pl.ds(plan.tiles.first_row(tile, w), ROWS), head]
-            plan.key_columns.load(source, block.q_smem.at[buffer, w], block.q_full.at[buffer])
 
     def load_bias(self, place, first_key, slot) -> None:
         """A bias that comes by TMA: of keys, or in tiles of each consumer's rows."""
@@ -275,7 +265,7 @@ def _consume(block: ThreadBlock) -> None:
     plan = block.plan
     plgpu.set_max_registers(plan.config.registers[0], action="increase")
     is_last = block.warpgroup == plan.config.consumers - 1
-    pl.when(is_last)(lambda: _pass_turn(block))  # warpgroup 0 begins
+    pl.when(is_last)(block.pass_turn)  # warpgroup 0 begins
     accumulators = (
         plgpu.ACC((ROWS, plan.value_columns.size), jnp.float32),
         plgpu.ACC((ROWS, plan.config.block_kv), jnp.float32),
@@ -286,10 +276,6 @@ def _consume(block: ThreadBlock) -> None:
         return pl.run_scoped(walk, *accumulators)
 
     block.rounds(one_round)
-
-
-def _pass_turn(block: ThreadBlock) -> None:
-    block.turn.arrive(lax.rem(block.warpgroup + 1, jnp.int32(block.plan.config.consumers)))
 
 
 class _Consumer:
@@ -459,7 +445,7 @@ class _Consumer:
             bounds = rows.bounds(tile, batch)
             ids = rows.ids(tile, batch, j) if comparing else None
             bits = None if comparing else rows.bits(tile, batch, j, near=exact)
-            if plan.any_mask:
+            if plan.tiles.any_mask:
                 mask = lambda values: rows.masked(
                     values, tile, end_block - 1 - j, bounds(), bits, ids=ids, near=exact
                 )
@@ -467,16 +453,16 @@ class _Consumer:
         looks = exact or plan.exact_throughout  # for maxima
         plgpu.barrier_wait(block.k_full.at[k_slot])
         self.put_bias(k_slot, exact=looks)
-        block.turn.wait(block.warpgroup)
+        block.take_turn()
         self.issue_logits(block.query_buffer(index), k_slot)
         self.issue_output(weights, v_slot)
         if not config.products_first:
-            _pass_turn(block)
+            block.pass_turn()
         loaded = rows.load_elements(lambda: number, j)
         products = self.load_logits()
         if config.products_first:
             output = self.load_output()
-            _pass_turn(block)
+            block.pass_turn()
             block.k_free.arrive(k_slot)
             block.v_free.arrive(v_slot)
             code_fence(end_block)
@@ -484,7 +470,7 @@ class _Consumer:
             block.k_free.arrive(k_slot)
         weights, correction, state = rows.weights(products, loaded, state, mask, looks=looks)
         first_key = (end_block - 1 - j) * config.block_kv
-        if plan.cap_beside_lengths and plan.has_dropout:  # only now: registers are short
+        if plan.cap_beside_lengths and plan.problem.has_dropout:  # only now: registers are short
             words = rows.words(*locate_anew())
         dropped = block.dropout.dropped(words, batch, first_key, config.block_kv)
         if not config.products_first:
@@ -621,10 +607,10 @@ class _Consumer:
             plgpu.barrier_wait(block.k_full.at[k_slot])
 
         self.put_bias(k_slot)
-        block.turn.wait(block.warpgroup)
+        block.take_turn()
         self.issue_logits(buffer, k_slot)
         self.issue_output(weights, v_slot)
-        _pass_turn(block)
+        block.pass_turn()
         loaded = rows.load_elements(lambda: following, jnp.int32(0), is_first=True)
         logits = self.load_logits()
         pl.when(there())(lambda: block.k_free.arrive(k_slot))
@@ -652,9 +638,9 @@ class _Consumer:
         block.q_free.arrive(0)
         inverse, too_low = self.rows.finish(state, too_low, tile, batch, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        block.turn.wait(block.warpgroup)
+        block.take_turn()
         self.issue_output(weights, block.slot(steps - 1))
-        _pass_turn(block)
+        block.pass_turn()
         output = self.load_output()
         block.v_free.arrive(block.slot(steps - 1))
         self.store_output(output, inverse, tile, batch, head)

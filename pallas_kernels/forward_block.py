@@ -1,9 +1,9 @@
 """What the producer and the consumers of a thread block of the forward share."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
@@ -11,11 +11,76 @@ from pallas_kernels import tickets
 from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
 from pallas_kernels.forward_plan import Plan
-from pallas_kernels.primitives import fresh_zero
-from pallas_kernels.row_masks import RowMasks, in_each_row
+from pallas_kernels.primitives import fresh_zero, with_twins
+from pallas_kernels.row_masks import ROWS, RowMasks, in_each_row
 
 
-class ThreadBlock:
+class Block:
+    """What both forwards know of their tiles.
+
+    Attributes:
+      plan: of the kernel.
+      q, q_smem, q_full, q_free: of queries, in global memory and in buffers.
+      turn: a named barrier a consumer.
+      warpgroup: index of this one; the consumers come first.
+      schedule, key_blocks: refs of what `Tiles.with_lists` or `with_tickets` gives.
+      number: of the thread block.
+    """
+
+    plan: Any
+    q: Any
+    q_smem: Any
+    q_full: Any
+    q_free: Any
+    turn: Any
+    warpgroup: Any
+    schedule: Any
+    key_blocks: Any
+    number: Any
+
+    def listed(self, column, *, anew: bool | None = None):
+        """An entry of this thread block's list, whose address is made anew if registers are few."""
+        anew = self.plan.registers_are_scarce if anew is None else anew
+        return self.schedule[self.number + fresh_zero() if anew else self.number, column]
+
+    def slot(self, step):
+        """Of K, and of V where that has as many."""
+        return lax.rem(step, jnp.int32(self.plan.config.stages))
+
+    def query_buffer(self, index):
+        buffer = lax.rem(index, jnp.int32(self.plan.config.query_buffers))
+        return buffer + fresh_zero() if self.plan.registers_are_scarce else buffer
+
+    def needs(self, tile, batch, column):
+        """An entry of `Tiles.key_blocks`."""
+        entry = (batch, tile, column) if self.plan.problem.by_batch else (tile, column)
+        return self.key_blocks[entry]
+
+    def end_of(self, tile, batch):
+        """The end of the first key block of a tile, in blocks."""
+        return self.needs(tile, batch, 3 if self.plan.problem.has_far_edge else 0)
+
+    def take_turn(self) -> None:
+        self.turn.wait(self.warpgroup)
+
+    def pass_turn(self) -> None:
+        self.turn.arrive(lax.rem(self.warpgroup + 1, jnp.int32(self.plan.config.consumers)))
+
+    def load_queries(self, index, place) -> None:
+        """Those of a tile, when their buffer is free.
+
+        Args:
+          place: tile, batch entry and head.
+        """
+        plan, (tile, batch, head) = self.plan, place
+        buffer = self.query_buffer(index)
+        pl.when(index >= plan.config.query_buffers)(lambda: self.q_free.wait(buffer))
+        for w in range(plan.config.consumers):
+            source = self.q.at[batch, pl.ds(plan.tiles.first_row(tile, w), ROWS), head]
+            plan.key_columns.load(source, self.q_smem.at[buffer, w], self.q_full.at[buffer])
+
+
+class ThreadBlock(Block):
     """Operands, results, buffers and barriers, and the tiles that it walks over.
 
     Attributes:
@@ -43,14 +108,11 @@ class ThreadBlock:
         self.q_full, self.k_full, self.v_full = q_full, k_full, v_full
         (
             self.turn, self.k_free, self.v_free, self.q_free, self.block_vote, self.unseen_values
-        ) = (
-            dataclasses.replace(barriers, twins=twins and twins[name])
-            for name, barriers in plan.barriers.items()
-        )  # fmt: skip
+        ) = with_twins(plan.barriers, twins)  # fmt: skip
 
-        self._schedule, *rest = refs
+        self.schedule, *rest = refs
         drawn_refs, rest = rest[: int(by_batch)], rest[int(by_batch) :]
-        self._key_blocks, self.q, self.k, self.v, *rest = rest
+        self.key_blocks, self.q, self.k, self.v, *rest = rest
         *rest, self.o, self.lse, self.references = rest
         # Intervals come first, then the reach of tiles, ids, words, elements and sinks.
         intervals, rest = rest[: int(by_batch)], rest[int(by_batch) :]
@@ -69,50 +131,28 @@ class ThreadBlock:
         )
 
         self.warpgroup = lax.axis_index("warpgroup")
-        self._number = lax.axis_index("block")
+        self.number = lax.axis_index("block")
         self.no_rows = in_each_row(jnp.int32(0))
         self.drawn = None
         if by_batch:
             (drawn_ref,) = drawn_refs
             entries_ref, entries_full = entries
             self.drawn = tickets.TicketsInRounds(
-                self._schedule,
+                self.schedule,
                 drawn_ref,
                 entries_ref,
                 plan.tiles.count,
                 plan.tiles.thread_blocks,
-                lambda: self._number,
+                lambda: self.number,
                 entries_full,
             )
         else:
-            self._tile_count = self.listed(0, anew=plan.registers_are_scarce)
-
-    def listed(self, column, *, anew: bool):
-        """An entry of this thread block's list, whose address is made anew or kept."""
-        number = self._number + fresh_zero() if anew else self._number
-        return self._schedule[number, column]
+            self._tile_count = self.listed(0)
 
     def tile_count(self):
         """Of the list."""
         scarce = self.plan.registers_are_scarce
-        return self.listed(0, anew=True) if scarce else self._tile_count
-
-    def slot(self, step):
-        """Of K and V."""
-        return lax.rem(step, jnp.int32(self.plan.config.stages))
-
-    def query_buffer(self, index):
-        buffer = lax.rem(index, jnp.int32(self.plan.config.query_buffers))
-        return buffer + fresh_zero() if self.plan.registers_are_scarce else buffer
-
-    def needs(self, tile, batch, column):
-        """An entry of `Tiles.key_blocks`."""
-        entry = (batch, tile, column) if self.plan.problem.by_batch else (tile, column)
-        return self._key_blocks[entry]
-
-    def end_of(self, tile, batch):
-        """The end of the first key block of a tile, in blocks."""
-        return self.needs(tile, batch, 3 if self.plan.problem.has_far_edge else 0)
+        return self.listed(0) if scarce else self._tile_count
 
     def rounds(self, one_round: Callable[[Any, Any], tuple]) -> None:
         """Runs a round over all tiles, and another if a reference was too low.

@@ -47,6 +47,7 @@ from jax import lax
 from pallas_kernels import half_softmax, online_softmax, segments
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardFP8Config, Problem
+from pallas_kernels.forward_block import Block
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.half_softmax import SUM_LIMIT
 from pallas_kernels.interpret import interpreting
@@ -57,11 +58,12 @@ from pallas_kernels.primitives import (
     code_fence,
     fence_async_shared,
     float8_operand,
-    fresh_zero,
     load_rows,
     store_rows,
     to_float8,
     transpose_float8,
+    twins_of,
+    with_twins,
     zero_tile,
 )
 from pallas_kernels.row_masks import ROWS, RowMasks
@@ -164,15 +166,8 @@ class _Plan:
     def tiles(self) -> Tiles:
         return Tiles(self.problem, self.config)
 
-    @functools.cached_property
-    def any_mask(self) -> bool:
-        """Whether any step has one, but for segment ids."""
-        if self.problem.has_far_edge:
-            return True
-        return not self.problem.by_batch and bool(self.tiles.key_blocks()[:, 1].any())
-
     @property
-    def registers_are_short(self) -> bool:
+    def registers_are_scarce(self) -> bool:
         """Then addresses and entries of lists are made anew where they are used."""
         p = self.problem
         return max(p.width, p.value_width) > 64 or p.by_batch
@@ -233,7 +228,7 @@ class _Plan:
             turned_full=plgpu.Barrier(num_arrivals=1, num_barriers=c.value_stages),
         )
         if self.interpret:
-            found["twins"] = {name: x.scratch() for name, x in self.barriers.items()}
+            found["twins"] = twins_of(self.barriers)
         return found
 
 
@@ -258,7 +253,7 @@ def _build(
     return plan.tiles.with_lists(kernel)
 
 
-class _ThreadBlock:
+class _ThreadBlock(Block):
     """What producer and consumers share: operands, results, buffers, barriers, and the list.
 
     Attributes:
@@ -281,7 +276,7 @@ class _ThreadBlock:
         self.q_smem, self.k_smem, self.v_smem, self.o_smem = q_smem, k_smem, v_smem, o_smem
         self.turned_smem, self.turned_full = turned_smem, turned_full
         self.q_full, self.k_full, self.v_full = q_full, k_full, v_full
-        self._schedule, self._key_blocks, self.q, self.k, self.v, *rest = refs
+        self.schedule, self.key_blocks, self.q, self.k, self.v, *rest = refs
         self.row_scales, self.key_scales, self.value_scales, self.ratios, *rest = rest
         *optional, self.o, self.lse = rest
         self.masks = RowMasks(
@@ -291,17 +286,9 @@ class _ThreadBlock:
             intervals_ref=optional[0] if problem.dynamic else None,
             ids_refs=optional[int(problem.dynamic) :] if problem.segmented else None,
         )
-        self.turn, self.k_free, self.v_free, self.q_free = (
-            dataclasses.replace(barriers, twins=twins and twins[name])
-            for name, barriers in plan.barriers.items()
-        )
+        self.turn, self.k_free, self.v_free, self.q_free = with_twins(plan.barriers, twins)
         self.warpgroup = lax.axis_index("warpgroup")
-        self._number = lax.axis_index("block")
-
-    def listed(self, column):
-        """An entry of this thread block's list."""
-        short = self.plan.registers_are_short
-        return self._schedule[self._number + fresh_zero() if short else self._number, column]
+        self.number = lax.axis_index("block")
 
     def tile_count(self):
         return self.listed(0)
@@ -309,10 +296,6 @@ class _ThreadBlock:
     def locate(self, index):
         """Tile, batch entry and head of an index of the list."""
         return self.plan.tiles.locate(self.listed(1 + index))
-
-    def slot(self, step):
-        """Of K."""
-        return lax.rem(step, jnp.int32(self.plan.config.stages))
 
     def raw_slot(self, step):
         """Of V before it is turned."""
@@ -322,21 +305,8 @@ class _ThreadBlock:
         """Of V turned."""
         return lax.rem(step, jnp.int32(self.plan.config.value_stages))
 
-    def query_buffer(self, index):
-        buffer = lax.rem(index, jnp.int32(self.plan.config.query_buffers))
-        return buffer + fresh_zero() if self.plan.registers_are_short else buffer
-
     def kv_head_of(self, head):
         return lax.div(head, jnp.int32(self.plan.problem.group))
-
-    def needs(self, tile, batch, column):
-        """An entry of `Tiles.key_blocks`."""
-        entry = (batch, tile, column) if self.plan.problem.by_batch else (tile, column)
-        return self._key_blocks[entry]
-
-    def end_of(self, tile, batch):
-        """The end of the first key block of a tile, in blocks."""
-        return self.needs(tile, batch, 3 if self.plan.problem.has_far_edge else 0)
 
     def over_tiles(self, body: Callable, carry):
         """As `fori_loop`, but for the count, which is in no register during a tile."""
@@ -357,16 +327,12 @@ def _consume(block: _ThreadBlock) -> None:
     plan, config = block.plan, block.plan.config
     plgpu.set_max_registers(config.registers[0], action="increase")
     is_last = block.warpgroup == config.consumers - 1
-    pl.when(is_last)(lambda: _pass_turn(block))  # warpgroup 0 begins
+    pl.when(is_last)(block.pass_turn)  # warpgroup 0 begins
     pl.run_scoped(
         lambda *accumulators: _Consumer(block, *accumulators).walk(),
         plgpu.ACC((ROWS, plan.value_columns.size), jnp.float32),
         plgpu.ACC((ROWS, config.block_kv), plan.accumulated),
     )
-
-
-def _pass_turn(block: _ThreadBlock) -> None:
-    block.turn.arrive(lax.rem(block.warpgroup + 1, jnp.int32(block.plan.config.consumers)))
 
 
 class _Consumer:
@@ -469,7 +435,7 @@ class _Consumer:
         first_row, first_key = self.first_row(tile), key_block * self.plan.config.block_kv
         bounds = block.masks.load_bounds(batch, first_row)
         ids = block.masks.load_ids(batch, first_row, first_key)
-        if self.plan.any_mask:
+        if self.plan.tiles.any_mask:
             logits = self.masked(logits, first_row, first_key, bounds, ids)
         weights, state = half_softmax.start(logits, factor)
         if bounds is not None:
@@ -503,18 +469,18 @@ class _Consumer:
             ids = block.masks.load_ids(batch, first_row, first_key)
         k_slot, v_slot = block.slot(steps + j), block.value_slot(steps + j - 1)
         plgpu.barrier_wait(block.k_full.at[k_slot])
-        block.turn.wait(block.warpgroup)
+        block.take_turn()
         self.issue_logits(block.query_buffer(index), k_slot)
         self.issue_output(carry.weights, v_slot)
         if config.products_first:
             logits = self.load_logits(wait_n=0)
             output = self.end_output(carry)
-            _pass_turn(block)
+            block.pass_turn()
             block.k_free.arrive(k_slot)
             block.v_free.arrive(v_slot)
             code_fence(key_block)
         else:
-            _pass_turn(block)
+            block.pass_turn()
             logits = self.load_logits(wait_n=1)
             block.k_free.arrive(k_slot)
         if near or far:
@@ -563,7 +529,7 @@ class _Consumer:
             row_scales=self.row_scales_of(*place),
             end_block=block.end_of(tile, batch) if has_far_edge else blocks,
         )
-        if plan.any_mask:
+        if plan.tiles.any_mask:
             masked_step = functools.partial(step, near=True, far=has_far_edge)
             carry = lax.fori_loop(jnp.int32(1), near_end, masked_step, carry)
         else:
@@ -600,10 +566,10 @@ class _Consumer:
             plgpu.barrier_wait(block.q_full.at[buffer])
             plgpu.barrier_wait(block.k_full.at[k_slot])
 
-        block.turn.wait(block.warpgroup)
+        block.take_turn()
         self.issue_logits(buffer, k_slot)
         self.issue_output(carry.weights, v_slot)
-        _pass_turn(block)
+        block.pass_turn()
         row_scales = self.load_row_scales(next_tile, next_batch, next_head)
         inverse = self.end_rows(carry.state, tile, batch, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -624,9 +590,9 @@ class _Consumer:
         block.q_free.arrive(0)
         inverse = self.end_rows(carry.state, tile, batch, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        block.turn.wait(block.warpgroup)
+        block.take_turn()
         self.issue_output(carry.weights, block.value_slot(steps - 1))
-        _pass_turn(block)
+        block.pass_turn()
         output = self.end_output(carry)
         block.v_free.arrive(block.value_slot(steps - 1))
         self.store_output(output, inverse, tile, batch, head)
@@ -654,7 +620,7 @@ class _Consumer:
             if columns.first > 0:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             values = output[:, columns.first : columns.first + columns.size].astype(plan.out_dtype)
-            columns.put(staging, values, anew=plan.registers_are_short)
+            columns.put(staging, values, anew=plan.registers_are_scarce)
             plgpu.commit_smem()
             columns.store(staging, target)
 
@@ -676,7 +642,7 @@ class _Producer:
     def walk(self) -> None:
         zero, lag = jnp.int32(0), self.plan.lag
         if self.plan.config.query_buffers > 1:
-            self.load_queries(zero)
+            self.block.load_queries(zero, self.block.locate(zero))
         steps = self.block.over_tiles(self.whole_tile, zero)
         pl.loop(jnp.maximum(steps - lag, 0), steps)(self.turn_values)
 
@@ -702,18 +668,11 @@ class _Producer:
 
         load(jnp.int32(0))
         wanted = index + (config.query_buffers - 1)
-        pl.when(wanted < block.tile_count())(lambda: self.load_queries(wanted))
+        pl.when(wanted < block.tile_count())(
+            lambda: block.load_queries(wanted, block.locate(wanted))
+        )
         pl.loop(jnp.int32(1), blocks)(load)
         return index + 1 < block.tile_count(), steps + blocks
-
-    def load_queries(self, index) -> None:
-        block, plan = self.block, self.plan
-        tile, batch, head = block.locate(index)
-        buffer = block.query_buffer(index)
-        pl.when(index >= plan.config.query_buffers)(lambda: block.q_free.wait(buffer))
-        for w in range(plan.config.consumers):
-            source = block.q.at[batch, pl.ds(plan.tiles.first_row(tile, w), ROWS), head]
-            plan.key_columns.load(source, block.q_smem.at[buffer, w], block.q_full.at[buffer])
 
     def turn_values(self, step) -> None:
         """Of a step, when they are there."""

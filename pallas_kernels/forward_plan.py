@@ -12,7 +12,13 @@ from pallas_kernels import online_softmax, tickets
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardConfig, Problem
 from pallas_kernels.forward_tiles import Tiles
-from pallas_kernels.primitives import BlockVote, NamedBarriers, SharedZeros, operand_form
+from pallas_kernels.primitives import (
+    BlockVote,
+    NamedBarriers,
+    SharedZeros,
+    operand_form,
+    twins_of,
+)
 from pallas_kernels.row_masks import ROWS
 from pallas_kernels.soft_cap import known_reference
 
@@ -71,13 +77,6 @@ class Plan:
 
     # --- which steps mask, and which look for maxima ---
 
-    @functools.cached_property
-    def any_mask(self) -> bool:
-        """Whether any step has one, but for segment ids."""
-        if self.problem.has_far_edge:
-            return True
-        return not self.problem.by_batch and bool(self.tiles.key_blocks()[:, 1].any())
-
     @property
     def mask_throughout(self) -> bool:
         """Whether all steps mask: with a window, loops of other steps take a bias's registers."""
@@ -133,23 +132,15 @@ class Plan:
     # --- registers: what is made anew where it is used ---
 
     @property
-    def has_cap(self) -> bool:
-        return self.problem.soft_cap is not None
-
-    @property
-    def has_dropout(self) -> bool:
-        return self.problem.dropout > 0
-
-    @property
     def registers_are_scarce(self) -> bool:
         """Then addresses and bounds are."""
         p, in_boxes = self.problem, self.key_columns.tiles > 1
-        beside_wide_output = p.segmented or self.has_dropout or (in_boxes and p.dynamic)
+        beside_wide_output = p.segmented or self.problem.has_dropout or (in_boxes and p.dynamic)
         return (
-            self.has_cap
+            self.problem.has_cap
             or self.loads_bias
             or (p.widest > 192 and beside_wide_output)
-            or (p.segmented and self.has_dropout and p.widest > 64)
+            or (p.segmented and self.problem.has_dropout and p.widest > 64)
         )
 
     @property
@@ -162,7 +153,7 @@ class Plan:
     @property
     def cap_beside_lengths(self) -> bool:
         """Then the number of a tile that was drawn is: 8 bytes would spill at width 64."""
-        return self.has_cap and self.problem.dynamic and not self.problem.segmented
+        return self.problem.has_cap and self.problem.dynamic and not self.problem.segmented
 
     # --- shared memory and barriers ---
 
@@ -228,5 +219,5 @@ class Plan:
         if self.problem.by_batch:
             found["entries"] = tickets.TicketsInRounds.scratch()
         if interpret:
-            found["twins"] = {name: x.scratch() for name, x in self.barriers.items()}
+            found["twins"] = twins_of(self.barriers)
         return found

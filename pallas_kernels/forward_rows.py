@@ -31,7 +31,7 @@ class Rows:
         self.block, self.plan = block, block.plan
         plan = self.plan
         # A cap bounds all logits.
-        self.bounded = not plan.has_cap and (plan.always_bounded or begin > 0)
+        self.bounded = not plan.problem.has_cap and (plan.always_bounded or begin > 0)
         # Elements that come late take the registers of weights that no product reads any more.
         self._elements_early = plan.config.elements_early and not block.elements.wide
         self.elements_late = plan.loads_elements and not self._elements_early
@@ -135,7 +135,7 @@ class Rows:
             state = online_softmax.begin(ROWS, plan.reference)
         values, factor = self._values(products, loaded, state)
         bounds = bounds()
-        if plan.any_mask:
+        if plan.tiles.any_mask:
             values = self.masked(values, tile, key_block, bounds, bits)
         values = masked_by_element(values, loaded, plan.unseen)
         if state is None:
@@ -192,7 +192,7 @@ class Rows:
         store_rows(block.lse.at[batch, head, self.all(tile)], lse)
         for n, of_rows in enumerate((state.reference, log_sum)):
             store_rows(block.references.at[batch, head, n, self.all(tile)], of_rows)
-        if plan.has_dropout:
+        if plan.problem.has_dropout:
             inverse *= 1.0 / problem.kept_share
         if ignores_unseen:
             inverse = jnp.where(closed, -1.0, inverse)

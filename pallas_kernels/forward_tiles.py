@@ -96,6 +96,13 @@ class Tiles:
         near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), exact)
         return np.stack([blocks, exact, near, end], axis=1).astype(np.int32)
 
+    @functools.cached_property
+    def any_mask(self) -> bool:
+        """Whether any step has one, but for segment ids."""
+        if self.problem.has_far_edge:
+            return True
+        return not self.problem.by_batch and bool(self.key_blocks()[:, 1].any())
+
     def reach(self, intervals: jax.Array | None) -> run_time_intervals.Reach:
         """What each tile sees, but for ids; intervals are those of `key_blocks_of`."""
         p = self.problem

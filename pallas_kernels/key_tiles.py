@@ -20,6 +20,7 @@ from pallas_kernels import scheduler, segments, tickets
 from pallas_kernels.config import BACKWARD_CONSUMERS, BACKWARD_SECTION_BYTES, SM_COUNT, Problem
 from pallas_kernels.dropout import Words
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
+from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.primitives import (
     HAND_ORDERED,
     all_columns,
@@ -1023,6 +1024,23 @@ class StepMask:
             own_first_key=self.own_first_key,
             comparing=self.comparing,
         )
+
+
+def masked(weights, mask: StepMask | None, j, equal_ids, loaded: Loaded, fill: float = 0.0):
+    """Weights, or logits, with `fill` where a query of step j does not see a key."""
+    if mask is not None:
+        weights = mask(weights, j, equal_ids, fill)
+    return masked_by_element(weights, loaded, fill)
+
+
+def load_per_query(row, keys: int) -> jax.Array:
+    """A row of statistics in shared memory over a transposed tile."""
+    return per_query(plgpu.load(row, layout=QUERIES), keys)
+
+
+def load_words(row) -> jax.Array:
+    """Words of dropout of queries that stand in a row of statistics."""
+    return lax.bitcast_convert_type(plgpu.load(row, layout=QUERIES), jnp.int32)
 
 
 def per_query(values: jax.Array, keys: int) -> jax.Array:

@@ -71,6 +71,16 @@ def div_rem(x, divisor: int):
 # --- named barriers ------------------------------------------------------------------------------
 
 
+def twins_of(barriers: dict[str, Any]) -> dict[str, Any]:
+    """Types of what stands for barriers in interpret mode, by name."""
+    return {name: x.scratch() for name, x in barriers.items()}
+
+
+def with_twins(barriers: dict[str, Any], twins: dict[str, Any] | None) -> list[Any]:
+    """The barriers, with what stands for them in interpret mode, None elsewhere."""
+    return [dataclasses.replace(x, twins=twins and twins[name]) for name, x in barriers.items()]
+
+
 @dataclasses.dataclass(frozen=True)
 class NamedBarriers:
     """Hardware barriers for one hand-over each: `arrivers` warpgroups arrive, one waits.

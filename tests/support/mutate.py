@@ -83,11 +83,6 @@ MISTAKES = [
             "lax.rem(head, jnp.int32(plan.problem.kv_heads))",
         ),
         (
-            "forward: queries are loaded before their buffer is free",
-            "pl.when(index >= plan.config.query_buffers)",
-            "pl.when(index > plan.config.query_buffers)",
-        ),
-        (
             "forward: rows of V that no query sees, one too many",
             "(first - first_key, end - first_key)",
             "(first - first_key, end - first_key + 1)",
@@ -102,6 +97,11 @@ MISTAKES = [
         "pallas_kernels",
         "forward_block",
         "kernels kernel_intervals tickets",
+        (
+            "forward: queries are loaded before their buffer is free",
+            "pl.when(index >= plan.config.query_buffers)",
+            "pl.when(index > plan.config.query_buffers)",
+        ),
         (
             "forward: no second round",
             "is_last = jnp.logical_not(vote(too_low)) | (begin > 0)",
