@@ -1,6 +1,5 @@
 """Chooses the devices that tests run on, before jax is imported."""
 
-import collections
 import gc
 import itertools
 import os
@@ -98,23 +97,22 @@ def _no_compiler() -> str | None:
     return compile.missing()
 
 
-def _mark_slow(items: list[pytest.Item]) -> None:
-    """Of a test with `fast_cases(n)`, all cases but n of them, spread over the list."""
-    cases = collections.defaultdict(list)
+def _mark_slow(items: list[pytest.Item], all_collected: bool) -> None:
+    """Of a test with `fast_cases("one", "another")` all cases but those."""
+    named: set[str] = set()
     for item in items:
-        if item.get_closest_marker("fast_cases"):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for alike in cases.values():
-        (fast,) = alike[0].get_closest_marker("fast_cases").args
-        kept = {index * len(alike) // fast for index in range(fast)}
-        for index, item in enumerate(alike):
-            if index not in kept:
+        if marker := item.get_closest_marker("fast_cases"):
+            test, _, case = item.nodeid.partition("[")
+            named.update(f"{test}[{case}]" for case in marker.args)
+            if case.removesuffix("]") not in marker.args:
                 item.add_marker(pytest.mark.slow)
+    if all_collected and (unknown := named - {item.nodeid for item in items}):
+        raise pytest.UsageError(f"fast_cases that are none: {', '.join(sorted(unknown))}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out is left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    _mark_slow(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_slow(items, all_collected=not any("::" in each for each in config.args))
     for marker, why_not in (("gpu", _no_hopper_gpu), ("compiler", _no_compiler)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and (reason := why_not()):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_flash
+from tests.support.cases import slow
 from tests.support.decode_kernel_calls import (
     SCALES,
     attention,
@@ -23,14 +24,19 @@ pytestmark = pytest.mark.gpu
 LENGTHS = [1000, 0, 1, 517, 64, 65]  # the whole cache among them
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases("64-None-bfloat16", "128-1-float16")
 @pytest.mark.parametrize(("num_splits", "dtype"), [(None, "bfloat16"), (1, "float16")])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_widths(H, num_splits, dtype):
     check(inputs(6, 1, 1000, 8, 2, H, dtype), LENGTHS, num_splits=num_splits)
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(
+    "64-bfloat16-None-1",
+    "128-float16-None-83",
+    "128-bfloat16-scales2-1001",
+    "256-bfloat16-None-2047",
+)
 @pytest.mark.parametrize("S", [1, 83, 1001, 2047])
 @pytest.mark.parametrize(
     ("H", "dtype", "scales"),
@@ -49,30 +55,28 @@ def test_lengths_that_are_no_multiple_of_8(H, dtype, scales, S):
         check(arrays, [S, 0, S // 2, S - 1, S, 1], scales=scales, num_splits=num_splits)
 
 
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
-    ("T", "N", "K"), [(1, 4, 4), (1, 64, 1), (7, 6, 2), (40, 16, 4), (16, 32, 8)]
+    ("T", "N", "K"), [(1, 4, 4), slow(1, 64, 1), (7, 6, 2), slow(40, 16, 4), slow(16, 32, 8)]
 )
 def test_tokens_and_groups(T, N, K):
     check(inputs(6, T, 1000, N, K, 128, "bfloat16"), LENGTHS)
 
 
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(("H", "page_size"), [(64, 16), (128, 64), (128, 512), (256, 32)])
+@pytest.mark.parametrize(("H", "page_size"), [(64, 16), slow(128, 64), (128, 512), slow(256, 32)])
 def test_pages(H, page_size):
     check(inputs(6, 3, 1024, 8, 2, H, "bfloat16"), LENGTHS, page_size=page_size)
 
 
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
-    ("H", "dtype"), [(64, "float16"), (128, "bfloat16"), (128, "float16"), (256, "bfloat16")]
+    ("H", "dtype"),
+    [(64, "float16"), slow(128, "bfloat16"), (128, "float16"), slow(256, "bfloat16")],
 )
 def test_float8_caches(H, dtype):
     options = dict(page_size=16, local_window_size=600) if dtype == "float16" else {}
     check(inputs(6, 2, 1024, 8, 2, H, dtype), LENGTHS, scales=SCALES, **options)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases("64-1-1-None", "128-1-1-None", "256-1-1-None")
 @pytest.mark.parametrize(("T", "num_splits", "page_size"), [(1, 1, None), (3, 2, 16), (40, 3, 64)])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_float8_caches_with_all_options(H, T, num_splits, page_size):
@@ -88,7 +92,7 @@ def test_float8_caches_with_all_options(H, T, num_splits, page_size):
     )
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases("case0-64", "case1-128", "case2-256")
 @pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize("case", [{}, dict(outlier=64.0), dict(favourite=9.0), dict(mean=1.0)])
 def test_float8_has_the_error_of_bfloat16(H, case):
@@ -110,8 +114,7 @@ def test_float8_queries_of_any_size():
     check_float8_queries_of_any_size(128)
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("num_splits", [1, 5])
+@pytest.mark.parametrize("num_splits", [1, slow(5)])
 def test_all_options(num_splits):
     check(
         inputs(6, 5, 1000, 8, 2, 128, "bfloat16"),

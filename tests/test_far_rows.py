@@ -11,6 +11,7 @@ import pytest
 
 import jax_flash
 from pallas_kernels import config, element_arrays
+from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
 
 LOWEST = {dtype: float(jnp.finfo(dtype).min) for dtype in (jnp.bfloat16, jnp.float32)}
@@ -92,14 +93,14 @@ HIDDEN = [
 ]
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases("row-64-options0", "tiled-64-options2", "query rows-128-options4")
 @pytest.mark.parametrize(("kind", "H", "options"), HIDDEN)
 def test_rows_whose_keys_a_finite_bias_hides(kind, H, options):
     with interpret_mode():
         check(inputs(1, 8, 64, 1, 1, H), is_hidden_by(kind, 8, 64), **options)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.fast_cases("float32-False")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_bias_of_all_kinds(dtype, deterministic):
@@ -124,10 +125,9 @@ def check_alike(T, S, H, size=133120.0, dtype=jnp.bfloat16, **options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("T", "S", "H", "deterministic"),
-    [(5, 300, 64, False), (1, 1, 64, True), (5, 5, 128, False), (3, 70, 256, False)],
+    [(5, 300, 64, False), slow(1, 1, 64, True), (5, 5, 128, False), slow(3, 70, 256, False)],
 )
 def test_finite_inputs_have_finite_results(T, S, H, deterministic):
     with interpret_mode():
@@ -175,7 +175,15 @@ def test_compressed_biases_keep_their_order(scale):
 
 
 @pytest.mark.gpu
-@pytest.mark.fast_cases(7)
+@pytest.mark.fast_cases(
+    "row-64-options0-8",
+    "all-64-options1-8",
+    "tiled-64-options2-8",
+    "keys-64-options3-8",
+    "query rows-128-options4-8",
+    "row-256-options5-8",
+    "tiled-128-options6-8",
+)
 @pytest.mark.parametrize("T", [8, 200])
 @pytest.mark.parametrize(("kind", "H", "options"), HIDDEN)
 def test_rows_whose_keys_a_finite_bias_hides_on_a_gpu(T, kind, H, options):
@@ -183,7 +191,16 @@ def test_rows_whose_keys_a_finite_bias_hides_on_a_gpu(T, kind, H, options):
 
 
 @pytest.mark.gpu
-@pytest.mark.fast_cases(8)
+@pytest.mark.fast_cases(
+    "64-float32-False",
+    "64-bfloat16-False",
+    "80-float32-False",
+    "80-bfloat16-False",
+    "128-float32-False",
+    "128-bfloat16-False",
+    "192-float32-False",
+    "192-bfloat16-False",
+)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("H", [64, 80, 128, 192])

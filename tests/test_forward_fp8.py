@@ -13,6 +13,7 @@ import jax_flash
 from jax_flash import Quantized
 from pallas_kernels import config, half_softmax
 from tests import oracle
+from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
 
 attention = functools.partial(
@@ -121,7 +122,7 @@ CASES = {
 }
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases("full", "offsets", "H256")
 @pytest.mark.parametrize("name", CASES)
 def test_masks_and_widths(name):
     shape, options = CASES[name]
@@ -166,9 +167,8 @@ def test_sums_in_float32():
         compare(attention(*arrays, config=promoting(64), **options), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True, "query_offset": 230}], ids=str)
-@pytest.mark.parametrize("nats", [3, 30, 300])
-@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("options", [{}, slow({"is_causal": True, "query_offset": 230})], ids=str)
+@pytest.mark.parametrize("nats", [3, slow(30), slow(300)])
 def test_maxima_that_grow(nats, options):
     """From block to block, so that a row needs a new reference at each."""
     arrays = growing(384, nats)
@@ -193,15 +193,14 @@ def test_maxima_that_grow_in_some_rows():
     interpreted(jax_flash.quantize_fp8(query, key, value))
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("lead", "first", "out_error"),
     [
         (6.0, True, 0.01),
-        (9.0, True, 0.05),
-        (6.0, False, 0.01),
-        (9.0, False, 0.1),
-        (12.0, True, 0.4),
+        slow(9.0, True, 0.05),
+        slow(6.0, False, 0.01),
+        slow(9.0, False, 0.1),
+        slow(12.0, True, 0.4),
     ],
 )
 def test_sinks_leave_the_other_keys_their_weight(lead, first, out_error):
@@ -223,14 +222,13 @@ def of_sizes(query, key, value):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("order", "options"),
     [
         ("large first", {"is_causal": True, "query_offset": 60}),
-        ("small first", {"is_causal": True, "query_offset": 60}),
+        slow("small first", {"is_causal": True, "query_offset": 60}),
         ("large first", {"local_window_size": (50, 20), "query_offset": 300}),
-        ("small first", {}),
+        slow("small first", {}),
     ],
 )
 def test_values_of_blocks_with_very_different_scales(order, options):
@@ -243,8 +241,7 @@ def test_values_of_blocks_with_very_different_scales(order, options):
     interpreted(arrays, **options)
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("of", [(0,), (1,), (0, 1), (2,)], ids=str)
+@pytest.mark.parametrize("of", [(0,), slow((1,)), slow((0, 1)), slow((2,))], ids=str)
 def test_scales_of_zero(of):
     """Logits of 0 or values of 0."""
     arrays = list(quantized(1, 70, 260, 1, 1, 64))
@@ -291,8 +288,7 @@ def check_far_apart(power, T, S, N, H):
         np.testing.assert_allclose(np.float32(out[0, :, n]), seen, rtol=2.0**-4)
 
 
-@pytest.mark.parametrize("power", [3, 4, 5, 7])
-@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("power", [3, slow(4), slow(5), slow(7)])
 def test_logits_beyond_float16(power):
     with interpret_mode():
         check_far_apart(power, 70, 300, 1, 64)
@@ -422,7 +418,15 @@ MASKS = {
 WIDTHS = [(64, 64), (128, 128), (256, 256), (192, 128), (80, 48)]
 
 
-@pytest.mark.fast_cases(7)
+@pytest.mark.fast_cases(
+    "64-64-full",
+    "64-64-lengths",
+    "128-128-window",
+    "256-256-full",
+    "256-256-segments",
+    "192-128-window",
+    "80-48-causal",
+)
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("H", "h"), WIDTHS)
@@ -436,18 +440,16 @@ def test_masks_and_widths_on_a_gpu(H, h, mask):
         chex.assert_trees_all_equal(attention(*arrays, **MASKS[mask]), results)
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
-@pytest.mark.parametrize(("H", "N", "K"), [(64, 16, 4), (128, 12, 3), (256, 8, 1)])
+@pytest.mark.parametrize(("H", "N", "K"), [(64, 16, 4), slow(128, 12, 3), slow(256, 8, 1)])
 def test_many_tiles_on_a_gpu(H, N, K):
     """More tiles than a thread block has in one round, with tiles of unlike lengths."""
     arrays = quantized(2, 3001, 2999, N, K, H)
     on_gpu(arrays, is_causal=True)
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", config.WIDTHS)
+@pytest.mark.parametrize("width", [64, slow(128), slow(256)])
 def test_maxima_that_grow_on_a_gpu(width):
     block = config.default_fp8(width).block_kv
     arrays = growing(S, 8, block, T=T, N=2, width=width)
@@ -457,9 +459,8 @@ def test_maxima_that_grow_on_a_gpu(width):
     on_gpu(arrays, **errors, is_causal=True, query_offset=S - T)
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", config.WIDTHS)
+@pytest.mark.parametrize("width", [64, slow(128), slow(256)])
 def test_maxima_that_grow_in_some_rows_on_a_gpu(width):
     """Warps decide by themselves whether they need a new reference."""
     query, key, value = inputs(2, T, S, 2, 2, width)
@@ -469,17 +470,15 @@ def test_maxima_that_grow_in_some_rows_on_a_gpu(width):
     on_gpu(arrays, lse_error=2e-2)
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", config.WIDTHS)
+@pytest.mark.parametrize("width", [64, slow(128), slow(256)])
 def test_sinks_on_a_gpu(width):
     for first in (True, False):
         on_gpu(with_sinks(6.0, first, T=T, S=S, N=2, width=width), lse_error=2e-2)
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", config.WIDTHS)
+@pytest.mark.parametrize("width", [64, slow(128), slow(256)])
 def test_values_of_blocks_with_very_different_scales_on_a_gpu(width):
     query, key, value = inputs(1, T, S, 2, 1, width)
     sizes = jnp.array([1e3, 1e-6, 0.0, 1.0])[jnp.arange(S) // 128 % 4]
@@ -488,7 +487,7 @@ def test_values_of_blocks_with_very_different_scales_on_a_gpu(width):
     on_gpu(arrays, is_causal=True)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.fast_cases("64")
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", config.FORWARD_FP8_PROMOTING)
 def test_sums_in_float32_on_a_gpu(width):
@@ -500,9 +499,8 @@ def test_sums_in_float32_on_a_gpu(width):
     assert relative(out, exact) < 5e-3
 
 
-@pytest.mark.fast_cases(4)
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", config.WIDTHS)
+@pytest.mark.parametrize("width", [64, slow(128), slow(256)])
 @pytest.mark.parametrize("power", [3, 4, 5, 7])
 def test_logits_beyond_float16_on_a_gpu(power, width):
     check_far_apart(power, T, S, 2, width)

@@ -10,6 +10,7 @@ import pytest
 
 import jax_flash
 from jax_flash.masks import dropout_keep
+from tests.support.cases import slow
 from tests.support.elements import random_bias, random_mask, shape_of, with_lengths
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import check, check_vmap_over_options, few_thread_blocks, inputs
@@ -19,10 +20,14 @@ attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("T", "S", "H", "is_causal"),
-    [(70, 150, 64, False), (130, 200, 128, True), (40, 140, 256, False), (9, 90, 40, False)],
+    [
+        (70, 150, 64, False),
+        slow(130, 200, 128, True),
+        (40, 140, 256, False),
+        slow(9, 90, 40, False),
+    ],
 )
 def test_forward_and_backward_drop_what_the_hash_says(T, S, H, is_causal):
     """All weights of a row are alike, so that outputs and dV are the dropped set itself."""
@@ -47,23 +52,22 @@ def test_forward_and_backward_drop_what_the_hash_says(T, S, H, is_causal):
         np.testing.assert_allclose(d_value[..., : of_rows.shape[-1]], of_rows, rtol=2**-7)
 
 
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "options"),
     [
         (200, 264, 2, 1, 64, jnp.bfloat16, dict(is_causal=True)),
-        (1, 239, 2, 2, 64, jnp.float16, dict(deterministic=True)),
-        (113, 203, 2, 1, 128, jnp.bfloat16, dict(is_causal=True, query_offset=90)),
-        (90, 80, 1, 1, 128, jnp.float16, dict(local_window_size=(40, 9), deterministic=True)),
-        (70, 200, 2, 1, 256, jnp.bfloat16, dict(is_causal=True, query_offset=-10)),
-        (70, 133, 2, 1, 40, jnp.bfloat16, dict(local_window_size=(60, 30))),
+        slow(1, 239, 2, 2, 64, jnp.float16, dict(deterministic=True)),
+        slow(113, 203, 2, 1, 128, jnp.bfloat16, dict(is_causal=True, query_offset=90)),
+        slow(90, 80, 1, 1, 128, jnp.float16, dict(local_window_size=(40, 9), deterministic=True)),
+        slow(70, 200, 2, 1, 256, jnp.bfloat16, dict(is_causal=True, query_offset=-10)),
+        slow(70, 133, 2, 1, 40, jnp.bfloat16, dict(local_window_size=(60, 30))),
         (70, 133, 4, 2, 256, jnp.bfloat16, dict(logits_soft_cap=2.0, is_causal=True)),
-        (70, 133, 2, 1, 128, jnp.float16, with_lengths(key_value_seq_lengths=[100, 0])),
-        (90, 80, 2, 2, 64, jnp.bfloat16, with_lengths(query_seq_lengths=[50, 0])),
-        (70, 133, 2, 1, 256, jnp.bfloat16, with_lengths(key_value_seq_lengths=[100, 0])),
-        (90, 150, 2, 1, 64, jnp.bfloat16, dict(logits_soft_cap=2.0, local_window_size=(60, 9))),
-        (70, 200, 2, 1, 128, jnp.float16, dict(logits_soft_cap=2.0, deterministic=True)),
-        (
+        slow(70, 133, 2, 1, 128, jnp.float16, with_lengths(key_value_seq_lengths=[100, 0])),
+        slow(90, 80, 2, 2, 64, jnp.bfloat16, with_lengths(query_seq_lengths=[50, 0])),
+        slow(70, 133, 2, 1, 256, jnp.bfloat16, with_lengths(key_value_seq_lengths=[100, 0])),
+        slow(90, 150, 2, 1, 64, jnp.bfloat16, dict(logits_soft_cap=2.0, local_window_size=(60, 9))),
+        slow(70, 200, 2, 1, 128, jnp.float16, dict(logits_soft_cap=2.0, deterministic=True)),
+        slow(
             *(113, 203, 2, 1, 128, jnp.bfloat16),
             with_lengths(logits_soft_cap=2.0, is_causal=True, query_offset=[90, -20]),
         ),
@@ -75,10 +79,9 @@ def test_dropout(T, S, N, K, H, dtype, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "axes", "options"),
-    [(64, "bs", dict(is_causal=True)), (128, "s", dict(deterministic=True))],
+    [(64, "bs", dict(is_causal=True)), slow(128, "s", dict(deterministic=True))],
 )
 def test_with_bias_and_sinks(H, axes, options):
     B, T, S, N, K = 2, 70, 140, 2, 1
@@ -89,22 +92,21 @@ def test_with_bias_and_sinks(H, axes, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("H", "dtype", "mask_axes", "bias_axes", "options"),
     [
         (64, jnp.bfloat16, None, "nts", dict(is_causal=True)),
-        (64, jnp.float16, "bs", None, {}),
-        (64, jnp.bfloat16, "bnts", None, dict(logits_soft_cap=2.0)),
-        (96, jnp.bfloat16, "bs", None, dict(local_window_size=(60, 9))),
+        slow(64, jnp.float16, "bs", None, {}),
+        slow(64, jnp.bfloat16, "bnts", None, dict(logits_soft_cap=2.0)),
+        slow(96, jnp.bfloat16, "bs", None, dict(local_window_size=(60, 9))),
         (128, jnp.bfloat16, "bts", "nts", {}),
-        (128, jnp.bfloat16, None, "bnt", dict(logits_soft_cap=2.0, is_causal=True)),
-        (128, jnp.float16, "bnts", None, dict(deterministic=True)),
-        (128, jnp.bfloat16, None, "nts", with_lengths(key_value_seq_lengths=[100, 0])),
+        slow(128, jnp.bfloat16, None, "bnt", dict(logits_soft_cap=2.0, is_causal=True)),
+        slow(128, jnp.float16, "bnts", None, dict(deterministic=True)),
+        slow(128, jnp.bfloat16, None, "nts", with_lengths(key_value_seq_lengths=[100, 0])),
         (256, jnp.bfloat16, "bnts", None, dict(local_window_size=(60, 9))),
-        (256, jnp.bfloat16, "bts", "nts", dict(logits_soft_cap=2.0)),
-        (256, jnp.float16, None, "nts", with_lengths(query_seq_lengths=[30, 70])),
-        (256, jnp.bfloat16, None, "bs", {}),
+        slow(256, jnp.bfloat16, "bts", "nts", dict(logits_soft_cap=2.0)),
+        slow(256, jnp.float16, None, "nts", with_lengths(query_seq_lengths=[30, 70])),
+        slow(256, jnp.bfloat16, None, "bs", {}),
     ],
 )
 def test_with_mask_and_bias(H, dtype, mask_axes, bias_axes, options):
@@ -119,9 +121,9 @@ def test_with_mask_and_bias(H, dtype, mask_axes, bias_axes, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
-    ("H", "logits_soft_cap"), [(64, None), (128, None), (256, None), (64, 2.0), (160, 2.0)]
+    ("H", "logits_soft_cap"),
+    [(64, None), slow(128, None), slow(256, None), slow(64, 2.0), slow(160, 2.0)],
 )
 def test_segment_ids_where_a_thread_block_walks_many_tiles(H, logits_soft_cap):
     ids = jnp.arange(200) // 70

@@ -11,6 +11,7 @@ import pytest
 
 import jax_flash
 from pallas_kernels import config, element_arrays
+from tests.support.cases import slow
 from tests.support.elements import (
     check_bias_that_is_nan_where_hidden_and_infinite_elsewhere,
     random_bias,
@@ -45,17 +46,16 @@ def test_bits_of_a_mask(axes, axis):
         assert not bits[..., length:].any()
 
 
-@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "axes", "options"),
     [
         (130, 200, 2, 1, 64, jnp.bfloat16, WHOLE, {}),
-        (200, 133, 2, 1, 64, jnp.float16, KEYS, dict(is_causal=True, query_offset=-20)),
+        slow(200, 133, 2, 1, 64, jnp.float16, KEYS, dict(is_causal=True, query_offset=-20)),
         (67, 150, 4, 2, 128, jnp.bfloat16, HEADS, dict(is_causal=True, query_offset=83)),
-        (140, 77, 1, 1, 128, jnp.float16, "bts", dict(local_window_size=(60, 20))),
+        slow(140, 77, 1, 1, 128, jnp.float16, "bts", dict(local_window_size=(60, 20))),
         (130, 67, 2, 1, 256, jnp.bfloat16, WHOLE, {}),
-        (70, 100, 1, 1, 256, jnp.bfloat16, KEYS, dict(is_causal=True)),
-        (100, 90, 1, 1, 64, jnp.bfloat16, ROWS, {}),
+        slow(70, 100, 1, 1, 256, jnp.bfloat16, KEYS, dict(is_causal=True)),
+        slow(100, 90, 1, 1, 64, jnp.bfloat16, ROWS, {}),
     ],
 )
 def test_mask(T, S, N, K, H, dtype, axes, options):
@@ -66,8 +66,7 @@ def test_mask(T, S, N, K, H, dtype, axes, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("H", [64, slow(128)])
 def test_mask_with_deterministic_gradients_and_sinks(H):
     arrays = inputs(1, 150, 200, 2, 1, H, jnp.bfloat16)
     mask = random_mask((1, 2, 150, 200))
@@ -87,7 +86,7 @@ def test_rows_that_see_their_first_key_in_the_last_step():
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases("0.5-64-s-bfloat16-float32", "-0.5-128-nts-bfloat16-float32")
 @pytest.mark.parametrize(
     ("H", "axes", "dtype", "bias_dtype"),
     [
@@ -107,8 +106,7 @@ def test_bias_that_rises_or_falls(H, axes, dtype, bias_dtype, slope):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(("H", "hidden"), [(64, -1e9), (128, -jnp.inf), (64, -1e4)])
+@pytest.mark.parametrize(("H", "hidden"), [(64, -1e9), slow(128, -jnp.inf), slow(64, -1e4)])
 def test_bias_of_keys_that_hides_padding(H, hidden):
     """All keys of the first steps, of one batch entry alone, and some keys of a later one."""
     is_padding = jnp.arange(400) >= jnp.array([140, 395])[:, None]
@@ -118,13 +116,12 @@ def test_bias_of_keys_that_hides_padding(H, hidden):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "options"),
     [
         (64, with_lengths(key_value_seq_lengths=[150, 0], is_causal=True)),
         (128, with_lengths(query_seq_lengths=[100, 64], query_offset=[9, -40], is_causal=True)),
-        (256, with_lengths(query_seq_lengths=[70, 100], key_value_seq_lengths=[0, 99])),
+        slow(256, with_lengths(query_seq_lengths=[70, 100], key_value_seq_lengths=[0, 99])),
     ],
 )
 def test_mask_with_lengths(H, options):
@@ -134,8 +131,7 @@ def test_mask_with_lengths(H, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 256])
+@pytest.mark.parametrize("H", [64, slow(256)])
 def test_many_tiles_of_a_thread_block(H):
     arrays = inputs(1, 300, 277, 2, 1, H, jnp.bfloat16)
     mask = random_mask((1, 2, 300, 277))
@@ -144,7 +140,7 @@ def test_many_tiles_of_a_thread_block(H):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases("64-nan", "256-nan")
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize("H", [64, 256])
 def test_what_a_mask_hides_does_not_count(H, poison):
@@ -184,8 +180,7 @@ def test_what_a_mask_hides_does_not_count(H, poison):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("axes", [(None, 0, None), (0, None, 0), (0, None, None)])
+@pytest.mark.parametrize("axes", [(None, 0, None), (0, None, 0), slow((0, None, None))])
 def test_vmap(axes):
     """Over queries, masks or biases, of which each gets the gradient of its own call."""
     query, key, value, _, _ = inputs(2, 24, 40, 2, 1, 64, jnp.bfloat16)
@@ -212,18 +207,27 @@ def test_vmap(axes):
     assert abs(alone[1][2]).max() > 1e-3
 
 
-@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "axes", "bias_dtype", "options"),
     [
         (130, 200, 2, 1, 64, jnp.bfloat16, WHOLE, jnp.bfloat16, {}),
-        (200, 133, 2, 1, 64, jnp.float16, KEYS, jnp.float32, dict(is_causal=True)),
+        slow(200, 133, 2, 1, 64, jnp.float16, KEYS, jnp.float32, dict(is_causal=True)),
         (67, 150, 4, 2, 128, jnp.bfloat16, HEADS, jnp.float32, dict(is_causal=True)),
-        (140, 77, 1, 1, 128, jnp.float16, "bts", jnp.float16, dict(local_window_size=(60, 20))),
-        (130, 67, 2, 1, 256, jnp.bfloat16, "ns", jnp.bfloat16, {}),
+        slow(140, 77, 1, 1, 128, jnp.float16, "bts", jnp.float16, dict(local_window_size=(60, 20))),
+        slow(130, 67, 2, 1, 256, jnp.bfloat16, "ns", jnp.bfloat16, {}),
         (70, 100, 1, 1, 256, jnp.bfloat16, HEADS, jnp.bfloat16, dict(is_causal=True)),
-        (100, 90, 2, 1, 64, jnp.bfloat16, ROWS, jnp.float32, dict(is_causal=True, query_offset=-9)),
-        (70, 130, 2, 1, 64, jnp.bfloat16, "n", jnp.bfloat16, {}),
+        slow(
+            100,
+            90,
+            2,
+            1,
+            64,
+            jnp.bfloat16,
+            ROWS,
+            jnp.float32,
+            dict(is_causal=True, query_offset=-9),
+        ),
+        slow(70, 130, 2, 1, 64, jnp.bfloat16, "n", jnp.bfloat16, {}),
     ],
 )
 def test_bias(T, S, N, K, H, dtype, axes, bias_dtype, options):
@@ -233,14 +237,13 @@ def test_bias(T, S, N, K, H, dtype, axes, bias_dtype, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("T", "S", "H", "axes", "bias_dtype", "options"),
     [
         (130, 264, 64, HEADS, jnp.float16, dict(is_causal=True, query_offset=90)),
-        (70, 8, 64, "ts", jnp.bfloat16, {}),
+        slow(70, 8, 64, "ts", jnp.bfloat16, {}),
         (150, 72, 128, HEADS, jnp.bfloat16, dict(local_window_size=(60, 20))),
-        (70, 136, 96, WHOLE, jnp.float16, dict(logits_soft_cap=5.0)),
+        slow(70, 136, 96, WHOLE, jnp.float16, dict(logits_soft_cap=5.0)),
     ],
 )
 def test_bias_that_comes_in_tiles(T, S, H, axes, bias_dtype, options):
@@ -251,7 +254,7 @@ def test_bias_that_comes_in_tiles(T, S, H, axes, bias_dtype, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases("nts-bfloat16-options0-3", "ns-float32-options1-3", "nt-float32-options2-1")
 @pytest.mark.parametrize("thread_blocks", [3, 1])
 @pytest.mark.parametrize(
     ("axes", "bias_dtype", "options"),
@@ -273,10 +276,9 @@ def test_bias_in_many_pieces_of_a_thread_block(
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "S", "dtype"),
-    [(64, 150, jnp.float32), (64, 152, jnp.bfloat16), (256, 150, jnp.float32)],
+    [(64, 150, jnp.float32), (64, 152, jnp.bfloat16), slow(256, 150, jnp.float32)],
 )
 def test_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H, S, dtype):
     with interpret_mode():
@@ -284,14 +286,13 @@ def test_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H, S, dtype):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "h", "mask_axes", "bias_axes", "options"),
     [
         (40, 72, "bts", "bs", dict(is_causal=True)),
-        (96, 96, None, HEADS, {}),
+        slow(96, 96, None, HEADS, {}),
         (192, 128, WHOLE, KEYS, dict(deterministic=True)),
-        (160, 224, KEYS, ROWS, dict(local_window_size=(60, 20))),
+        slow(160, 224, KEYS, ROWS, dict(local_window_size=(60, 20))),
     ],
 )
 def test_other_widths(H, h, mask_axes, bias_axes, options):
@@ -303,8 +304,7 @@ def test_other_widths(H, h, mask_axes, bias_axes, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 256])
+@pytest.mark.parametrize("H", [64, slow(256)])
 def test_bias_of_keys_over_many_tiles(H):
     """Whose -inf hides all keys of the first steps, and one key of the last stands far above."""
     arrays = inputs(1, 300, 277, 2, 1, H, jnp.bfloat16)

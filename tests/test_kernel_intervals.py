@@ -16,6 +16,7 @@ from pallas_kernels.backward_query import _key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
 from tests import oracle
+from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import (
     as_arrays,
@@ -177,14 +178,13 @@ def test_key_blocks_of_query_rows(T, S, seen, rows):
         assert own.any() == (first < end)
 
 
-@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "options"),
     [
         (200, 264, 2, 1, 64, jnp.bfloat16, dict(key_value_seq_lengths=[150, 0])),
-        (200, 130, 1, 1, 128, jnp.float16, dict(query_seq_lengths=[128, 77])),
+        slow(200, 130, 1, 1, 128, jnp.float16, dict(query_seq_lengths=[128, 77])),
         (130, 67, 1, 1, 256, jnp.bfloat16, dict(query_seq_lengths=[0, 130])),
-        (67, 300, 2, 2, 64, jnp.float16, dict(is_causal=True, query_offset=[-20, 233])),
+        slow(67, 300, 2, 2, 64, jnp.float16, dict(is_causal=True, query_offset=[-20, 233])),
         (
             150,
             200,
@@ -194,7 +194,7 @@ def test_key_blocks_of_query_rows(T, S, seen, rows):
             jnp.bfloat16,
             dict(local_window_size=(50, 20), query_offset=[-60, 90]),
         ),
-        (
+        slow(
             120,
             150,
             2,
@@ -203,7 +203,7 @@ def test_key_blocks_of_query_rows(T, S, seen, rows):
             jnp.bfloat16,
             dict(is_causal=True, key_value_seq_lengths=[64, 1], query_offset=[0, -40]),
         ),
-        (
+        slow(
             230,
             230,
             1,
@@ -225,13 +225,12 @@ def test_in_interpret_mode(T, S, N, K, H, dtype, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "options"),
     [
         (64, dict(query_seq_lengths=[128, 77], key_value_seq_lengths=[150, 0])),
-        (128, dict(is_causal=True, query_offset=[-20, 90])),
-        (128, dict(local_window_size=(70, 15), query_offset=[30, -100])),
+        slow(128, dict(is_causal=True, query_offset=[-20, 90])),
+        slow(128, dict(local_window_size=(70, 15), query_offset=[30, -100])),
     ],
 )
 def test_deterministic_gradients(H, options):
@@ -242,13 +241,12 @@ def test_deterministic_gradients(H, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "thread_blocks", "options"),
     [
         (256, 1, dict(is_causal=True, key_value_seq_lengths=[100, 210])),
-        (64, 1, dict(is_causal=True, query_offset=[100, -30], query_seq_lengths=[150, 90])),
-        (128, 2, dict(local_window_size=(60, 30), key_value_seq_lengths=[0, 200])),
+        slow(64, 1, dict(is_causal=True, query_offset=[100, -30], query_seq_lengths=[150, 90])),
+        slow(128, 2, dict(local_window_size=(60, 30), key_value_seq_lengths=[0, 200])),
     ],
 )
 def test_a_thread_block_walks_many_tiles(H, thread_blocks, options):
@@ -277,7 +275,7 @@ def test_maxima_that_jump_beside_rows_that_see_nothing():
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases("64-False-nan", "128-True-inf")
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize(("H", "deterministic"), [(64, False), (128, True), (256, False)])
 def test_what_sees_nothing_and_is_not_seen_does_not_count(H, deterministic, poison):
@@ -297,7 +295,11 @@ def test_what_sees_nothing_and_is_not_seen_does_not_count(H, deterministic, pois
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(
+    "200-264-2-1-64-64-bfloat16-options0-nan",
+    "200-420-2-1-64-64-float16-options2-nan",
+    "130-200-2-1-256-256-bfloat16-options4--inf",
+)
 @pytest.mark.parametrize("poison", [jnp.nan, -jnp.inf])
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "h", "dtype", "options"),
@@ -362,17 +364,16 @@ def test_what_does_not_count_may_be_anything(T, S, N, K, H, h, dtype, options, p
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "more"),
     [
         (64, dict(sinks=jnp.array([3.0, 40.0]))),
-        (64, dict(logits_soft_cap=5.0)),
-        (128, dict(dropout_rate=0.25, dropout_key=jax.random.key(3))),
-        (64, dict(dropout_rate=0.25, dropout_key=jax.random.key(3))),
-        (64, dict(config=few_thread_blocks(64, 1))),
-        (64, dict(config=few_thread_blocks(64, 1, block_kv=192))),
-        (64, dict(config=few_thread_blocks(64, 1, query_buffers=1))),
+        slow(64, dict(logits_soft_cap=5.0)),
+        slow(128, dict(dropout_rate=0.25, dropout_key=jax.random.key(3))),
+        slow(64, dict(dropout_rate=0.25, dropout_key=jax.random.key(3))),
+        slow(64, dict(config=few_thread_blocks(64, 1))),
+        slow(64, dict(config=few_thread_blocks(64, 1, block_kv=192))),
+        slow(64, dict(config=few_thread_blocks(64, 1, query_buffers=1))),
     ],
     ids=["sinks", "cap", "dropout", "64 dropout", "many tiles", "192 keys", "one query buffer"],
 )
@@ -390,8 +391,7 @@ def test_what_does_not_count_beside_other_options(H, more):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("which", [0, slow(1), slow(2)])
 def test_nan_in_what_counts_stays(which):
     """In all that it is a part of, be it beside rows that see nothing."""
     arrays = list(inputs(1, 70, 200, 1, 1, 64, jnp.bfloat16)[:3])

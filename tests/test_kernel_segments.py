@@ -13,6 +13,7 @@ from pallas_kernels import config, intervals, scheduler, segments
 from pallas_kernels.backward_query import _key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
+from tests.support.cases import slow
 from tests.support.elements import random_bias, random_mask, shape_of
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import (
@@ -394,24 +395,23 @@ def options_of(ids, **options):
     return dict(query_segment_ids=query_ids, key_value_segment_ids=key_ids) | options
 
 
-@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("kind", "N", "K", "H", "dtype", "options"),
     [
         ("documents", 2, 1, 64, jnp.bfloat16, dict(is_causal=True)),
-        ("documents", 1, 1, 128, jnp.float16, {}),
-        ("tiles", 1, 1, 64, jnp.bfloat16, dict(is_causal=True)),
-        ("of other lengths", 2, 2, 256, jnp.bfloat16, {}),
+        slow("documents", 1, 1, 128, jnp.float16, {}),
+        slow("tiles", 1, 1, 64, jnp.bfloat16, dict(is_causal=True)),
+        slow("of other lengths", 2, 2, 256, jnp.bfloat16, {}),
         ("in another order", 1, 1, 96, jnp.bfloat16, {}),
-        ("one side alone", 2, 1, 64, jnp.float16, dict(is_causal=True, query_offset=60)),
-        ("nothing in common", 1, 1, 128, jnp.bfloat16, {}),
-        ("padding", 1, 1, 64, jnp.bfloat16, dict(local_window_size=(100, 30))),
-        ("in order in one entry", 2, 1, 64, jnp.bfloat16, dict(is_causal=True)),
+        slow("one side alone", 2, 1, 64, jnp.float16, dict(is_causal=True, query_offset=60)),
+        slow("nothing in common", 1, 1, 128, jnp.bfloat16, {}),
+        slow("padding", 1, 1, 64, jnp.bfloat16, dict(local_window_size=(100, 30))),
+        slow("in order in one entry", 2, 1, 64, jnp.bfloat16, dict(is_causal=True)),
         ("in order in one entry", 1, 1, 128, jnp.float16, dict(key_value_seq_lengths=[290, 300])),
-        ("interleaved", 1, 1, 256, jnp.float16, dict(is_causal=True)),
-        ("at random", 2, 1, 128, jnp.bfloat16, dict(local_window_size=(5, 3), query_offset=-9)),
-        ("short", 1, 1, 64, jnp.bfloat16, dict(key_value_seq_lengths=[200, 299])),
-        (
+        slow("interleaved", 1, 1, 256, jnp.float16, dict(is_causal=True)),
+        slow("at random", 2, 1, 128, jnp.bfloat16, dict(local_window_size=(5, 3), query_offset=-9)),
+        slow("short", 1, 1, 64, jnp.bfloat16, dict(key_value_seq_lengths=[200, 299])),
+        slow(
             "documents",
             1,
             1,
@@ -430,13 +430,12 @@ def test_in_interpret_mode(kind, N, K, H, dtype, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("kind", "H", "options"),
     [
         ("at random", 128, {}),
-        ("documents", 64, dict(is_causal=True)),
-        ("short", 128, dict(key_value_seq_lengths=jnp.array([150, 0]))),
+        slow("documents", 64, dict(is_causal=True)),
+        slow("short", 128, dict(key_value_seq_lengths=jnp.array([150, 0]))),
     ],
 )
 def test_deterministic_gradients(kind, H, options):
@@ -447,15 +446,14 @@ def test_deterministic_gradients(kind, H, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("kind", "H", "deterministic", "options"),
     [
         ("documents", 64, False, dict(is_causal=True)),
-        ("documents", 128, True, dict(key_value_seq_lengths=jnp.array([150, 0]))),
-        ("of other lengths", 128, False, dict(local_window_size=(100, 30))),
-        ("interleaved", 64, True, {}),
-        ("at random", 256, False, dict(is_causal=True)),
+        slow("documents", 128, True, dict(key_value_seq_lengths=jnp.array([150, 0]))),
+        slow("of other lengths", 128, False, dict(local_window_size=(100, 30))),
+        slow("interleaved", 64, True, {}),
+        slow("at random", 256, False, dict(is_causal=True)),
     ],
 )
 def test_soft_cap(kind, H, deterministic, options):
@@ -468,20 +466,19 @@ def test_soft_cap(kind, H, deterministic, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("kind", "H", "mask", "bias", "options"),
     [
         ("documents", 64, None, "nts", dict(is_causal=True)),
-        ("at random", 128, "bts", "nts", dict(deterministic=True)),
-        ("one side alone", 64, None, "bs", {}),
+        slow("at random", 128, "bts", "nts", dict(deterministic=True)),
+        slow("one side alone", 64, None, "bs", {}),
         ("padding", 256, None, "nts", dict(is_causal=True)),  # dQ in two parts
-        ("interleaved", 128, "bs", None, dict(is_causal=True)),
-        ("of other lengths", 128, None, "nts", dict(key_value_seq_lengths=[250, 0])),
+        slow("interleaved", 128, "bs", None, dict(is_causal=True)),
+        slow("of other lengths", 128, None, "nts", dict(key_value_seq_lengths=[250, 0])),
         ("short", 256, "bnts", None, dict(is_causal=True, deterministic=True)),
-        ("documents", 96, "bts", "bt", dict(local_window_size=(90, 10))),
-        ("tiles", 208, None, "bs", dict(logits_soft_cap=2.0, dropout_rate=0.5)),
-        ("at random", 256, None, None, dict(logits_soft_cap=2.0, dropout_rate=0.5)),
+        slow("documents", 96, "bts", "bt", dict(local_window_size=(90, 10))),
+        slow("tiles", 208, None, "bs", dict(logits_soft_cap=2.0, dropout_rate=0.5)),
+        slow("at random", 256, None, None, dict(logits_soft_cap=2.0, dropout_rate=0.5)),
     ],
 )
 def test_beside_a_mask_and_a_bias(kind, H, mask, bias, options):
@@ -499,8 +496,7 @@ def test_beside_a_mask_and_a_bias(kind, H, mask, bias, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 256])
+@pytest.mark.parametrize("H", [64, slow(256)])
 def test_a_bias_may_be_nan_where_ids_differ(H):
     """In rows that see nothing too, which share tiles with others."""
     ids = IDS["one side alone"]
@@ -525,9 +521,9 @@ def test_a_bias_may_be_nan_where_ids_differ(H):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
-    ("kind", "H", "thread_blocks"), [("tiles", 64, 1), ("documents", 128, 2), ("short", 256, 1)]
+    ("kind", "H", "thread_blocks"),
+    [("tiles", 64, 1), slow("documents", 128, 2), slow("short", 256, 1)],
 )
 def test_a_thread_block_walks_many_tiles(kind, H, thread_blocks):
     ids = IDS[kind]
@@ -579,13 +575,12 @@ def test_one_id_everywhere_is_as_good_as_none():
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("kind", "H", "deterministic", "options", "poison"),
     [
         ("one side alone", 64, False, {}, jnp.nan),
         ("of other lengths", 128, True, dict(is_causal=True), jnp.inf),
-        ("at random", 256, False, dict(local_window_size=(1, 0)), jnp.nan),
+        slow("at random", 256, False, dict(local_window_size=(1, 0)), jnp.nan),
     ],
 )
 def test_what_sees_nothing_and_is_not_seen_does_not_count(kind, H, deterministic, options, poison):

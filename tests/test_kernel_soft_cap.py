@@ -11,6 +11,7 @@ import pytest
 import jax_flash
 from pallas_kernels import soft_cap
 from pallas_kernels.config import Problem
+from tests.support.cases import slow
 from tests.support.elements import random_bias, random_mask, shape_of, with_lengths
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import check, few_thread_blocks, inputs
@@ -42,15 +43,16 @@ def test_tanh(tanh, error):
     np.testing.assert_allclose(alone, actual[abs(x[:, 0]) < 0.6], rtol=2.0**-22)
 
 
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "cap", "options"),
     [
         (200, 264, 2, 1, 64, jnp.bfloat16, 1.0, dict(is_causal=True)),
-        (1, 239, 2, 2, 64, jnp.float16, 50.0, dict(deterministic=True)),
+        slow(1, 239, 2, 2, 64, jnp.float16, 50.0, dict(deterministic=True)),
         (113, 203, 2, 1, 128, jnp.bfloat16, 5.0, dict(is_causal=True, query_offset=90)),
-        (90, 80, 1, 1, 128, jnp.float16, 2.0, dict(local_window_size=(40, 9), deterministic=True)),
-        (70, 200, 1, 1, 256, jnp.bfloat16, 2.0, dict(is_causal=True, query_offset=-10)),
+        slow(
+            90, 80, 1, 1, 128, jnp.float16, 2.0, dict(local_window_size=(40, 9), deterministic=True)
+        ),
+        slow(70, 200, 1, 1, 256, jnp.bfloat16, 2.0, dict(is_causal=True, query_offset=-10)),
     ],
 )
 def test_soft_cap(T, S, N, K, H, dtype, cap, options):
@@ -60,12 +62,11 @@ def test_soft_cap(T, S, N, K, H, dtype, cap, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "h", "options"),
     [
         (40, 72, dict(is_causal=True)),
-        (192, 128, dict(local_window_size=(60, 20))),
+        slow(192, 128, dict(local_window_size=(60, 20))),
     ],
 )
 def test_other_widths(H, h, options):
@@ -74,13 +75,12 @@ def test_other_widths(H, h, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "factor", "cap"),
     [
         (64, 30.0, 2.0),  # all weights e^2, e^-2 or nearly so
         (128, 1.0, 1e-3),  # tanh(1000), weights all the same
-        (64, 3.0, 1e6),  # no cap to speak of
+        slow(64, 3.0, 1e6),  # no cap to speak of
     ],
 )
 def test_logits_far_beyond_the_cap_or_below_it(H, factor, cap):
@@ -118,8 +118,7 @@ def test_sinks_where_maxima_jump():
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 256])
+@pytest.mark.parametrize("H", [64, slow(256)])
 def test_lengths_by_batch_entry(H):
     """Among them rows and keys that nothing sees, whose NaN do no harm."""
     arrays = inputs(2, 90, 80, 2, 1, H, jnp.bfloat16)
@@ -143,15 +142,14 @@ def test_lengths_by_batch_entry(H):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "dtype", "mask_axes", "bias_axes", "options"),
     [
         (64, jnp.bfloat16, "bnts", None, dict(local_window_size=(60, 20))),
-        (64, jnp.bfloat16, None, "bs", dict(is_causal=True, deterministic=True)),
+        slow(64, jnp.bfloat16, None, "bs", dict(is_causal=True, deterministic=True)),
         (128, jnp.bfloat16, None, "bs", with_lengths(key_value_seq_lengths=[100, 0])),
-        (128, jnp.float16, "bs", "nt", dict(is_causal=True, deterministic=True)),
-        (256, jnp.bfloat16, "nts", None, dict(is_causal=True)),
+        slow(128, jnp.float16, "bs", "nt", dict(is_causal=True, deterministic=True)),
+        slow(256, jnp.bfloat16, "nts", None, dict(is_causal=True)),
     ],
 )
 def test_with_mask_and_bias(H, dtype, mask_axes, bias_axes, options):
@@ -164,8 +162,7 @@ def test_with_mask_and_bias(H, dtype, mask_axes, bias_axes, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("axes", ["bs", "bts"])
+@pytest.mark.parametrize("axes", ["bs", slow("bts")])
 def test_infinite_bias(axes):
     """Gives the cap, with the sign of the bias, and hides nothing; NaN where no query sees it."""
     query, key, value, dout, dlse = inputs(2, 40, 150, 1, 1, 64, jnp.bfloat16)

@@ -11,6 +11,7 @@ import pytest
 import jax_flash
 from pallas_kernels import config
 from pallas_kernels.columns import Columns
+from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import check, few_thread_blocks, inputs, with_a_jump
 from tests.support.nonzero import assert_none_is_zero
@@ -35,7 +36,7 @@ WIDTHS = [
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases("8-8", "96-96", "192-128", "256-8")
 @pytest.mark.parametrize(("H", "h"), WIDTHS)
 def test_widths_in_interpret_mode(H, h):
     """Masks, heads, dtype and lengths change from case to case."""
@@ -48,13 +49,12 @@ def test_widths_in_interpret_mode(H, h):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "h", "options"),
     [
         (96, 96, dict(is_causal=True)),
-        (40, 72, dict(is_causal=False)),
-        (128, 64, dict(local_window_size=(40, 20), query_offset=10)),
+        slow(40, 72, dict(is_causal=False)),
+        slow(128, 64, dict(local_window_size=(40, 20), query_offset=10)),
     ],
 )
 def test_deterministic_gradients(H, h, options):
@@ -64,14 +64,13 @@ def test_deterministic_gradients(H, h, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "h", "options"),
     [
         (192, 128, dict(is_causal=True, local_window_size=(60, 0))),
-        (192, 128, dict(key_value_seq_lengths=jnp.array([100]), is_causal=True)),
-        (80, 80, dict(query_seq_lengths=jnp.array([150]), sinks=jnp.array([1.0, -2.0]))),
-        (160, 224, dict(is_causal=True)),
+        slow(192, 128, dict(key_value_seq_lengths=jnp.array([100]), is_causal=True)),
+        slow(80, 80, dict(query_seq_lengths=jnp.array([150]), sinks=jnp.array([1.0, -2.0]))),
+        slow(160, 224, dict(is_causal=True)),
     ],
 )
 def test_a_thread_block_walks_many_tiles(H, h, options):
@@ -81,8 +80,7 @@ def test_a_thread_block_walks_many_tiles(H, h, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(("H", "h"), [(72, 72), (192, 128)])
+@pytest.mark.parametrize(("H", "h"), [(72, 72), slow(192, 128)])
 def test_maxima_that_jump(H, h):
     arrays = with_a_jump(inputs(1, 100, 300, 2, 2, H, jnp.bfloat16, h=h), 0, 100)
     with interpret_mode():
@@ -106,8 +104,7 @@ def check_that_other_heads_do_not_leak(T, S, H, h):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(("H", "h"), [(40, 72), (160, 80)])
+@pytest.mark.parametrize(("H", "h"), [(40, 72), slow(160, 80)])
 def test_other_heads_do_not_leak(H, h):
     with interpret_mode():
         check_that_other_heads_do_not_leak(17, 40, H, h)
@@ -180,7 +177,7 @@ GPU_WIDTHS = [
 ]
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases("8-8", "96-96", "64-192", "32-96", "24-112", "80-96")
 @pytest.mark.gpu
 @pytest.mark.parametrize(("H", "h"), GPU_WIDTHS)
 def test_widths_on_a_gpu(H, h):
@@ -191,23 +188,21 @@ def test_widths_on_a_gpu(H, h):
     check(arrays, is_causal=case % 3 > 0, query_offset=96, deterministic=case % 4 == 0)
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
-@pytest.mark.parametrize(("H", "h"), [(192, 128), (96, 96), (200, 40)])
+@pytest.mark.parametrize(("H", "h"), [(192, 128), slow(96, 96), slow(200, 40)])
 def test_a_thread_block_walks_many_tiles_on_a_gpu(H, h):
     arrays = inputs(4, 1157, 1091, 8, 4, H, jnp.bfloat16, h=h)
     check(arrays, is_causal=True, config=few_thread_blocks(H, 20, h))
     check(with_a_jump(arrays, 0, 300), local_window_size=(400, 100))
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
-@pytest.mark.parametrize(("H", "h"), [(40, 72), (160, 80)])
+@pytest.mark.parametrize(("H", "h"), [(40, 72), slow(160, 80)])
 def test_other_heads_do_not_leak_on_a_gpu(H, h):
     check_that_other_heads_do_not_leak(200, 333, H, h)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases("False-32-32", "True-32-32")
 @pytest.mark.gpu
 @pytest.mark.parametrize(("H", "h"), [(32, 32), (80, 80), (96, 96), (160, 160)])
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -223,18 +218,16 @@ def test_soft_cap_and_segment_ids_on_a_gpu(H, h, deterministic):
     check(arrays, **options, **{name: jnp.tile(x[None], (2, 1)) for name, x in ids.items()})
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
-@pytest.mark.parametrize(("H", "h"), [(192, 128), (96, 96)])
+@pytest.mark.parametrize(("H", "h"), [(192, 128), slow(96, 96)])
 def test_lengths_and_sinks_on_a_gpu(H, h):
     arrays = inputs(4, 517, 613, 4, 2, H, jnp.bfloat16, h=h)
     lengths = dict(key_value_seq_lengths=jnp.array([613, 0, 77, 512]))
     check(arrays, is_causal=True, **lengths, sinks=jnp.array([0.0, 2.0, -3.0, 12.0]))
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.gpu
-@pytest.mark.parametrize(("H", "h"), [(192, 128), (96, 96)])
+@pytest.mark.parametrize(("H", "h"), [(192, 128), slow(96, 96)])
 def test_repeats_are_bit_equal_on_a_gpu(H, h):
     """Forward and deterministic gradients, with every buffer used again and again."""
     query, key, value, dout, _ = inputs(4, 1157, 1157, 8, 4, H, jnp.bfloat16, h=h)

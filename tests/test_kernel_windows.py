@@ -14,6 +14,7 @@ from pallas_kernels.backward_query import _key_blocks
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
 from pallas_kernels.primitives import BlockVote
+from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import (
     check,
@@ -28,22 +29,21 @@ from tests.support.nonzero import assert_none_is_zero
 FAR = 10**9  # a side of a window that hides nothing
 
 
-@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "options"),
     [
         # Smaller than a tile, as large, and larger.
         (190, 190, 1, 1, 64, jnp.bfloat16, dict(is_causal=True, local_window_size=(40, 0))),
-        (150, 260, 1, 1, 64, jnp.bfloat16, dict(local_window_size=(128, 128), query_offset=9)),
+        slow(150, 260, 1, 1, 64, jnp.bfloat16, dict(local_window_size=(128, 128), query_offset=9)),
         (400, 400, 1, 1, 128, jnp.bfloat16, dict(is_causal=True, local_window_size=(280, 9))),
         # One side.
-        (150, 256, 1, 1, 64, jnp.float16, dict(local_window_size=(0, 60))),
+        slow(150, 256, 1, 1, 64, jnp.float16, dict(local_window_size=(0, 60))),
         (101, 256, 1, 1, 128, jnp.bfloat16, dict(local_window_size=(60, FAR))),
         # Whole tiles hidden, T < S, T > S, offsets.
-        (67, 300, 2, 1, 128, jnp.bfloat16, dict(local_window_size=(20, 10), query_offset=140)),
+        slow(67, 300, 2, 1, 128, jnp.bfloat16, dict(local_window_size=(20, 10), query_offset=140)),
         (330, 70, 1, 1, 64, jnp.float16, dict(local_window_size=(64, 30), query_offset=-170)),
-        (70, 300, 1, 1, 256, jnp.bfloat16, dict(local_window_size=(150, 40), query_offset=110)),
-        (64, 64, 1, 1, 64, jnp.bfloat16, dict(local_window_size=(3, 3), query_offset=FAR)),
+        slow(70, 300, 1, 1, 256, jnp.bfloat16, dict(local_window_size=(150, 40), query_offset=110)),
+        slow(64, 64, 1, 1, 64, jnp.bfloat16, dict(local_window_size=(3, 3), query_offset=FAR)),
     ],
 )
 def test_windows_in_interpret_mode(T, S, N, K, H, dtype, options):
@@ -52,13 +52,12 @@ def test_windows_in_interpret_mode(T, S, N, K, H, dtype, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "thread_blocks", "options"),
     [
         (128, 2, dict(local_window_size=(50, 30), query_offset=-60)),
-        (64, 1, dict(is_causal=True, local_window_size=(90, 0))),
-        (256, 1, dict(is_causal=True, local_window_size=(130, 0), query_offset=-30)),
+        slow(64, 1, dict(is_causal=True, local_window_size=(90, 0))),
+        slow(256, 1, dict(is_causal=True, local_window_size=(130, 0), query_offset=-30)),
     ],
 )
 def test_a_thread_block_walks_many_tiles(H, thread_blocks, options):
@@ -68,8 +67,7 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 256])
+@pytest.mark.parametrize("H", [64, slow(256)])
 def test_deterministic_gradients(H):
     arrays = inputs(1, 150, 200, 2, 1, H, jnp.bfloat16)
     options = dict(local_window_size=(70, 15), query_offset=30)
@@ -121,7 +119,7 @@ def test_rows_beyond_the_last_query_ask_for_no_second_round(monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases("64-False-nan", "128-True-nan", "256-False-nan")
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize(("H", "deterministic"), [(64, False), (128, True), (256, False)])
 def test_rows_that_see_nothing_at_either_end_do_not_count(H, deterministic, poison):
@@ -152,8 +150,7 @@ def test_rows_that_see_nothing_at_either_end_do_not_count(H, deterministic, pois
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(("H", "poisoned"), [(64, "key"), (64, "value"), (256, "value")])
+@pytest.mark.parametrize(("H", "poisoned"), [(64, "key"), (64, "value"), slow(256, "value")])
 def test_keys_that_no_query_sees_do_not_count(H, poisoned):
     options = dict(local_window_size=(20, 15), query_offset=110)
     check_that_keys_do_not_count(300, H, poisoned, np.r_[:90, 195:300], **options)

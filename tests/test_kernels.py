@@ -14,6 +14,7 @@ from pallas_kernels import backward_key_plan, config, primitives, scheduler
 from pallas_kernels.key_tiles import KeyTiles
 from tests import oracle
 from tests.support import launches
+from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import (
     check,
@@ -25,19 +26,18 @@ from tests.support.kernel_calls import (
 from tests.support.nonzero import assert_none_is_zero
 
 
-@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "is_causal", "query_offset"),
     [
         (256, 256, 1, 1, 64, jnp.bfloat16, False, 0),
         (200, 264, 2, 1, 64, jnp.bfloat16, True, 0),
-        (1, 239, 2, 2, 64, jnp.float16, False, 0),
+        slow(1, 239, 2, 2, 64, jnp.float16, False, 0),
         (256, 256, 1, 1, 128, jnp.bfloat16, True, 0),
         (67, 300, 4, 2, 128, jnp.float16, False, 0),
-        (113, 203, 2, 1, 128, jnp.bfloat16, True, 90),
+        slow(113, 203, 2, 1, 128, jnp.bfloat16, True, 90),
         (200, 70, 1, 1, 128, jnp.bfloat16, True, -50),
         (150, 67, 4, 2, 256, jnp.bfloat16, False, 0),
-        (100, 150, 2, 1, 256, jnp.float16, True, 50),
+        slow(100, 150, 2, 1, 256, jnp.float16, True, 50),
     ],
 )
 def test_kernels_in_interpret_mode(T, S, N, K, H, dtype, is_causal, query_offset):
@@ -45,15 +45,14 @@ def test_kernels_in_interpret_mode(T, S, N, K, H, dtype, is_causal, query_offset
         check(inputs(1, T, S, N, K, H, dtype), is_causal=is_causal, query_offset=query_offset)
 
 
-@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "is_causal", "query_offset"),
     [
         (256, 256, 1, 1, 64, jnp.bfloat16, False, 0),
         (113, 203, 4, 2, 128, jnp.bfloat16, True, 90),
-        (200, 70, 1, 1, 128, jnp.bfloat16, True, -150),  # a tile that sees nothing
+        slow(200, 70, 1, 1, 128, jnp.bfloat16, True, -150),  # a tile that sees nothing
         (150, 67, 1, 1, 256, jnp.bfloat16, False, 0),
-        (100, 150, 2, 1, 256, jnp.float16, True, 50),
+        slow(100, 150, 2, 1, 256, jnp.float16, True, 50),
     ],
 )
 def test_deterministic_gradients(T, S, N, K, H, dtype, is_causal, query_offset):
@@ -63,14 +62,13 @@ def test_deterministic_gradients(T, S, N, K, H, dtype, is_causal, query_offset):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "dtype", "is_causal", "query_offset", "sinks"),
     [
         (64, jnp.bfloat16, False, 0, (0.0, 3.0)),
-        (128, jnp.float16, True, 0, (-5.0, 40.0)),  # one that takes nearly all weight
+        slow(128, jnp.float16, True, 0, (-5.0, 40.0)),  # one that takes nearly all weight
         (64, jnp.bfloat16, True, -50, (1e4, -1e4)),  # all of it, and none
-        (256, jnp.bfloat16, True, 10, (2.0, -jnp.inf)),
+        slow(256, jnp.bfloat16, True, 10, (2.0, -jnp.inf)),
     ],
 )
 def test_sinks(H, dtype, is_causal, query_offset, sinks):
@@ -108,12 +106,11 @@ def test_vmap_over_sinks():
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "backward_query",
     [
         config.BackwardQueryConfig(block_kv=128, stages=(1, 2)),
-        config.BackwardQueryConfig(block_kv=64, stages=(2, 1)),
+        slow(config.BackwardQueryConfig(block_kv=64, stages=(2, 1))),
     ],
 )
 def test_deterministic_settings_other_than_the_default(backward_query):
@@ -150,10 +147,9 @@ def test_rows_of_large_logits_and_maxima_that_grow():
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "dtype", "is_causal"),
-    [(64, jnp.bfloat16, False), (128, jnp.float16, True), (256, jnp.bfloat16, False)],
+    [(64, jnp.bfloat16, False), (128, jnp.float16, True), slow(256, jnp.bfloat16, False)],
 )
 def test_maxima_that_jump_and_other_heads(H, dtype, is_causal):
     """A second round over the tiles of a thread block, which leaves other heads as they were.
@@ -182,19 +178,18 @@ def test_maxima_that_jump_and_other_heads(H, dtype, is_causal):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("H", "thread_blocks", "is_causal", "query_offset", "deterministic"),
     [
         (64, 2, True, 0, False),
-        (64, 1, False, 0, False),
+        slow(64, 1, False, 0, False),
         (128, 1, True, -130, False),
-        (128, 1, True, -290, False),  # tiles of one step, and tiles that nothing sees
+        slow(128, 1, True, -290, False),  # tiles of one step, and tiles that nothing sees
         (64, 1, True, 20, True),
-        (256, 2, True, 0, False),
+        slow(256, 2, True, 0, False),
         (256, 1, False, 0, False),
-        (256, 1, True, -130, False),
-        (256, 2, True, -290, False),
+        slow(256, 1, True, -130, False),
+        slow(256, 2, True, -290, False),
     ],
 )
 def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offset, deterministic):
@@ -206,7 +201,7 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offs
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases("causal-(2, 1)", "window-(2, 1)")
 @pytest.mark.parametrize("sections", [(2, 1), (), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize(
     "options", [dict(is_causal=True), dict(local_window_size=(20, 30))], ids=["causal", "window"]
@@ -227,8 +222,7 @@ def test_sections_of_heads_at_width_256(sections, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 256])
+@pytest.mark.parametrize("H", [64, slow(256)])
 def test_an_lse_that_nothing_differentiates(H):
     """Its gradient is left out, not made of zeros."""
     query, key, value, dout, dlse = inputs(1, 70, 130, 2, 1, H, jnp.bfloat16)
@@ -247,14 +241,13 @@ def test_an_lse_that_nothing_differentiates(H):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("H", "options"),
     [
         (64, dict(is_causal=True)),
-        (128, dict(is_causal=True, local_window_size=(100, 0))),
-        (256, dict(is_causal=True)),
-        (128, dict(key_value_seq_lengths=[200])),
+        slow(128, dict(is_causal=True, local_window_size=(100, 0))),
+        slow(256, dict(is_causal=True)),
+        slow(128, dict(key_value_seq_lengths=[200])),
     ],
 )
 def test_gradients_do_not_depend_on_thread_blocks(H, options):
@@ -422,15 +415,14 @@ def test_keys_beyond_the_end_where_every_logit_is_very_negative(H, deterministic
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(("H", "poisoned"), [(64, "key"), (64, "value"), (256, "value")])
+@pytest.mark.parametrize(("H", "poisoned"), [(64, "key"), (64, "value"), slow(256, "value")])
 def test_keys_that_no_query_sees_do_not_count(H, poisoned):
     unseen = np.r_[75:200]
     check_that_keys_do_not_count(200, H, poisoned, unseen, is_causal=True, query_offset=5)
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases("nan-False", "inf-False")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 def test_cotangents_of_rows_that_see_nothing_do_not_count(poison, deterministic):

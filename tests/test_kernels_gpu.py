@@ -12,6 +12,7 @@ import pytest
 import jax_flash
 from pallas_kernels import config
 from tests import oracle
+from tests.support.cases import slow
 from tests.support.elements import (
     check_bias_that_is_nan_where_hidden_and_infinite_elsewhere,
     random_bias,
@@ -49,7 +50,24 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.fast_cases(16)
+@pytest.mark.fast_cases(
+    "1-1-64-full",
+    "1-1-256-full",
+    "3-3-128-causal",
+    "1-239-128-full",
+    "64-1-64-causal",
+    "799-3-64-full",
+    "799-3-256-causal",
+    "113-203-256-full",
+    "128-217-128-causal",
+    "108-256-64-causal",
+    "255-256-64-full",
+    "255-256-256-causal",
+    "384-256-256-full",
+    "1023-1024-128-causal",
+    "1024-1023-128-full",
+    "4224-4224-64-causal",
+)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize(("T", "S"), LENGTHS)
@@ -64,7 +82,7 @@ def test_lengths(T, S, H, is_causal):
     check(inputs(B, T, S, N, K, H, dtype, seed=case), is_causal=is_causal)
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases("160-full", "160-causal", "256-full", "256-causal")
 @all_masks
 @pytest.mark.parametrize("H", [160, 256])
 def test_sections_of_heads(H, mask):
@@ -76,7 +94,6 @@ def test_sections_of_heads(H, mask):
         check(arrays, **mask, config=dataclasses.replace(config.default(H), backward=backward))
 
 
-@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("kind", ["full", "causal", "documents", "lengths"])
 @pytest.mark.parametrize("H", [64, 128])
 def test_dq_that_tiles_of_another_section_zero(H, kind):
@@ -105,7 +122,7 @@ def test_dq_that_tiles_of_another_section_zero(H, kind):
         )
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases("64-full", "64-window", "128-causal", "256-full")
 @all_masks
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_a_thread_block_walks_many_tiles(H, mask):
@@ -116,14 +133,13 @@ def test_a_thread_block_walks_many_tiles(H, mask):
     check(arrays, **mask, config=settings, deterministic=True)
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("H", [64, slow(128), slow(256)])
 def test_keys_beyond_the_end_where_every_logit_is_very_negative(H):
     query, key, *rest = inputs(2, 300, 333, 2, 1, H, jnp.bfloat16)
     check((abs(query) * 8, -abs(key) * 8, *rest), is_causal=False)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases("64-full-bfloat16", "128-full-bfloat16", "256-full-bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
@@ -138,7 +154,7 @@ def test_maxima_that_jump_and_other_heads(H, is_causal, dtype):
     )
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases("64-mha-bfloat16", "64-mqa-bfloat16", "128-gqa-float16", "256-mha-float16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize(("N", "K"), [(4, 4), (4, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("H", [64, 128, 256])
@@ -146,14 +162,15 @@ def test_heads(H, N, K, dtype):
     check(inputs(2, 300, 413, N, K, H, dtype), is_causal=True, query_offset=413 - 300)
 
 
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("query_offset", [-1000, -450, -77, 1, 63, 500, 10**9])
+@pytest.mark.parametrize(
+    "query_offset", [-1000, slow(-450), slow(-77), 1, slow(63), slow(500), slow(10**9)]
+)
 def test_query_offset(query_offset):
     arrays = inputs(1, 500, 300, 2, 1, 128, jnp.bfloat16)
     check(arrays, is_causal=True, query_offset=query_offset)
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases("64-full", "64-causal", "128-causal", "256-full")
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_sinks(H, is_causal):
@@ -163,32 +180,48 @@ def test_sinks(H, is_causal):
     check(arrays, is_causal=is_causal, query_offset=-20 * is_causal, sinks=sinks)
 
 
-WINDOWS = [
-    {"is_causal": True, "local_window_size": (200, 0)},
-    {"local_window_size": (64, 100)},
-    {"local_window_size": (0, 0), "query_offset": 3},
-    {"local_window_size": (300, 10**9)},
-    {"local_window_size": (900, 700), "query_offset": -150},
-    {"local_window_size": (30, 20), "query_offset": 500},
-    {"local_window_size": (30, 20), "query_offset": -70},
-]
+WINDOWS: dict[str, dict] = {
+    "causal": {"is_causal": True, "local_window_size": (200, 0)},
+    "both sides": {"local_window_size": (64, 100)},
+    "one key": {"local_window_size": (0, 0), "query_offset": 3},
+    "all after": {"local_window_size": (300, 10**9)},
+    "wide": {"local_window_size": (900, 700), "query_offset": -150},
+    "behind": {"local_window_size": (30, 20), "query_offset": 500},
+    "ahead": {"local_window_size": (30, 20), "query_offset": -70},
+}
 
 
-@pytest.mark.fast_cases(11)
-@pytest.mark.parametrize("options", WINDOWS, ids=str)
+@pytest.mark.fast_cases(
+    "one length-64-causal",
+    "one length-64-all after",
+    "one length-128-causal",
+    "one length-128-wide",
+    "one length-256-both sides",
+    "one length-256-behind",
+    "lengths-64-both sides",
+    "lengths-64-behind",
+    "lengths-128-one key",
+    "lengths-128-ahead",
+    "lengths-256-all after",
+)
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("H", [64, 128, 256])
-@pytest.mark.parametrize("lengths", [[(1157, 1091)], [(3, 3), (799, 3), (113, 703), (1024, 512)]])
-def test_windows(lengths, H, options):
+@pytest.mark.parametrize(
+    "lengths",
+    [[(1157, 1091)], [(3, 3), (799, 3), (113, 703), (1024, 512)]],
+    ids=["one length", "lengths"],
+)
+def test_windows(lengths, H, window):
     """Also those that no query, or no key, is in; lengths, heads and dtype change between cases."""
-    case = H // 64 + WINDOWS.index(options)
+    options = WINDOWS[window]
+    case = H // 64 + list(WINDOWS).index(window)
     T, S = lengths[case % len(lengths)]
     N, K = [(2, 2), (4, 2), (3, 1)][case % 3]
     arrays = inputs(2, T, S, N, K, H, [jnp.bfloat16, jnp.float16][case % 2], seed=case)
     check(arrays, **options, deterministic=case % 4 == 0)
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("H", [64, slow(128), slow(256)])
 def test_windows_of_long_sequences(H):
     arrays = inputs(1, 4224, 4224, 2, 1, H, jnp.bfloat16)
     check(arrays, is_causal=True, local_window_size=(1024, 0))
@@ -211,7 +244,16 @@ INTERVALS = {
 }
 
 
-@pytest.mark.fast_cases(8)
+@pytest.mark.fast_cases(
+    "113-703-key lengths-64",
+    "113-703-query lengths-256",
+    "113-703-offsets-256",
+    "113-703-all-128",
+    "1157-1091-query lengths-128",
+    "1157-1091-offsets-128",
+    "1157-1091-all-64",
+    "799-3-all-64",
+)
 @pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize(
     ("T", "S", "kind"),
@@ -227,7 +269,6 @@ def test_lengths_and_offsets_by_batch_entry(T, S, H, kind):
     check(arrays, **as_arrays(INTERVALS[kind]), deterministic=case % 4 == 0)
 
 
-@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_lengths_where_a_thread_block_walks_many_tiles(H):
     arrays = inputs(4, 1157, 1091, 2, 1, H, jnp.bfloat16)
@@ -264,7 +305,7 @@ def check_that_nan_is_left_out(arrays, **options):
     np.testing.assert_allclose(dq.astype("float32"), clean[2].astype("float32"), atol=1e-2)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases("64-False", "128-True")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_lengths_leave_nan_out(H, deterministic):
@@ -276,8 +317,9 @@ def test_lengths_leave_nan_out(H, deterministic):
     )
 
 
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(("H", "h"), [(64, 64), (40, 72), (80, 80), (96, 96), (192, 128)])
+@pytest.mark.parametrize(
+    ("H", "h"), [(64, 64), slow(40, 72), (80, 80), slow(96, 96), slow(192, 128)]
+)
 def test_windows_leave_nan_out(H, h):
     """Of blocks cut at both ends, in thread blocks that walk many tiles."""
     check_that_nan_is_left_out(
@@ -288,16 +330,14 @@ def test_windows_leave_nan_out(H, h):
     )
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("H", [64, slow(128), slow(256)])
 def test_maxima_that_jump_towards_the_far_edge(H):
     """A second round with masks at both edges."""
     arrays = inputs(1, 500, 1157, 3, 3, H, jnp.bfloat16)
     check(with_a_jump(arrays, 0, 300), local_window_size=(600, 50), query_offset=500)
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("H", [64, slow(128), slow(256)])
 def test_other_batch_entries_do_not_leak(H):
     arrays = inputs(3, 613, 517, 4, 2, H, jnp.bfloat16)[:4]
     poisoned = [x.at[jnp.array([0, 2])].set(jnp.nan) for x in arrays]
@@ -315,14 +355,13 @@ def test_other_batch_entries_do_not_leak(H):
     np.testing.assert_allclose(dq.astype("float32"), clean_dq.astype("float32"), atol=1e-2)
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases("64-full", "64-window", "128-causal", "256-full")
 @all_masks
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_repeats_are_bit_equal(H, mask):
     check_repeats(H, **mask)
 
 
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("H", [64, 128])
 def test_repeats_where_tiles_are_drawn_are_bit_equal(H):
     """Whichever thread block draws them."""
@@ -357,7 +396,13 @@ def check_repeats(H, **options):
         )
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(
+    "1-239-2-2-64-full",
+    "1-239-2-2-256-full",
+    "64-1-2-1-128-causal",
+    "255-256-4-1-128-full",
+    "1157-1091-4-2-64-causal",
+)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
 @pytest.mark.parametrize(
@@ -371,14 +416,13 @@ def test_deterministic_gradients(T, S, N, K, H, is_causal):
     check(arrays, is_causal=True, query_offset=S - T, deterministic=True)
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("H", [64, slow(128), slow(256)])
 def test_deterministic_keys_beyond_the_end(H):
     query, key, *rest = inputs(2, 300, 333, 2, 1, H, jnp.bfloat16)
     check((abs(query) * 8, -abs(key) * 8, *rest), is_causal=False, deterministic=True)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases("64-full", "128-causal")
 @all_masks
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_gradients_do_not_depend_on_thread_blocks(H, mask):
@@ -403,7 +447,7 @@ def test_gradients_do_not_depend_on_thread_blocks(H, mask):
         )
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases("64-full", "128-causal")
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_a_thread_block_for_each_tile(H, is_causal):
@@ -424,7 +468,7 @@ def test_a_thread_block_for_each_tile(H, is_causal):
     )
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases("64-full", "64-window", "128-causal", "256-full")
 @all_masks
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_deterministic_repeats_are_bit_equal(H, mask):
@@ -515,7 +559,14 @@ def segment_ids(kind: str) -> tuple[dict, int, int]:
     return ids, query_ids.shape[1], key_ids.shape[1]
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(
+    "64-documents",
+    "64-at random",
+    "128-other lengths",
+    "160-documents",
+    "160-at random",
+    "256-other lengths",
+)
 @pytest.mark.parametrize("kind", SEGMENTS)
 @pytest.mark.parametrize("H", [64, 128, 160, 256])
 def test_segment_ids(H, kind):
@@ -529,7 +580,7 @@ def test_segment_ids(H, kind):
     check(arrays, **ids, **lengths, config=few_thread_blocks(H, 8))
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases("64-documents", "128-documents", "160-at random")
 @pytest.mark.parametrize("kind", ["documents", "at random"])
 @pytest.mark.parametrize("H", [64, 128, 160, 256])
 def test_segment_ids_with_soft_cap(H, kind):
@@ -541,7 +592,7 @@ def test_segment_ids_with_soft_cap(H, kind):
     check(arrays, **options, **lengths, deterministic=True, config=few_thread_blocks(H, 8))
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases("64-documents", "128-at random", "208-in order in one entry")
 @pytest.mark.parametrize("kind", ["documents", "at random", "in order in one entry"])
 @pytest.mark.parametrize("H", [64, 128, 208, 256])
 def test_segment_ids_beside_a_mask_and_a_bias(H, kind):
@@ -557,8 +608,7 @@ def test_segment_ids_beside_a_mask_and_a_bias(H, kind):
     check(arrays, **options, **more, **lengths, bias=bias, mask=random_mask((2, 1, 1, S)))
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("H", [64, slow(128), slow(256)])
 def test_segment_ids_repeat_bit_equal(H):
     """Forward, and dK and dV, with thread blocks that take many tiles."""
     query, key, value, dout, _ = inputs(2, 1157, 1157, 8, 4, H, jnp.bfloat16)
@@ -591,7 +641,15 @@ ELEMENTS = {
 }
 
 
-@pytest.mark.fast_cases(7)
+@pytest.mark.fast_cases(
+    "64-dense mask",
+    "64-bias of heads",
+    "128-dense mask",
+    "128-bias of keys",
+    "160-key mask",
+    "160-both",
+    "256-dense bias",
+)
 @pytest.mark.parametrize("kind", ELEMENTS)
 @pytest.mark.parametrize("H", [64, 128, 160, 256])
 def test_mask_and_bias(H, kind):
@@ -609,7 +667,14 @@ def test_mask_and_bias(H, kind):
     check(arrays, **options, deterministic=case % 4 == 0)
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(
+    "64-640-768-nts-options0",
+    "64-1-200-nts-options3",
+    "96-640-768-nts-options0",
+    "96-1-200-nts-options3",
+    "128-640-768-nts-options0",
+    "128-1-200-nts-options3",
+)
 @pytest.mark.parametrize(
     ("T", "S", "axes", "options"),
     [
@@ -630,14 +695,14 @@ def test_bias_that_comes_in_tiles(T, S, axes, options, H):
     check(arrays, bias=bias, **as_arrays(options))
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases("64-150-float32", "128-152-bfloat16")
 @pytest.mark.parametrize(("S", "dtype"), [(150, jnp.float32), (152, jnp.bfloat16)])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H, S, dtype):
     check_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H, S, dtype)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases("64-1157", "128-1160")
 @pytest.mark.parametrize("S", [1157, 1160])  # a bias in tiles with the latter
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_mask_and_bias_repeats_are_bit_equal(H, S):
@@ -675,19 +740,18 @@ def test_a_scan_over_layers_runs_each_kernel_once():
         assert sum(f"/{kernel}/" in line for line in calls) == 1, kernel
 
 
-@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("H", "cap", "deterministic", "options"),
     [
         (64, 50.0, False, {}),
-        (64, 0.5, True, {"local_window_size": (300, 40)}),
-        (64, 2.0, False, {"is_causal": True, "key_value_seq_lengths": [700, 0, 1091]}),
+        slow(64, 0.5, True, {"local_window_size": (300, 40)}),
+        slow(64, 2.0, False, {"is_causal": True, "key_value_seq_lengths": [700, 0, 1091]}),
         (128, 5.0, False, {"is_causal": True, "query_offset": -30}),
-        (128, 50.0, True, {}),
-        (128, 2.0, False, {"is_causal": True, "key_value_seq_lengths": [700, 0, 1091]}),
+        slow(128, 50.0, True, {}),
+        slow(128, 2.0, False, {"is_causal": True, "key_value_seq_lengths": [700, 0, 1091]}),
         (192, 5.0, False, {"is_causal": True}),
-        (256, 0.5, False, {"local_window_size": (300, 40)}),
-        (256, 2.0, False, {"key_value_seq_lengths": [700, 0, 1091]}),
+        slow(256, 0.5, False, {"local_window_size": (300, 40)}),
+        slow(256, 2.0, False, {"key_value_seq_lengths": [700, 0, 1091]}),
     ],
 )
 def test_soft_cap(H, cap, deterministic, options):
@@ -697,8 +761,7 @@ def test_soft_cap(H, cap, deterministic, options):
     check(arrays, **options, config=few_thread_blocks(H, 20))
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(("H", "mask", "bias"), [(64, "bts", "nts"), (128, None, "bs")])
+@pytest.mark.parametrize(("H", "mask", "bias"), [(64, "bts", "nts"), slow(128, None, "bs")])
 def test_soft_cap_with_mask_and_bias(H, mask, bias):
     """And sinks, which no cap is for."""
     N, T, S = 4, 640, 768
@@ -708,8 +771,7 @@ def test_soft_cap_with_mask_and_bias(H, mask, bias):
     check(inputs(2, T, S, N, 2, H, jnp.bfloat16), logits_soft_cap=5.0, **options)
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("H", [64, 256])
+@pytest.mark.parametrize("H", [64, slow(256)])
 def test_soft_cap_where_maxima_jump(H):
     """A second round, and sinks."""
     arrays = with_a_jump(inputs(1, 500, 1091, 3, 3, H, jnp.bfloat16), 0, 300)
@@ -732,16 +794,15 @@ DROPOUT = [
 ]
 
 
-@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("H", "axes", "dtype", "bias_dtype", "slope"),
     [
         (64, "s", jnp.bfloat16, jnp.float32, -0.1),
-        (64, "nts", jnp.float16, jnp.bfloat16, 0.1),  # in tiles
+        slow(64, "nts", jnp.float16, jnp.bfloat16, 0.1),  # in tiles
         (128, "nts", jnp.bfloat16, jnp.float32, 0.5),
-        (128, "s", jnp.float16, jnp.float32, 0.02),
+        slow(128, "s", jnp.float16, jnp.float32, 0.02),
         (128, "nts", jnp.bfloat16, jnp.bfloat16, -0.5),
-        (256, "bs", jnp.float16, jnp.float16, 0.1),
+        slow(256, "bs", jnp.float16, jnp.float16, 0.1),
     ],
 )
 def test_bias_that_rises_or_falls(H, axes, dtype, bias_dtype, slope):
@@ -751,10 +812,9 @@ def test_bias_that_rises_or_falls(H, axes, dtype, bias_dtype, slope):
     check(inputs(2, 901, 1000, 4, 2, H, dtype), bias=bias)
 
 
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("H", "hidden", "options"),
-    [(64, None, {}), (64, -1e9, {}), (128, -jnp.inf, {"is_causal": True}), (256, None, {})],
+    [(64, None, {}), slow(64, -1e9, {}), (128, -jnp.inf, {"is_causal": True}), slow(256, None, {})],
 )
 def test_padding_that_a_mask_or_a_bias_hides(H, hidden, options):
     """Of batch entries with all of their keys, with some and with one, on either side."""
@@ -767,25 +827,24 @@ def test_padding_that_a_mask_or_a_bias_hides(H, hidden, options):
     check(inputs(6, 700, 1000, 2, 1, H, jnp.bfloat16), **options)
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases("64-options0", "128-options3", "256-options6", "64-options9")
 @pytest.mark.parametrize(("H", "options"), DROPOUT)
 def test_dropout(H, options):
     check(inputs(2, 1001, 1013, 4, 2, H, jnp.bfloat16), dropout_rate=0.25, **options)
 
 
-@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("H", "mask_axes", "bias_axes", "options"),
     [
         (64, None, "nts", {"is_causal": True}),
-        (64, "bs", None, {}),
-        (64, "bnts", None, {"logits_soft_cap": 5.0}),
+        slow(64, "bs", None, {}),
+        slow(64, "bnts", None, {"logits_soft_cap": 5.0}),
         (96, "bs", None, {"local_window_size": (300, 0)}),
-        (128, "bts", "nts", {"is_causal": True}),
-        (128, None, "nts", {"logits_soft_cap": 5.0}),
+        slow(128, "bts", "nts", {"is_causal": True}),
+        slow(128, None, "nts", {"logits_soft_cap": 5.0}),
         (256, "bnts", None, {"local_window_size": (300, 0)}),
-        (256, "bts", "nts", {"key_value_seq_lengths": jnp.array([900, 3])}),
-        (256, None, "bs", {"is_causal": True}),
+        slow(256, "bts", "nts", {"key_value_seq_lengths": jnp.array([900, 3])}),
+        slow(256, None, "bs", {"is_causal": True}),
     ],
 )
 def test_dropout_with_mask_and_bias(H, mask_axes, bias_axes, options):
@@ -797,8 +856,7 @@ def test_dropout_with_mask_and_bias(H, mask_axes, bias_axes, options):
     check(inputs(2, T, S, N, 2, H, jnp.bfloat16), dropout_rate=0.25, **options)
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(("H", "logits_soft_cap"), [(64, 5.0), (160, 5.0), (256, None)])
+@pytest.mark.parametrize(("H", "logits_soft_cap"), [(64, 5.0), slow(160, 5.0), slow(256, None)])
 def test_dropout_with_segment_ids(H, logits_soft_cap):
     ids = jnp.arange(900) // 70
     ids = jnp.stack([ids, ids[::-1]])
@@ -807,11 +865,18 @@ def test_dropout_with_segment_ids(H, logits_soft_cap):
     check(arrays, dropout_rate=0.25, logits_soft_cap=logits_soft_cap, **options)
 
 
-@pytest.mark.fast_cases(3)
 # The backward compares in another way from 16385 steps on.
 @pytest.mark.parametrize(
     ("H", "steps"),
-    [(64, 1), (64, 1024), (64, 16384), (64, 16385), (64, 32767), (128, 31745), (256, 3277)],
+    [
+        (64, 1),
+        slow(64, 1024),
+        (64, 16384),
+        slow(64, 16385),
+        (64, 32767),
+        slow(128, 31745),
+        slow(256, 3277),
+    ],
 )
 def test_dropout_drops_the_same_as_xla(H, steps):
     """With logits of 0 outputs and dV are of what is kept alone."""

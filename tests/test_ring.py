@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_flash
 from jax_flash import ring
 from tests.support import compile as support
+from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
 from tests.support.sharded import collectives, mesh_of, plain_kernels, put
 
@@ -115,7 +116,18 @@ MASKS = {
 }
 
 
-@pytest.mark.fast_cases(10)
+@pytest.mark.fast_cases(
+    "full-xla-False",
+    "full-mosaic_gpu-False",
+    "causal-xla-True",
+    "causal window-xla-False",
+    "causal window-mosaic_gpu-True",
+    "window-mosaic_gpu-False",
+    "soft cap-xla-False",
+    "soft cap-mosaic_gpu-True",
+    "documents-mosaic_gpu-False",
+    "documents in a window-xla-True",
+)
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 @pytest.mark.parametrize("mask", MASKS)
@@ -181,16 +193,15 @@ def test_hops_lower_for_cuda(mask, width):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("devices", "dtype"),
     [
         (2, jnp.float32),
-        (2, jnp.bfloat16),
+        slow(2, jnp.bfloat16),
         (4, jnp.bfloat16),
-        (4, jnp.float32),
+        slow(4, jnp.float32),
         (8, jnp.float32),
-        (8, jnp.bfloat16),
+        slow(8, jnp.bfloat16),
     ],
 )
 def test_causal_in_zigzag_order(devices, dtype):
@@ -214,7 +225,7 @@ def test_causal_in_zigzag_order(devices, dtype):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases("shape0-False", "shape1-False", "shape2-False")
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("shape", [(8,), (2, 4), (4, 2)])
 def test_ring_with_documents_and_sinks(shape, zigzag):

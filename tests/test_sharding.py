@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+from typing import Any
 
 import chex
 import jax
@@ -93,7 +94,17 @@ INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["outside", "in se
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(9)
+@pytest.mark.fast_cases(
+    "batch-AxisType.Auto-outside",
+    "batch-AxisType.Auto-in set_mesh",
+    "batch-AxisType.Explicit-in set_mesh",
+    "heads-AxisType.Auto-in set_mesh",
+    "heads-AxisType.Explicit-in set_mesh",
+    "batch and heads-AxisType.Auto-outside",
+    "batch and heads-AxisType.Explicit-outside",
+    "heads over two-AxisType.Auto-outside",
+    "heads over two-AxisType.Explicit-outside",
+)
 @INSIDE
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -107,26 +118,41 @@ def test_xla_partitions_by_itself(layout, axis_type, inside):
     chex.assert_trees_all_close(program(*sharded), jax.jit(run)(*arrays), atol=1e-4)
 
 
-LENGTHS = dict(is_causal=True, query_offset=S - T, key_value_seq_lengths=np.arange(B) * 3)
-DOCUMENTS = dict(
-    query_segment_ids=np.arange(B * T).reshape(B, T) // 5 % 3,
-    key_value_segment_ids=np.arange(B * S).reshape(B, S) // 2 % 3,
-    logits_soft_cap=2.0,
-)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lengths": dict(is_causal=True, query_offset=S - T, key_value_seq_lengths=np.arange(B) * 3),
+    "documents": dict(
+        query_segment_ids=np.arange(B * T).reshape(B, T) // 5 % 3,
+        key_value_segment_ids=np.arange(B * S).reshape(B, S) // 2 % 3,
+        logits_soft_cap=2.0,
+    ),
+}
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases(11)
+@pytest.mark.fast_cases(
+    "batch-lengths-AxisType.Auto-outside",
+    "batch-lengths-AxisType.Explicit-in set_mesh",
+    "heads-lengths-AxisType.Explicit-in set_mesh",
+    "batch and heads-lengths-AxisType.Explicit-outside",
+    "heads over two-lengths-AxisType.Explicit-outside",
+    "one key head-lengths-AxisType.Explicit-outside",
+    "two, replicated-lengths-AxisType.Auto-in set_mesh",
+    "six over eight-lengths-AxisType.Auto-in set_mesh",
+    "heads of two groups-lengths-AxisType.Auto-in set_mesh",
+    "batch and heads-documents-AxisType.Auto-outside",
+    "two, replicated-documents-AxisType.Auto-outside",
+)
 @INSIDE
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
 @pytest.mark.parametrize(
-    ("layout", "options"),
+    ("layout", "kind"),
     [
-        *((layout, LENGTHS) for layout in [*LAYOUTS, *SHARED_KEYS]),
-        *((layout, DOCUMENTS) for layout in ["batch and heads", "two, replicated"]),
+        *((layout, "lengths") for layout in [*LAYOUTS, *SHARED_KEYS]),
+        *((layout, "documents") for layout in ["batch and heads", "two, replicated"]),
     ],
 )
-def test_kernels_run_on_what_a_device_holds(layout, options, axis_type, inside):
+def test_kernels_run_on_what_a_device_holds(layout, kind, axis_type, inside):
+    options = OPTIONS[kind]
     shape, axes, heads = (LAYOUTS | SHARED_KEYS)[layout]
     arrays = operands(heads, jnp.bfloat16)
     mesh = mesh_of(shape, axis_type)
