@@ -75,15 +75,11 @@ def lowered(name: str, row: Row, devices: int, implementation: str | None) -> An
     return jax.jit(functools.partial(with_gradients, attend)).lower(*shapes)
 
 
-def ran_by_one(row: Row, implementation: str | None) -> str:
-    """The implementation that runs a row on one device, the fastest unless one is named."""
-    query, key, value, _, *ids = jax.eval_shape(functools.partial(inputs_of, row))
-    options: dict[str, Any] = {"is_causal": True, "implementation": implementation}
-    if row.window is not None:
-        options["local_window_size"] = (row.window, 0)
-    if ids:
-        options |= {"query_segment_ids": ids[0], "key_value_segment_ids": ids[0]}
-    return jax_flash.explain(query, key, value, **options).implementation
+def implementations(program: jax.stages.Lowered) -> str:
+    """What computes attention in a program, in all hops of a ring."""
+    text = program.as_text()
+    calls = {"mosaic_gpu": "@mosaic_gpu", "cudnn": "@__cudnn$"}
+    return ", ".join(name for name, call in calls.items() if call in text) or "xla"
 
 
 def inputs_of(row: Row) -> tuple[jax.Array, ...]:
@@ -132,6 +128,7 @@ def measure(
     name: str,
     row: Row,
     devices: int,
+    ran: str,
     run: concurrent.futures.Future,
     whole: concurrent.futures.Future,
     options: argparse.Namespace,
@@ -139,9 +136,10 @@ def measure(
     """One method on some devices: its error, time and TFLOP/s a device; or how it failed.
 
     Args:
+      ran: the implementations that it runs.
       run, whole: will give the compiled program, and that of one device.
     """
-    result: dict[str, Any] = {"method": name, "row": row.name, "devices": devices}
+    result: dict[str, Any] = {"method": name, "row": row.name, "devices": devices, "ran": ran}
     try:
         inputs = inputs_of(row)
         if devices == 1:
@@ -395,7 +393,7 @@ def row_of(options: argparse.Namespace, mask: str, length: int) -> Row:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    lines = [["method", "GPUs", "positions", "ms", "TFLOP/s a GPU", "of one GPU", "error"]]
+    lines = [["method", "GPUs", "positions", "runs", "ms", "TFLOP/s a GPU", "of one GPU", "error"]]
     alone = None
     for result in results:
         if result["devices"] == 1:
@@ -410,7 +408,8 @@ def table(results: list[dict[str, Any]]) -> str:
                 reporting.figure(rate / alone if alone else None, ".2f"),
                 reporting.figure(result["error"], ".1e"),
             ]
-        lines.append([result["method"], str(result["devices"]), result["row"], *figures])
+        names = [result["method"], str(result["devices"]), result["row"], result["ran"]]
+        lines.append([*names, *figures])
     return reporting.markdown(lines)
 
 
@@ -479,33 +478,28 @@ def main(argv: list[str] | None = None) -> int:
     ]
     with concurrent.futures.ThreadPoolExecutor() as pool:
 
-        def compiled(name: str, row: Row, devices: int) -> concurrent.futures.Future:
-            return pool.submit(lowered(name, row, devices, options.implementation).compile)
+        def compiled(name: str, row: Row, devices: int) -> tuple[str, concurrent.futures.Future]:
+            program = lowered(name, row, devices, options.implementation)
+            return implementations(program), pool.submit(program.compile)
 
         whole = {key: compiled("", row, 1) for key, row in rows.items()}
         runs = [
             whole[mask, 1] if count == 1 else compiled(name, rows[mask, count], count)
             for name, mask, count in timing.progress(todo, "lower")
         ]
-        concurrent.futures.wait([*whole.values(), *runs])
-    ran = ", ".join(
-        dict.fromkeys(ran_by_one(rows[mask, 1], options.implementation) for mask in options.masks)
-    )
+        concurrent.futures.wait([run for _, run in [*whole.values(), *runs]])
     title = f"distributed {counts[-1]}"
     if options.masks != ["causal"]:
         title += f" {' '.join(options.masks)}"
     results: list[dict[str, Any]] = []
     compiled_todo = zip(todo, runs, strict=True)
-    for (name, mask, count), run in timing.progress(compiled_todo, "distributed"):
-        results.append(measure(name, rows[mask, count], count, run, whole[mask, count], options))
-        record = reporting.provenance() | {
-            "devices": counts[-1],
-            "implementation": ran,
-            "results": results,
-        }
+    for (name, mask, count), (ran, run) in timing.progress(compiled_todo, "distributed"):
+        of_one = whole[mask, count][1]
+        results.append(measure(name, rows[mask, count], count, ran, run, of_one, options))
+        record = reporting.provenance() | {"devices": counts[-1], "results": results}
         # After each, so that a run that is cut short leaves what it found.
         path = reporting.write(options.results, title, record)
-    print(f"\n{reporting.where(record)}; one GPU runs {ran}\n{table(results)}", flush=True)
+    print(f"\n{reporting.where(record)}\n{table(results)}", flush=True)
     for result in results:
         for name, times in result.get("kernels", {}).items():
             who = f"{result['method']} on {result['devices']}: {name}"

@@ -3,6 +3,8 @@
 import functools
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jax_flash
@@ -44,10 +46,21 @@ def test_all_methods_and_masks(arguments, methods, masks, tmp_path, capsys):
     assert found == len(masks) * [("one GPU", 1), *((name, 2) for name in methods)]
     for result in record["results"]:
         assert result["error"] < distributed.TOLERANCE
+        assert result["ran"] == "xla"
         assert result["milliseconds"] > 0 and result["teraflops_a_device"] > 0
     printed = capsys.readouterr().out
     for mask in masks:
         assert f"b1 s128 4/2 heads H8 {mask} " in printed
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_what_runs_attention_is_named(implementation):
+    def attend(x):
+        return jax_flash.attention(x, x, x, implementation=implementation)
+
+    array = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
+    program = jax.jit(attend).trace(array).lower(lowering_platforms=("cuda",))
+    assert distributed.implementations(program) == implementation
 
 
 def test_wrong_results_are_noticed(tmp_path, monkeypatch, capsys):
