@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.cases import slow
+from tests.support.cases import long, slow
 from tests.support.elements import random_bias, random_mask, shape_of
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import check, inputs
@@ -90,7 +90,7 @@ def random_ids(rng: np.random.Generator, batch: int, length: int) -> jax.Array:
     return jnp.array((places[None, :, None] >= ends[:, None]).sum(-1))
 
 
-@pytest.mark.parametrize("number", [*range(4), *map(slow, range(4, 24))])
+@pytest.mark.parametrize("number", [0, 1, long(2), long(3), *map(slow, range(4, 24))])
 def test_combinations_in_interpret_mode(number):
     arrays, options = draw(number, 70, 2)
     with interpret_mode():

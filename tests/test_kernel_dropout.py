@@ -10,7 +10,7 @@ import pytest
 
 import jax_flash
 from jax_flash.masks import dropout_keep
-from tests.support.cases import slow
+from tests.support.cases import long, slow
 from tests.support.elements import random_bias, random_mask, shape_of, with_lengths
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import check, check_vmap_over_options, few_thread_blocks, inputs
@@ -61,7 +61,7 @@ def test_forward_and_backward_drop_what_the_hash_says(T, S, H, is_causal):
         slow(90, 80, 1, 1, 128, jnp.float16, dict(local_window_size=(40, 9), deterministic=True)),
         slow(70, 200, 2, 1, 256, jnp.bfloat16, dict(is_causal=True, query_offset=-10)),
         slow(70, 133, 2, 1, 40, jnp.bfloat16, dict(local_window_size=(60, 30))),
-        (70, 133, 4, 2, 256, jnp.bfloat16, dict(logits_soft_cap=2.0, is_causal=True)),
+        long(70, 133, 4, 2, 256, jnp.bfloat16, dict(logits_soft_cap=2.0, is_causal=True)),
         slow(70, 133, 2, 1, 128, jnp.float16, with_lengths(key_value_seq_lengths=[100, 0])),
         slow(90, 80, 2, 2, 64, jnp.bfloat16, with_lengths(query_seq_lengths=[50, 0])),
         slow(70, 133, 2, 1, 256, jnp.bfloat16, with_lengths(key_value_seq_lengths=[100, 0])),

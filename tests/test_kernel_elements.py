@@ -11,7 +11,7 @@ import pytest
 
 import jax_flash
 from pallas_kernels import config, element_arrays
-from tests.support.cases import slow
+from tests.support.cases import long, slow
 from tests.support.elements import (
     check_bias_that_is_nan_where_hidden_and_infinite_elsewhere,
     random_bias,
@@ -51,7 +51,7 @@ def test_bits_of_a_mask(axes, axis):
     [
         (130, 200, 2, 1, 64, jnp.bfloat16, WHOLE, {}),
         slow(200, 133, 2, 1, 64, jnp.float16, KEYS, dict(is_causal=True, query_offset=-20)),
-        (67, 150, 4, 2, 128, jnp.bfloat16, HEADS, dict(is_causal=True, query_offset=83)),
+        long(67, 150, 4, 2, 128, jnp.bfloat16, HEADS, dict(is_causal=True, query_offset=83)),
         slow(140, 77, 1, 1, 128, jnp.float16, "bts", dict(local_window_size=(60, 20))),
         (130, 67, 2, 1, 256, jnp.bfloat16, WHOLE, {}),
         slow(70, 100, 1, 1, 256, jnp.bfloat16, KEYS, dict(is_causal=True)),
@@ -212,7 +212,7 @@ def test_vmap(axes):
     [
         (130, 200, 2, 1, 64, jnp.bfloat16, WHOLE, jnp.bfloat16, {}),
         slow(200, 133, 2, 1, 64, jnp.float16, KEYS, jnp.float32, dict(is_causal=True)),
-        (67, 150, 4, 2, 128, jnp.bfloat16, HEADS, jnp.float32, dict(is_causal=True)),
+        long(67, 150, 4, 2, 128, jnp.bfloat16, HEADS, jnp.float32, dict(is_causal=True)),
         slow(140, 77, 1, 1, 128, jnp.float16, "bts", jnp.float16, dict(local_window_size=(60, 20))),
         slow(130, 67, 2, 1, 256, jnp.bfloat16, "ns", jnp.bfloat16, {}),
         (70, 100, 1, 1, 256, jnp.bfloat16, HEADS, jnp.bfloat16, dict(is_causal=True)),

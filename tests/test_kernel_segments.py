@@ -13,7 +13,7 @@ from pallas_kernels import config, intervals, scheduler, segments
 from pallas_kernels.backward_query import _key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
-from tests.support.cases import slow
+from tests.support.cases import long, slow
 from tests.support.elements import random_bias, random_mask, shape_of
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import (
@@ -402,12 +402,14 @@ def options_of(ids, **options):
         slow("documents", 1, 1, 128, jnp.float16, {}),
         slow("tiles", 1, 1, 64, jnp.bfloat16, dict(is_causal=True)),
         slow("of other lengths", 2, 2, 256, jnp.bfloat16, {}),
-        ("in another order", 1, 1, 96, jnp.bfloat16, {}),
+        long("in another order", 1, 1, 96, jnp.bfloat16, {}),
         slow("one side alone", 2, 1, 64, jnp.float16, dict(is_causal=True, query_offset=60)),
         slow("nothing in common", 1, 1, 128, jnp.bfloat16, {}),
         slow("padding", 1, 1, 64, jnp.bfloat16, dict(local_window_size=(100, 30))),
         slow("in order in one entry", 2, 1, 64, jnp.bfloat16, dict(is_causal=True)),
-        ("in order in one entry", 1, 1, 128, jnp.float16, dict(key_value_seq_lengths=[290, 300])),
+        long(
+            "in order in one entry", 1, 1, 128, jnp.float16, dict(key_value_seq_lengths=[290, 300])
+        ),
         slow("interleaved", 1, 1, 256, jnp.float16, dict(is_causal=True)),
         slow("at random", 2, 1, 128, jnp.bfloat16, dict(local_window_size=(5, 3), query_offset=-9)),
         slow("short", 1, 1, 64, jnp.bfloat16, dict(key_value_seq_lengths=[200, 299])),

@@ -11,7 +11,7 @@ import pytest
 import jax_flash
 from pallas_kernels import soft_cap
 from pallas_kernels.config import Problem
-from tests.support.cases import slow
+from tests.support.cases import long, slow
 from tests.support.elements import random_bias, random_mask, shape_of, with_lengths
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import check, few_thread_blocks, inputs
@@ -48,7 +48,7 @@ def test_tanh(tanh, error):
     [
         (200, 264, 2, 1, 64, jnp.bfloat16, 1.0, dict(is_causal=True)),
         slow(1, 239, 2, 2, 64, jnp.float16, 50.0, dict(deterministic=True)),
-        (113, 203, 2, 1, 128, jnp.bfloat16, 5.0, dict(is_causal=True, query_offset=90)),
+        long(113, 203, 2, 1, 128, jnp.bfloat16, 5.0, dict(is_causal=True, query_offset=90)),
         slow(
             90, 80, 1, 1, 128, jnp.float16, 2.0, dict(local_window_size=(40, 9), deterministic=True)
         ),

@@ -1,4 +1,10 @@
-"""Cases of a parametrised test that are left out unless -m asks for them."""
+"""Cases of a parametrised test that the README's command leaves out.
+
+    @pytest.mark.parametrize(("width", "dtype"), [(64, jnp.float16), slow(64, jnp.bfloat16)])
+
+Where a test is parametrised more than once, all cases of a value are left out. The marker
+`fast_cases` names those that are not slow instead.
+"""
 
 from typing import Any
 
@@ -6,9 +12,10 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """A case, of one value for each argument: `slow(64, jnp.float16)`.
-
-    Where several arguments are parametrised on their own, all cases of a value; the marker
-    `fast_cases` names others.
-    """
+    """A case that runs where `-m` asks for it alone."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def long(*values: Any) -> Any:
+    """A case that CI runs."""
+    return pytest.param(*values, marks=pytest.mark.long)
