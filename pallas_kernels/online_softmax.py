@@ -107,7 +107,7 @@ def start(
     def start(bounded):
         reference = _reference_of(jnp.maximum(logits.max(axis=1) * factor, NOTHING_SEEN), allowed)
         weights = _weights(logits, factor, reference, allowed if bounded else None)
-        return weights, RowState(reference, _partial_sums(weights))
+        return weights, RowState(reference, partial_sums(weights))
 
     return _either(start, bounded)
 
@@ -144,7 +144,7 @@ def advance(
         reference = risen(state.reference, maximum, allowed)
         correction = jnp.exp2(state.reference - reference)
         weights = _weights(logits, factor, reference, allowed if bounded else None)
-        sums = state.sums * spread(correction, state.sums.shape) + _partial_sums(weights)
+        sums = state.sums * spread(correction, state.sums.shape) + partial_sums(weights)
         return weights, correction, RowState(reference, sums)
 
     return _either(advance, bounded)
@@ -213,7 +213,7 @@ def go_on(
 
 def add(weights: jax.Array, state: RowState) -> RowState:
     """The state after a further tile whose weights are known."""
-    return RowState(state.reference, state.sums + _partial_sums(weights))
+    return RowState(state.reference, state.sums + partial_sums(weights))
 
 
 class RowEnd(NamedTuple):
@@ -289,7 +289,7 @@ def _weights(logits, factor, reference, allowed: Range | None = None):
     return jnp.exp2(exponents)
 
 
-def _partial_sums(weights: jax.Array) -> jax.Array:
+def partial_sums(weights: jax.Array) -> jax.Array:
     groups = [weights[:, g : g + 8] for g in range(0, weights.shape[1], 8)]
     # Two chains, so that an addition need not wait for the last one.
     even, odd = (

@@ -1,0 +1,170 @@
+"""The pipeline of a Hopper kernel: warpgroups, each with a role, and what they hand to one another.
+
+producer   waits until a slot is free, and has TMA fill it
+consumer   waits until a slot is full, issues the product that reads it, gives it back
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.interpret import interpreting
+from pallas_kernels.primitives import OPERAND, NamedBarriers
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Slots of shared memory that a producer fills and consumers empty, round and round.
+
+    Both count steps from 0 on, through all tiles of a thread block.
+
+    Attributes:
+      slots: buffers of one or more operands, `(count, rows, columns)` each.
+      full: an mbarrier a slot, completed by TMA.
+      free: a named barrier a slot: the consumers arrive, the producer waits.
+    """
+
+    slots: tuple[Any, ...]
+    full: Any
+    free: NamedBarriers
+
+    @staticmethod
+    def types(free: NamedBarriers, *tiles: tuple[int, int], dtype: np.dtype) -> dict[str, Any]:
+        """Of shared memory and barriers, for a ring of such tiles: arguments of `of`."""
+        slots = tuple(plgpu.SMEM((free.count, *x), dtype, transforms=OPERAND) for x in tiles)
+        full = plgpu.Barrier(num_arrivals=len(tiles), num_barriers=free.count)
+        return dict(slots=slots, full=full, **_twins(free))
+
+    @classmethod
+    def of(cls, free: NamedBarriers, *, slots, full, twins=None) -> "Ring":
+        return cls(slots, full, dataclasses.replace(free, twins=twins))
+
+    def slot(self, step):
+        return lax.rem(step, jnp.int32(self.free.count))
+
+    def load(self, step, *sources) -> None:
+        """Has TMA fill the slot of a step with tiles of global memory, when it is free."""
+        slot = self.slot(step)
+        pl.when(step >= self.free.count)(lambda: self.free.wait(slot))
+        for source, buffer in zip(sources, self.slots, strict=True):
+            plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.full.at[slot])
+
+    def await_full(self, step) -> list[Any]:
+        """What is in the slot of a step, once it is full."""
+        plgpu.barrier_wait(self.full.at[self.slot(step)])
+        return self.at(step)
+
+    def at(self, step) -> list[Any]:
+        """What is in the slot of a step."""
+        return [buffer.at[self.slot(step)] for buffer in self.slots]
+
+    def give_back(self, step) -> None:
+        """By each consumer, after the wait for the product that read the slot."""
+        self.free.arrive(self.slot(step))
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Consumers issue their products one after the other, the softmax of one under another's.
+
+    Attributes:
+      barriers: a named barrier a consumer.
+      own: number of this one.
+    """
+
+    barriers: NamedBarriers
+    own: Any
+
+    @staticmethod
+    def types(barriers: NamedBarriers) -> dict[str, Any]:
+        """Arguments of `of`."""
+        return _twins(barriers)
+
+    @classmethod
+    def of(cls, barriers: NamedBarriers, own, *, twins=None) -> "Turns":
+        """With the first turn at warpgroup 0."""
+        turns = cls(dataclasses.replace(barriers, twins=twins), own)
+        pl.when(own == barriers.count - 1)(turns.pass_on)
+        return turns
+
+    def take(self) -> None:
+        self.barriers.wait(self.own)
+
+    def pass_on(self) -> None:
+        self.barriers.arrive(lax.rem(self.own + 1, jnp.int32(self.barriers.count)))
+
+
+def _twins(barriers: NamedBarriers) -> dict[str, Any]:
+    return dict(twins=barriers.scratch()) if interpreting() else {}
+
+
+def warp_specialised(
+    consumers: int,
+    registers: tuple[int, int],
+    consume: Callable[[Any], None],
+    produce: Callable[[], None],
+) -> None:
+    """Runs `consume(number)` in the first warpgroups, `produce()` in the one behind them.
+
+    Args:
+      consumers: how many warpgroups consume.
+      registers: of a thread of a consumer, and of the producer: multiples of 8.
+      consume, produce: the roles.
+    """
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup < consumers)
+    def _():
+        plgpu.set_max_registers(registers[0], action="increase")
+        consume(warpgroup)
+
+    @pl.when(warpgroup == consumers)
+    def _():
+        plgpu.set_max_registers(registers[1], action="decrease")
+        produce()
+
+
+def walk(schedule, run_tile: Callable[[Any, Any, Any], Any]) -> None:
+    """Runs `run_tile(index, step, number)` for each tile of this thread block's list.
+
+    Args:
+      schedule: a ref of what `scheduler.deal` gives.
+      run_tile: of the index in the list, the steps before, and the number of the tile, returns the
+        steps by its end.
+    """
+    own = lax.axis_index("block")
+    run = lambda index, step: run_tile(index, step, schedule[own, 1 + index])
+    lax.fori_loop(jnp.int32(0), schedule[own, 0], run, jnp.int32(0))
+
+
+def kernel(
+    body: Callable, out_type: Any, thread_blocks: int, consumers: int, scratch: dict[str, Any]
+) -> Callable:
+    """A function that runs `body(*operands, result, **scratch)` in each thread block.
+
+    Args:
+      body: asks `lax.axis_index` for "block" and "warpgroup".
+      out_type: shape and dtype of the result.
+      thread_blocks, consumers: how many; and a producer.
+      scratch: types of shared memory and barriers, by name.
+    """
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(thread_blocks,),
+        grid_names=("block",),
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=0,  # reductions here are of rows, which a quad of threads has
+        ),
+    )

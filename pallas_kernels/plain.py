@@ -1,0 +1,150 @@
+"""Causal attention for Hopper GPUs, the forward pass and nothing else: the way up to forward.py.
+
+FlashAttention-3 (Shah et al. 2024, Algorithm 2). A tile is `BLOCK` queries of one head, 64 for each
+consumer. Its keys come in blocks of as many, from the last that it sees to the first:
+
+    producer   Q K0 K1 V0 K2 V1 ...         TMA into rings of slots
+    consumer   S = Q K0                     softmax, with a mask, which no other block needs
+               S = Q K1 | O += P V0         softmax of S while O += P V0 still runs
+               ...
+               O += P V(n-1)                divided by the sums of weights, and stored
+
+Consumers take turns to issue two products, so that the softmax of one runs under another's.
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import online_softmax, primitives, scheduler
+from pallas_kernels.config import FORWARD_SECTION_BYTES, LOG2E, SM_COUNT
+from pallas_kernels.hopper import Ring, Turns, kernel, walk, warp_specialised
+from pallas_kernels.interpret import interpreting
+from pallas_kernels.online_softmax import NOTHING_SEEN, partial_sums, spread
+from pallas_kernels.primitives import NamedBarriers, div_rem, zero_tile
+
+CONSUMERS, ROWS, WIDTH = 2, 64, 128
+BLOCK = CONSUMERS * ROWS  # queries of a tile, and keys of a step
+_FACTOR = LOG2E / WIDTH**0.5  # weights are powers of 2
+_TURNS = NamedBarriers(first=CONSUMERS + 2, count=CONSUMERS, arrivers=1)
+_RINGS = "queries", "keys", "values"
+_FREE = {name: NamedBarriers(6 + 2 * n, 2, CONSUMERS) for n, name in enumerate(_RINGS)}
+
+
+def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """softmax(Q K' / sqrt(128)) V, where query i sees the keys up to i.
+
+    All are `[B, T, N, 128]`, bfloat16 or float16; T a multiple of 128.
+    """
+    shapes = query.shape, key.shape, value.shape
+    if len({*shapes}) > 1 or query.shape[1] % BLOCK or query.shape[3] != WIDTH:
+        raise ValueError(f"got {shapes}; needs [B, T, N, {WIDTH}] alike, T a multiple of {BLOCK}")
+    return _build(query.shape, np.dtype(query.dtype), interpreting())(query, key, value)
+
+
+@functools.lru_cache
+def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
+    batch, length, heads, _ = shape
+    blocks, all_heads = length // BLOCK, batch * heads
+    cost = np.arange(blocks) + 2.0  # steps, and one for the beginning and the end of a tile
+    bytes_of = FORWARD_SECTION_BYTES, 4 * length * WIDTH  # what L2 is to hold, and one head
+    together = scheduler.heads_per_section(*bytes_of, blocks, SM_COUNT, all_heads, group=1)
+    block, head = scheduler.tile_order(cost, all_heads, together)
+    schedule = scheduler.deal(head * blocks + block, cost[block], min(len(block), SM_COUNT))
+
+    def causal_attention(schedule, q, k, v, o, *, o_smem, turns, **rings):
+        queries, keys, values = (Ring.of(free, **rings[name]) for name, free in _FREE.items())
+
+        def locate(number):
+            head_of_all, block = div_rem(number, blocks)
+            batch, head = div_rem(head_of_all, heads)
+            return block, lambda first, size: (batch, pl.ds(first, size), head)
+
+        def load_tile(index, step, number):
+            block, place = locate(number)
+            rows = lambda j: place((block - j) * BLOCK, BLOCK)
+            queries.load(index, q.at[rows(0)])
+            keys.load(step, k.at[rows(0)])
+
+            @pl.loop(1, block + 1)
+            def _(j):
+                keys.load(step + j, k.at[rows(j)])
+                values.load(step + j - 1, v.at[rows(j - 1)])
+
+            values.load(step + block, v.at[rows(block)])
+            return step + block + 1
+
+        def attend(own, turn, o_acc, s_acc, index, step, number):
+            block, place = locate(number)
+            (q_slot,) = queries.await_full(index)
+
+            def issue_logits(j):
+                (k_slot,) = keys.await_full(step + j)
+                s_acc[...] = zero_tile(ROWS, BLOCK)
+                plgpu.wgmma(s_acc, q_slot.at[pl.ds(own * ROWS, ROWS)], k_slot.transpose((1, 0)))
+
+            def issue_output(weights, j):
+                (v_slot,) = values.await_full(step + j)
+                plgpu.wgmma(o_acc, weights, v_slot)
+
+            def softmax(logits, maximum, sums):
+                risen = jnp.maximum(maximum, logits.max(axis=1) * _FACTOR)
+                correction = jnp.exp2(maximum - risen)
+                weights = jnp.exp2(logits * _FACTOR - spread(risen, logits.shape))
+                sums = sums * spread(correction, sums.shape) + partial_sums(weights)
+                return weights, correction, risen, sums
+
+            def key_step(j, carry):
+                weights, *state = carry
+                turn.take()
+                issue_logits(j)
+                issue_output(weights, j - 1)
+                turn.pass_on()
+                logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                keys.give_back(step + j)
+                # A cast of the weights before the wait makes ptxas serialise every wgmma.
+                weights, correction, *state = lax.optimization_barrier(softmax(logits, *state))
+                output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+                values.give_back(step + j - 1)
+                o_acc[...] = output * spread(correction, output.shape)
+                return weights.astype(dtype), *state
+
+            issue_logits(0)
+            logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+            keys.give_back(step)
+            own_keys = primitives.fresh_rows() + own * ROWS
+            logits = primitives.keep_columns_to(logits, own_keys, -jnp.inf)
+            weights, _, *state = softmax(logits, *online_softmax.begin(ROWS, NOTHING_SEEN))
+            carry = weights.astype(dtype), *state
+            weights, _, sums = lax.fori_loop(1, block + 1, key_step, carry)
+            queries.give_back(index)
+            issue_output(weights, block)
+            inverse = 1.0 / sums.sum(axis=1)
+            output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+            values.give_back(step + block)
+            o_acc[...] = zero_tile(ROWS, WIDTH)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
+            o_smem[own] = (output * spread(inverse, output.shape)).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_smem.at[own], o.at[place(block * BLOCK + own * ROWS, ROWS)])
+            return step + block + 1
+
+        def consume(own):
+            run_tile = functools.partial(attend, own, Turns.of(_TURNS, own, **turns))
+            run = lambda *accumulators: walk(schedule, functools.partial(run_tile, *accumulators))
+            pl.run_scoped(run, *(plgpu.ACC((ROWS, n), jnp.float32) for n in (WIDTH, BLOCK)))
+            plgpu.wait_smem_to_gmem(0)
+
+        warp_specialised(CONSUMERS, (240, 24), consume, lambda: walk(schedule, load_tile))
+
+    rings = {name: Ring.types(free, (BLOCK, WIDTH), dtype=dtype) for name, free in _FREE.items()}
+    o_smem = plgpu.SMEM((CONSUMERS, ROWS, WIDTH), dtype, transforms=primitives.OPERAND)
+    scratch = dict(o_smem=o_smem, turns=Turns.types(_TURNS), **rings)
+    out = jax.ShapeDtypeStruct(shape, dtype)
+    run = kernel(causal_attention, out, len(schedule), CONSUMERS, scratch)
+    return functools.partial(run, schedule)
