@@ -39,7 +39,10 @@ def column_maxima(tile: jax.Array, scratch) -> jax.Array:
 
     The scratch is `(4 * columns,)` float32 in shared memory, for both this and `column_sums`.
     """
-    return tile.max(axis=0) if interpreting() else _over_rows(tile, scratch, arith.maximumf)
+    if interpreting():
+        # XLA loses NaN in maxima over 64 and more on a CPU.
+        return jnp.where(jnp.isnan(tile).any(axis=0), jnp.nan, tile.max(axis=0))
+    return _over_rows(tile, scratch, arith.maximumf)
 
 
 def column_sums(tile: jax.Array, scratch) -> jax.Array:

@@ -106,7 +106,7 @@ class BlockVote:
         """Whether an element of `(64,)` int32 is not 0 in any warpgroup; all must call it."""
         if self.twins is not None:
             flags, barrier = self.twins
-            flags[warpgroup] = seen.max()
+            flags[warpgroup] = (seen != 0).any().astype(jnp.int32)
             plgpu.barrier_arrive(barrier)
             plgpu.barrier_wait(barrier)
             votes = sum(flags[w] for w in range(self.warpgroups))
@@ -120,7 +120,7 @@ class BlockVote:
 def warpgroup_any(seen: jax.Array, warpgroup) -> jax.Array:
     """Whether an element of `(64,)` int32 is not 0; on the barrier that Mosaic GPU uses for it."""
     if interpreting():
-        return seen.max() > 0
+        return (seen != 0).any()
     return _vote(seen, warpgroup + 1, WARPGROUP_THREADS)
 
 

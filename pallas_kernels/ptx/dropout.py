@@ -36,7 +36,7 @@ def dropped_bytes(rows: jax.Array, ref, first, columns: int) -> jax.Array:
       rows: `(64,)` int32; of each 16, 8 words of rows, and 8 words of limits.
       ref: a one-dimensional int32 view of global memory, of the columns' words from `first` on,
         equal in the first and last 8 of 16; that place is aligned to 8 bytes.
-      columns: how many, a multiple of 16.
+      columns: how many, a multiple of 32.
 
     Returns:
       On a GPU `(64, columns / 4)` int32, of which each thread has its own elements', one to each
