@@ -116,7 +116,10 @@ def show(ref, value: jax.Array, per: str = "tile") -> None:
     if per != "tile":
         axes = {"rows": [0], "columns": [1], "scalar": []}[per]
         value = plgpu.layout_cast(jax.lax.broadcast_in_dim(value, ref.shape, axes), TILE)
-    ref[...] = value
+    if hasattr(plgpu, "store") and not interpreting():  # from jax 0.12 on, which asks for it
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def shown(value, per: str, shape: tuple[int, int] = (64, 8)) -> np.ndarray:
