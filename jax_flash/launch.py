@@ -103,7 +103,7 @@ class _Launch:
 def _versions() -> str | None:
     """Of what makes modules, None where its sources are not there to tell."""
     here = pathlib.Path(__file__).parent
-    sources = sorted([*here.glob("*.py"), *(here.parent / "pallas_kernels").glob("*.py")])
+    sources = sorted([*here.glob("*.py"), *(here.parent / "pallas_kernels").rglob("*.py")])
     if pathlib.Path(__file__) not in sources:
         return None
     code = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()

@@ -45,8 +45,8 @@ run time alone (`Problem.backward_ignores_unseen`) what does not count may be Na
 in shared memory, the rows of K and V that no query sees, and in steps with a mask those of Q and dO
 that see no key of the tile. What they get for such rows is 0, whatever is NaN in others.
 
-dQ is accumulated in fragment order (`primitives.store_fragment`): the order in which the threads of
-a warpgroup hold an accumulator, so that storing it takes neither a swizzle nor address registers.
+dQ is accumulated in fragment order (`ptx.fragments.store_fragment`): the order in which the threads
+of a warpgroup hold an accumulator. So to store it takes neither a swizzle nor address registers.
 
 Barriers. Full: an mbarrier for V, and for each slot of K, of Q and of dO, completed by TMA. First
 full: an mbarrier for the number of the first tile that is drawn. The others are named barriers.
@@ -82,22 +82,13 @@ from pallas_kernels.elements import biased
 from pallas_kernels.far_rows import shared_by_key, weights_by_key
 from pallas_kernels.key_tiles import Walk, load_per_query, load_words, masked, per_query
 from pallas_kernels.online_softmax import spread
-from pallas_kernels.primitives import (
-    add_when_stored,
-    await_count,
-    code_fence,
-    div_rem,
-    fence_async_shared,
-    fragment_shape,
-    fresh_rows,
-    fresh_zero,
-    own_warpgroup,
-    prefetch,
-    store_fragment,
-    with_twins,
-    zero_fragment,
-    zero_tile,
-)
+from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.ptx.barriers import fence_async_shared, with_twins
+from pallas_kernels.ptx.compiler import code_fence, fresh_rows, fresh_zero, own_warpgroup
+from pallas_kernels.ptx.counters import add_when_stored, await_count
+from pallas_kernels.ptx.fragments import fragment_shape, store_fragment, zero_fragment
+from pallas_kernels.ptx.loads import prefetch
+from pallas_kernels.ptx.mlir import zero_tile
 
 
 @functools.lru_cache

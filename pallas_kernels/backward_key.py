@@ -18,7 +18,7 @@ are transposed.
                dS' to global memory, for dQ                      where there is room for it
 
 Both tiles are left operands from registers, and go through one place in shared memory in which
-each thread finds what the same thread of the other consumer left (`primitives.send_tile`).
+each thread finds what the same thread of the other consumer left (`ptx.mail.send_tile`).
 
 P' is sent as float32: rounded to the dtype of the inputs, as for dV, it would add to the error of
 dS'. With a soft cap it is the capped logits that are sent, as their derivative is needed too; the
@@ -64,20 +64,13 @@ from pallas_kernels.key_tiles import (
     per_query,
 )
 from pallas_kernels.online_softmax import spread
-from pallas_kernels.primitives import (
-    commit_smem,
-    div_rem,
-    fence_async_shared,
-    fresh_zero,
-    load_operand,
-    mail_shape,
-    receive_tile,
-    send_tile,
-    store_by_quads,
-    store_operand,
-    with_twins,
-    zero_tile,
-)
+from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.ptx.barriers import commit_smem, fence_async_shared, with_twins
+from pallas_kernels.ptx.compiler import fresh_zero
+from pallas_kernels.ptx.mail import mail_shape, receive_tile, send_tile
+from pallas_kernels.ptx.mlir import zero_tile
+from pallas_kernels.ptx.operands import load_operand, store_operand
+from pallas_kernels.ptx.stores import store_by_quads
 
 _LEFT, _RIGHT = range(2)
 
@@ -131,7 +124,7 @@ def key_value_gradients(
       With a section other heads are too, and third comes dS' of its heads in the input dtype, of
       each step of `key_tiles(problem)` 64 keys by 64 queries, in the order of the key heads, their
       tiles and the steps of these: `[section.size * steps, 64, 64]`. Queries are in the order of
-      `primitives.store_by_quads`.
+      `ptx.stores.store_by_quads`.
     """
     kernel = _build(problem, config, key.shape[1], interpreting(), section.size if section else 0)
     of_elements = elements.operands(transposed=True)

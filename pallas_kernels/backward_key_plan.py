@@ -17,12 +17,9 @@ from pallas_kernels.config import (
     whole_tiles,
 )
 from pallas_kernels.key_tiles import KeyTiles, Section
-from pallas_kernels.primitives import (
-    NamedBarriers,
-    fresh_zero,
-    mail_shape,
-    twins_of,
-)
+from pallas_kernels.ptx.barriers import NamedBarriers, twins_of
+from pallas_kernels.ptx.compiler import fresh_zero
+from pallas_kernels.ptx.mail import mail_shape
 
 CONSUMERS = BACKWARD_CONSUMERS
 STAGES = 2  # slots of Q and of dO, as many as fit; see `_Producer.loads_of_step` for why not 1

@@ -18,13 +18,9 @@ from pallas_kernels.config import (
 )
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import KeyTiles
-from pallas_kernels.primitives import (
-    NamedBarriers,
-    SharedZeros,
-    fragment_shape,
-    operand_form,
-    twins_of,
-)
+from pallas_kernels.ptx.barriers import NamedBarriers, twins_of
+from pallas_kernels.ptx.fragments import fragment_shape
+from pallas_kernels.ptx.operands import SharedZeros, operand_form
 
 CONSUMERS = BACKWARD_CONSUMERS
 KEYS = 64  # of a consumer: the M of a wgmma

@@ -56,21 +56,12 @@ from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.far_rows import start_and_share_of_marks, weights_by_query
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.online_softmax import spread
-from pallas_kernels.primitives import (
-    HAND_ORDERED,
-    NamedBarriers,
-    div_rem,
-    equal_columns,
-    fresh_zero,
-    keep_bits,
-    keep_columns_from,
-    keep_columns_to,
-    load_intervals,
-    load_rows,
-    twins_of,
-    with_twins,
-    zero_tile,
-)
+from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.ptx.barriers import HAND_ORDERED, NamedBarriers, twins_of, with_twins
+from pallas_kernels.ptx.compiler import fresh_zero
+from pallas_kernels.ptx.loads import load_intervals, load_rows
+from pallas_kernels.ptx.masks import equal_columns, keep_bits, keep_columns_from, keep_columns_to
+from pallas_kernels.ptx.mlir import zero_tile
 
 _CONSUMERS = BACKWARD_CONSUMERS
 _ROWS = 64  # query rows of a consumer: the M of a wgmma

@@ -8,7 +8,7 @@ time as `BackwardKeyConfig.d_logits_bytes` hold, and dQ is one product of what i
     consumer   dQ += dS K                   dS' turned by wgmma; dQ leaves by TMA
 
 A thread block walks a list of tiles of `_CONSUMERS` * 64 query rows of one head. dS' stands in
-tiles of 64 keys by 64 queries, with queries in the order of `primitives.store_by_quads`, which
+tiles of 64 keys by 64 queries, with queries in the order of `ptx.stores.store_by_quads`, which
 rows of dQ leave when they are stored. Tiles that `backward_key.py` has not visited are not there,
 so that a consumer takes those that it has, by the same table.
 
@@ -33,14 +33,10 @@ from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, FORWARD_SECTION_BYTES, SM_COUNT, Problem
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import KeyTiles, Section
-from pallas_kernels.primitives import (
-    HAND_ORDERED,
-    NamedBarriers,
-    div_rem,
-    operand_form,
-    store_operand,
-    zero_tile,
-)
+from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.ptx.barriers import HAND_ORDERED, NamedBarriers
+from pallas_kernels.ptx.mlir import zero_tile
+from pallas_kernels.ptx.operands import operand_form, store_operand
 
 _CONSUMERS = BACKWARD_CONSUMERS
 _TILE = 64  # keys and queries of a tile of dS'

@@ -53,20 +53,13 @@ from pallas_kernels.elements import ElementRefs, masked
 from pallas_kernels.far_rows import weights_by_query
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.online_softmax import spread
-from pallas_kernels.primitives import (
-    HAND_ORDERED,
-    NamedBarriers,
-    div_rem,
-    equal_columns,
-    fresh_zero,
-    keep_bits,
-    load_intervals,
-    load_rows,
-    store_column_sums,
-    store_rows,
-    store_tile,
-    zero_tile,
-)
+from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.ptx.barriers import HAND_ORDERED, NamedBarriers
+from pallas_kernels.ptx.compiler import fresh_zero
+from pallas_kernels.ptx.loads import load_intervals, load_rows
+from pallas_kernels.ptx.masks import equal_columns, keep_bits
+from pallas_kernels.ptx.mlir import zero_tile
+from pallas_kernels.ptx.stores import store_column_sums, store_rows, store_tile
 
 _CONSUMERS = BACKWARD_CONSUMERS
 _ROWS = 64  # query rows of a consumer: the M of a wgmma

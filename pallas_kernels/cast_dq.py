@@ -11,7 +11,10 @@ from jax import lax
 from pallas_kernels.backward_plan import QueryGradient, fragment_of, size_of
 from pallas_kernels.config import DQ_TILE, Problem
 from pallas_kernels.online_softmax import spread
-from pallas_kernels.primitives import HAND_ORDERED, div_rem, load_fragment, load_rows
+from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.ptx.barriers import HAND_ORDERED
+from pallas_kernels.ptx.fragments import load_fragment
+from pallas_kernels.ptx.loads import load_rows
 
 
 @functools.lru_cache

@@ -21,7 +21,7 @@ from jax import lax
 
 from pallas_kernels.config import box_width
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.primitives import operand_form, store_operand
+from pallas_kernels.ptx.operands import operand_form, store_operand
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,8 @@ from jax import lax
 
 from pallas_kernels.config import LOG2E
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.primitives import WARPGROUP_THREADS, div_rem
+from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.ptx.mlir import WARPGROUP_THREADS
 
 
 def combine(

@@ -28,7 +28,7 @@ alone, and a sum that grew too large sends the thread block over its keys again,
 every step (`online_softmax.py`). Float16 and float8 look in every step.
 
 A float8 cache comes as it is, and so it goes into products, which takes queries and weights in
-float8 too: each of them in two parts (`primitives.py`, "float8 in two parts"), so that a tile has
+float8 too: each of them in two parts (`ptx/float8_parts.py`), so that a tile has
 twice the columns.
 
     Q, by row a power of 2       (2 rows, width)    S' = K Q'      logits = S'1 + S'2 / 16
@@ -65,25 +65,15 @@ from pallas_kernels.config import LOG2E
 from pallas_kernels.decode_config import BLOCK_KV, DecodeProblem
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import QUERIES, per_query
-from pallas_kernels.primitives import (
-    OPERAND,
-    column_maxima,
-    column_sums,
-    div_rem,
-    float8_operand,
-    fresh_zero,
-    join_parts,
-    keep_operand_rows,
-    load_queries,
-    store_columns,
-    store_grouped,
-    store_queries,
-    store_queries_float8,
-    store_weights_float8,
-    transpose_float8,
-    vote_any,
-    zero_tile,
-)
+from pallas_kernels.ptx.arithmetic import column_maxima, column_sums, div_rem
+from pallas_kernels.ptx.compiler import fresh_zero
+from pallas_kernels.ptx.float8 import transpose_float8
+from pallas_kernels.ptx.float8_parts import join_parts, store_queries_float8, store_weights_float8
+from pallas_kernels.ptx.mlir import zero_tile
+from pallas_kernels.ptx.operands import OPERAND, float8_operand, keep_operand_rows
+from pallas_kernels.ptx.queries import load_queries, store_grouped, store_queries
+from pallas_kernels.ptx.stores import store_columns
+from pallas_kernels.ptx.votes import vote_any
 
 _MOST_PART = 4096  # elements of an output of float8 that are one product, of 64 registers
 

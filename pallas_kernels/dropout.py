@@ -20,14 +20,14 @@ from jax import lax
 
 from pallas_kernels.config import DROPOUT_STEPS, Problem
 from pallas_kernels.online_softmax import spread
-from pallas_kernels.primitives import (
+from pallas_kernels.ptx.dropout import (
     dropped_bytes,
     kept_operand,
-    load_rows,
     negate_dropped,
     negate_dropped_transposed,
     positive_operand,
 )
+from pallas_kernels.ptx.loads import load_rows
 
 # Of `query_words`, `[B, N, T]` with T rounded up, and of `columns_of_keys`, `[B, S]`; int32.
 Words = tuple[jax.Array, jax.Array]

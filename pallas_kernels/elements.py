@@ -21,7 +21,8 @@ from jax import lax
 
 from pallas_kernels.config import LOG2E, Problem
 from pallas_kernels.element_arrays import compressed
-from pallas_kernels.primitives import fresh_zero, keep_where, load_bits, load_elements
+from pallas_kernels.ptx.compiler import fresh_zero
+from pallas_kernels.ptx.elements import keep_where, load_bits, load_elements
 
 
 class Loaded(NamedTuple):

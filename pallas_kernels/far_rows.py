@@ -29,16 +29,16 @@ from pallas_kernels.config import LOG2E, Problem
 from pallas_kernels.element_arrays import compressed
 from pallas_kernels.elements import Loaded, biased
 from pallas_kernels.online_softmax import Range, bounds_of, is_far, spread, weight_range
-from pallas_kernels.primitives import (
+from pallas_kernels.ptx.loads import load_rows
+from pallas_kernels.ptx.marks import (
     any_far,
     any_marked,
-    any_row,
     bounded_columns,
     is_mark,
-    load_rows,
     mark,
     shared_columns,
 )
+from pallas_kernels.ptx.votes import any_row
 from pallas_kernels.row_masks import in_each_row
 
 LEAST_LSE = 2.0**14  # an LSE is right to 2^-10 of a weight below

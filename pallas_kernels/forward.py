@@ -57,14 +57,10 @@ from pallas_kernels.forward_rows import Rows
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.online_softmax import RowState, spread
-from pallas_kernels.primitives import (
-    code_fence,
-    fence_async_shared,
-    fresh_zero,
-    load_operand,
-    warpgroup_any,
-    zero_tile,
-)
+from pallas_kernels.ptx.barriers import fence_async_shared, warpgroup_any
+from pallas_kernels.ptx.compiler import code_fence, fresh_zero
+from pallas_kernels.ptx.mlir import zero_tile
+from pallas_kernels.ptx.operands import load_operand
 from pallas_kernels.row_masks import ROWS
 
 _PER_KEY = plgpu.Layout.WGMMA.reduce(0)

@@ -11,7 +11,8 @@ from pallas_kernels import tickets
 from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
 from pallas_kernels.forward_plan import Plan
-from pallas_kernels.primitives import fresh_zero, with_twins
+from pallas_kernels.ptx.barriers import with_twins
+from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.row_masks import ROWS, RowMasks, in_each_row
 
 

@@ -52,20 +52,14 @@ from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.half_softmax import SUM_LIMIT
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.online_softmax import RowState, spread
-from pallas_kernels.primitives import (
-    NamedBarriers,
-    any_from,
-    code_fence,
-    fence_async_shared,
-    float8_operand,
-    load_rows,
-    store_rows,
-    to_float8,
-    transpose_float8,
-    twins_of,
-    with_twins,
-    zero_tile,
-)
+from pallas_kernels.ptx.barriers import NamedBarriers, fence_async_shared, twins_of, with_twins
+from pallas_kernels.ptx.compiler import code_fence
+from pallas_kernels.ptx.float8 import to_float8, transpose_float8
+from pallas_kernels.ptx.loads import load_rows
+from pallas_kernels.ptx.mlir import zero_tile
+from pallas_kernels.ptx.operands import float8_operand
+from pallas_kernels.ptx.stores import store_rows
+from pallas_kernels.ptx.votes import any_from
 from pallas_kernels.row_masks import ROWS, RowMasks
 
 # Logits that are masked at a time, in float32.

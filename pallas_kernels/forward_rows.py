@@ -14,7 +14,8 @@ from pallas_kernels.elements import NOTHING_LOADED, Loaded
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.online_softmax import RowState
-from pallas_kernels.primitives import all_columns, keep_bits, store_rows
+from pallas_kernels.ptx.masks import all_columns, keep_bits
+from pallas_kernels.ptx.stores import store_rows
 from pallas_kernels.row_masks import ROWS, in_each_row
 from pallas_kernels.soft_cap import capped, weights_of
 

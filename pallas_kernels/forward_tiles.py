@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments, tickets
 from pallas_kernels.config import ForwardConfig, Problem, sees_itself
-from pallas_kernels.primitives import div_rem
+from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.row_masks import ROWS
 
 _TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.online_softmax import NOTHING_SEEN, RowState, spread
-from pallas_kernels.primitives import half_maxima, half_sums, half_weights
+from pallas_kernels.ptx.float8 import half_maxima, half_sums, half_weights
 
 # A new reference makes the largest weight of a row that, as a power of 2, which e4m3 has exactly:
 # where few keys have most of the weight, rounding them is most of the error.

@@ -21,22 +21,20 @@ from pallas_kernels.config import BACKWARD_CONSUMERS, BACKWARD_SECTION_BYTES, SM
 from pallas_kernels.dropout import Words
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.elements import masked as masked_by_element
-from pallas_kernels.primitives import (
-    HAND_ORDERED,
+from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.ptx.barriers import HAND_ORDERED
+from pallas_kernels.ptx.compiler import fresh_rows, fresh_zero
+from pallas_kernels.ptx.loads import load_intervals, load_rows
+from pallas_kernels.ptx.masks import (
     all_columns,
-    any_positive,
     bits_from,
     bits_to,
-    div_rem,
     equal_columns,
-    fresh_rows,
-    fresh_zero,
     keep_bits,
     keep_columns_from,
     keep_columns_to,
-    load_intervals,
-    load_rows,
 )
+from pallas_kernels.ptx.votes import any_positive
 
 QUERIES = plgpu.Layout.WGMMA.reduce(0)  # one value a column of a transposed tile
 _KEYS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a transposed tile

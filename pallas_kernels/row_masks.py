@@ -8,14 +8,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.config import Problem
-from pallas_kernels.primitives import (
+from pallas_kernels.ptx.loads import load_intervals, load_rows
+from pallas_kernels.ptx.masks import (
     bits_from,
     bits_to,
     keep_columns_from,
     keep_columns_to,
     keep_equal_columns,
-    load_intervals,
-    load_rows,
 )
 
 ROWS = 64  # query rows of a consumer: the M of a wgmma

@@ -27,17 +27,13 @@ from jax import lax
 from pallas_kernels import far_rows
 from pallas_kernels.config import Problem
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.primitives import (
-    HAND_ORDERED,
-    add_to,
-    any_row,
-    div_rem,
-    fragment_shape,
-    load_rows,
-    row_products,
-    store_rows,
-    zero_fragment,
-)
+from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.ptx.barriers import HAND_ORDERED
+from pallas_kernels.ptx.counters import add_to
+from pallas_kernels.ptx.fragments import fragment_shape, zero_fragment
+from pallas_kernels.ptx.loads import load_rows, row_products
+from pallas_kernels.ptx.stores import store_rows
+from pallas_kernels.ptx.votes import any_row
 from pallas_kernels.row_masks import in_each_row
 
 _ROWS = 64  # of a thread block

@@ -24,13 +24,10 @@ from jax import lax
 
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.intervals import FAR, hulls
-from pallas_kernels.primitives import (
-    HAND_ORDERED,
-    count_sorted,
-    div_rem,
-    load_rows,
-    store_rows,
-)
+from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.ptx.barriers import HAND_ORDERED
+from pallas_kernels.ptx.loads import count_sorted, load_rows
+from pallas_kernels.ptx.stores import store_rows
 
 _ROWS = 64  # of a thread block, and those whose ids are looked at together
 # Each id sets one bit in each of eight words, that of the first five of its product with a number:

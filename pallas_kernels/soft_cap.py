@@ -25,7 +25,8 @@ from pallas_kernels.config import LOG2E, Problem
 from pallas_kernels.dropout import as_operand, negated_transposed
 from pallas_kernels.elements import Loaded, biased
 from pallas_kernels.online_softmax import spread
-from pallas_kernels.primitives import any_beyond, rsqrt
+from pallas_kernels.ptx.arithmetic import rsqrt
+from pallas_kernels.ptx.votes import any_beyond
 
 # Of x, x^3, ... x^9 in sinh(x): by least squares, weighted until all maxima of the error of tanh
 # are the same.

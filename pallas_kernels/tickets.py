@@ -25,7 +25,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.primitives import draw_ticket, fresh_zero, load_shared, share_first
+from pallas_kernels.ptx.compiler import fresh_zero, load_shared
+from pallas_kernels.ptx.counters import draw_ticket, share_first
 
 # Of the tile in work, up to two after it (the backward has two stages), and one that is written; a
 # power of 2.

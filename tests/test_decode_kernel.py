@@ -13,8 +13,9 @@ import pytest
 
 import jax_flash
 from jax_flash import decode
-from pallas_kernels import decode_config, primitives
+from pallas_kernels import decode_config
 from pallas_kernels.config import SM_COUNT
+from pallas_kernels.ptx.float8_parts import in_two_parts, join_parts
 from tests.support import compile as support
 from tests.support.decode_kernel_calls import (
     SCALES,
@@ -172,8 +173,8 @@ def test_two_parts_of_float8_have_all_of_bfloat16():
     rows = rows.astype(jnp.float32) * 2.0 ** jnp.linspace(0, -6, 64) * 60
     rows = rows.astype(jnp.bfloat16).astype(jnp.float32)
     with interpret_mode():
-        parts = primitives._in_two_parts(rows).astype(jnp.float32)
-    joined = primitives.join_parts(parts.T).T
+        parts = in_two_parts(rows).astype(jnp.float32)
+    joined = join_parts(parts.T).T
     np.testing.assert_allclose(joined, rows, rtol=0, atol=2.0**-14)
     is_large = abs(rows) >= 2.0**-6
     np.testing.assert_array_equal(joined[is_large], rows[is_large])

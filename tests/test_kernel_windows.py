@@ -13,7 +13,7 @@ from pallas_kernels import config
 from pallas_kernels.backward_query import _key_blocks
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles, Walk
-from pallas_kernels.primitives import BlockVote
+from pallas_kernels.ptx.barriers import BlockVote
 from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import (

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import backward_key_plan, config, primitives, scheduler
+from pallas_kernels import backward_key_plan, config, scheduler
 from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.ptx.barriers import NamedBarriers
 from tests import oracle
 from tests.support import launches
 from tests.support.cases import slow
@@ -692,4 +693,4 @@ def test_the_last_section_has_at_least_so_many_tiles(last_section, heads):
 
 def test_named_barriers_are_sixteen():
     with pytest.raises(ValueError, match="16"):
-        primitives.NamedBarriers(first=14, count=3, arrivers=1)
+        NamedBarriers(first=14, count=3, arrivers=1)

@@ -146,6 +146,17 @@ def test_sources_that_are_not_there_are_noticed(monkeypatch, tmp_path):
     assert launch._versions() is None
 
 
+def test_all_sources_count(monkeypatch, tmp_path):
+    here, kernel = tmp_path / "jax_flash/launch.py", tmp_path / "pallas_kernels/ptx/masks.py"
+    for path in here, kernel:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    monkeypatch.setattr(launch, "__file__", str(here))
+    before = launch._versions()
+    kernel.write_text("a = 1")
+    assert launch._versions() != before
+
+
 def test_a_thread_that_outlives_the_program_lowers():
     code = """
 import threading, time

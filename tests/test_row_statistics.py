@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import config
-from pallas_kernels.primitives import fragment_shape
+from pallas_kernels.ptx.fragments import fragment_shape
 from pallas_kernels.row_statistics import row_statistics
 from tests.support.cases import slow
 from tests.support.interpret import interpret_mode

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import backward, forward, tickets
-from pallas_kernels.primitives import div_rem
+from pallas_kernels.ptx.arithmetic import div_rem
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import as_arrays, check, few_thread_blocks, inputs, with_a_jump
 

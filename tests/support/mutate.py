@@ -417,6 +417,89 @@ MISTAKES = [
         ),
     ),
     *_in(
+        "pallas_kernels/ptx",
+        "masks",
+        "ptx",
+        (
+            "twins: a column too few",
+            "arith.CmpIPredicate.sge, lax.ge)",
+            "arith.CmpIPredicate.sge, lax.gt)",
+        ),
+        (
+            "twins: bits of a column too many",
+            "1) <= last[:, None])\n    return _bits_masked",
+            "1) <= last[:, None] + 1)\n    return _bits_masked",
+        ),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "dropout",
+        "ptx",
+        (
+            "twins: another key of four",
+            "later_key = (jnp.arange(key_words.size) & 8) > 0",
+            "later_key = (jnp.arange(key_words.size) & 4) > 0",
+        ),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "marks",
+        "ptx",
+        ("twins: what is just far", "(distance >= least)", "(distance > least)"),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "votes",
+        "ptx",
+        ("twins: what is just beyond a limit", "together < limit", "together <= limit"),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "loads",
+        "ptx",
+        (
+            "twins: rows beyond the last",
+            "return ref[...][jnp.minimum(first + jnp.arange(64), last)]",
+            "return ref[...][jnp.minimum(first + jnp.arange(64), last - 1)]",
+        ),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "elements",
+        "ptx",
+        (
+            "twins: the column after the last",
+            "tile = jnp.where(column < column_count, tile, 0)",
+            "tile = jnp.where(column <= column_count, tile, 0)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "fragments",
+        "ptx",
+        (
+            "twins: another order of fragments",
+            "x.transpose(3, 1, 0, 2, 5, 4, 6)",
+            "x.transpose(3, 1, 0, 2, 4, 5, 6)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "float8",
+        "ptx",
+        ("twins: the largest float8", "jnp.clip(tile, -448, 448)", "jnp.clip(tile, -240, 240)"),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "float8_parts",
+        "ptx",
+        (
+            "twins: a second part of what is not left over",
+            "to_float8((rows - first.astype(jnp.float32)) * _SECOND_PART)",
+            "to_float8(rows * _SECOND_PART)",
+        ),
+    ),
+    *_in(
         "jax_flash",
         "masks",
         "masks xla",

@@ -1,0 +1,167 @@
+"""Stores to global memory."""
+
+import itertools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.interpret import interpreting
+from pallas_kernels.ptx.mlir import (
+    COLUMNS,
+    ROWS,
+    TILE,
+    asm,
+    bytes_to,
+    column_of_thread,
+    extract,
+    fragments,
+    global_address,
+    int32,
+    row_of_thread,
+    scalar,
+    thread_index,
+)
+
+
+def store_rows(ref, rows: jax.Array) -> None:
+    """Stores `(64,)` float32 or int32, one value a row, to a `(64,)` view of global memory."""
+    if interpreting():
+        ref[...] = rows
+        return
+
+    kind = "f" if ref.dtype == jnp.float32 else "r"
+    store_one = "st.global.f32" if kind == "f" else "st.global.b32"
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS))
+    def store(_, ref, rows):
+        thread = thread_index()
+        lane = arith.andi(thread, int32(31))
+        address = global_address(ref, arith.muli(row_of_thread(), int32(4)))
+        first_of_quad = arith.extui(
+            ir.IntegerType.get_signless(32),
+            arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, int32(3)), int32(0)),
+        )
+        low, high = (scalar(r) for r in rows.registers.flat)
+        asm(
+            "{ .reg .pred p; setp.ne.u32 p, $1, 0;"
+            f" @p {store_one} [$0], $2; @p {store_one} [$0+32], $3; }}",
+            f"l,r,{kind},{kind},~{{memory}}",
+            [address, first_of_quad, low, high],
+        )
+
+    store(ref, rows)
+
+
+def store_columns(ref, columns: jax.Array) -> None:
+    """Stores one float32 value a column to global memory, as `store_rows` does of rows."""
+    if interpreting():
+        ref[...] = columns
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), COLUMNS))
+    def store(_, ref, columns):
+        thread = thread_index()  # of the first warp, four have all columns
+        address = global_address(ref, arith.muli(thread, int32(8)))
+        for group, pair in enumerate(columns.registers.flat):
+            asm(
+                "{ .reg .pred p; setp.lt.u32 p, $1, 4;"
+                f" @p st.global.v2.f32 [$0+{32 * group}], {{$2, $3}}; }}",
+                "l,r,f,f,~{memory}",
+                [address, thread, *(extract(pair, e) for e in range(2))],
+            )
+
+    store(ref, columns)
+
+
+def store_tile(ref, tile: jax.Array) -> None:
+    """Stores a `(64, n)` tile to a `(64, n)` view of global memory, in float32 or 16 bits."""
+    if interpreting():
+        ref[...] = tile
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+    def store(_, ref, tile):
+        row_stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+        size = tile.mlir_dtype.width // 8
+        column = arith.muli(column_of_thread(), int32(size))
+        first = global_address(ref, column)
+        own_row = row_of_thread()
+        addresses = [
+            arith.addi(first, bytes_to(row, size * row_stride))
+            for row in (own_row, arith.addi(own_row, int32(8)))
+        ]
+        for _, group, half, pair in fragments(tile.registers):
+            offset = 8 * size * group
+            if size == 2:
+                text = f"st.global.b32 [$0+{offset}], $1;"
+                word = llvm.bitcast(ir.IntegerType.get_signless(32), pair)
+                asm(text, "l,r,~{memory}", [addresses[half], word])
+                continue
+            text = f"st.global.v2.f32 [$0+{offset}], {{$1, $2}};"
+            values = [extract(pair, e) for e in range(2)]
+            asm(text, "l,f,f,~{memory}", [addresses[half], *values])
+
+    store(ref, tile)
+
+
+def store_by_quads(ref, tile: jax.Array) -> None:
+    """Stores a `(64, 64)` 16-bit tile to a view of global memory, columns in an order of its own.
+
+    A thread's columns of a row stand side by side, so that it stores 16 bytes at a time and a quad
+    of threads a whole row of 128. `store_operand` puts rows in that order back in their places.
+    """
+    if interpreting():
+        ref[...] = tile.reshape(64, 8, 4, 2).swapaxes(1, 2).reshape(64, 64)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+    def store(_, ref, tile):
+        i32 = ir.IntegerType.get_signless(32)
+        words = {(g, half): llvm.bitcast(i32, x) for _, g, half, x in fragments(tile.registers)}
+        own_columns = arith.muli(arith.andi(thread_index(), int32(3)), int32(32))
+        offset = arith.addi(arith.muli(row_of_thread(), int32(128)), own_columns)
+        address = global_address(ref, offset)
+        for half, first in itertools.product(range(2), (0, 4)):
+            asm(
+                f"st.global.v4.b32 [$0+{1024 * half + 4 * first}], {{$1, $2, $3, $4}};",
+                "l,r,r,r,r,~{memory}",
+                [address, *(words[group, half] for group in range(first, first + 4))],
+            )
+
+    store(ref, tile)
+
+
+def store_column_sums(ref, tile: jax.Array) -> None:
+    """Stores what each warp's 16 rows of a `(64, n)` float32 tile add up to, in a `(4, n)` view."""
+    if interpreting():
+        ref[...] = tile.reshape(4, 16, -1).sum(1)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+    def store(_, ref, tile):
+        row_stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+        thread = thread_index()
+        lane = arith.andi(thread, int32(31))
+        column = arith.muli(arith.andi(thread, int32(3)), int32(8))
+        warp = arith.shrui(thread, int32(5))
+        address = arith.addi(global_address(ref, column), bytes_to(warp, 4 * row_stride))
+        pairs = {(group, half): pair for _, group, half, pair in fragments(tile.registers)}
+        for group in range(len(pairs) // 2):
+            sums = []
+            for e in range(2):
+                total = arith.addf(*(extract(pairs[group, half], e) for half in range(2)))
+                for distance in (4, 8, 16):
+                    total = arith.addf(total, mgpu_utils.shfl_bfly(total, distance))
+                sums.append(total)
+            asm(
+                "{ .reg .pred p; setp.lt.u32 p, $1, 4;"
+                f" @p st.global.v2.f32 [$0+{32 * group}], {{$2, $3}}; }}",
+                "l,r,f,f,~{memory}",
+                [address, lane, *sums],
+            )
+
+    store(ref, tile)

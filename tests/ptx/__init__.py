@@ -1,0 +1,1 @@
+"""Cases of each file of `pallas_kernels.ptx`, for tests/test_ptx.py."""
