@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.primitives import OPERAND, NamedBarriers
+from pallas_kernels.ptx.barriers import NamedBarriers
+from pallas_kernels.ptx.operands import OPERAND
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,10 @@ from jax import lax
 from pallas_kernels.config import SM_COUNT
 from pallas_kernels.hopper import Ring, kernel, warp_specialised
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.primitives import NamedBarriers, div_rem, operand_form, zero_tile
+from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.ptx.barriers import NamedBarriers
+from pallas_kernels.ptx.mlir import zero_tile
+from pallas_kernels.ptx.operands import operand_form
 
 CONSUMERS, ROWS = 2, 64
 BLOCK_N, BLOCK_K = 256, 64

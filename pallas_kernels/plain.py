@@ -21,19 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import online_softmax, primitives, scheduler
+from pallas_kernels import online_softmax, scheduler
 from pallas_kernels.config import FORWARD_SECTION_BYTES, LOG2E, SM_COUNT
 from pallas_kernels.hopper import Ring, Turns, kernel, walk, warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.online_softmax import NOTHING_SEEN, partial_sums, spread
-from pallas_kernels.primitives import NamedBarriers, div_rem, zero_tile
+from pallas_kernels.ptx import arithmetic, barriers, compiler, masks, mlir, operands
 
 CONSUMERS, ROWS, WIDTH = 2, 64, 128
 BLOCK = CONSUMERS * ROWS  # queries of a tile, and keys of a step
 _FACTOR = LOG2E / WIDTH**0.5  # weights are powers of 2
-_TURNS = NamedBarriers(first=CONSUMERS + 2, count=CONSUMERS, arrivers=1)
+_TURNS = barriers.NamedBarriers(first=CONSUMERS + 2, count=CONSUMERS, arrivers=1)
 _RINGS = "queries", "keys", "values"
-_FREE = {name: NamedBarriers(6 + 2 * n, 2, CONSUMERS) for n, name in enumerate(_RINGS)}
+_FREE = {name: barriers.NamedBarriers(6 + 2 * n, 2, CONSUMERS) for n, name in enumerate(_RINGS)}
 
 
 def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -61,8 +61,8 @@ def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
         queries, keys, values = (Ring.of(free, **rings[name]) for name, free in _FREE.items())
 
         def locate(number):
-            head_of_all, block = div_rem(number, blocks)
-            batch, head = div_rem(head_of_all, heads)
+            head_of_all, block = arithmetic.div_rem(number, blocks)
+            batch, head = arithmetic.div_rem(head_of_all, heads)
             return block, lambda first, size: (batch, pl.ds(first, size), head)
 
         def load_tile(index, step, number):
@@ -85,7 +85,7 @@ def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
 
             def issue_logits(j):
                 (k_slot,) = keys.await_full(step + j)
-                s_acc[...] = zero_tile(ROWS, BLOCK)
+                s_acc[...] = mlir.zero_tile(ROWS, BLOCK)
                 plgpu.wgmma(s_acc, q_slot.at[pl.ds(own * ROWS, ROWS)], k_slot.transpose((1, 0)))
 
             def issue_output(weights, j):
@@ -117,8 +117,8 @@ def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
             issue_logits(0)
             logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
             keys.give_back(step)
-            own_keys = primitives.fresh_rows() + own * ROWS
-            logits = primitives.keep_columns_to(logits, own_keys, -jnp.inf)
+            own_keys = compiler.fresh_rows() + own * ROWS
+            logits = masks.keep_columns_to(logits, own_keys, -jnp.inf)
             weights, _, *state = softmax(logits, *online_softmax.begin(ROWS, NOTHING_SEEN))
             carry = weights.astype(dtype), *state
             weights, _, sums = lax.fori_loop(1, block + 1, key_step, carry)
@@ -127,7 +127,7 @@ def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
             inverse = 1.0 / sums.sum(axis=1)
             output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
             values.give_back(step + block)
-            o_acc[...] = zero_tile(ROWS, WIDTH)
+            o_acc[...] = mlir.zero_tile(ROWS, WIDTH)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
             o_smem[own] = (output * spread(inverse, output.shape)).astype(dtype)
             plgpu.commit_smem()
@@ -143,7 +143,7 @@ def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
         warp_specialised(CONSUMERS, (240, 24), consume, lambda: walk(schedule, load_tile))
 
     rings = {name: Ring.types(free, (BLOCK, WIDTH), dtype=dtype) for name, free in _FREE.items()}
-    o_smem = plgpu.SMEM((CONSUMERS, ROWS, WIDTH), dtype, transforms=primitives.OPERAND)
+    o_smem = plgpu.SMEM((CONSUMERS, ROWS, WIDTH), dtype, transforms=operands.OPERAND)
     scratch = dict(o_smem=o_smem, turns=Turns.types(_TURNS), **rings)
     out = jax.ShapeDtypeStruct(shape, dtype)
     run = kernel(causal_attention, out, len(schedule), CONSUMERS, scratch)

@@ -49,44 +49,71 @@ def test_a_fingerprint_is_of_the_code_and_not_of_its_lines():
         assert fingerprint.fingerprint(*other) != own
 
 
-def test_what_other_versions_compiled_is_not_known(monkeypatch, tmp_path):
-    record = {"versions": fingerprint.versions(), "fingerprints": {"a": "1"}}
+@pytest.fixture
+def file(monkeypatch, tmp_path):
+    """Writes what fingerprints.json is to hold."""
     monkeypatch.setattr(fingerprint, "GOLDEN", tmp_path / "golden.json")
-    fingerprint.GOLDEN.write_text(json.dumps(record))
-    assert fingerprint.golden() == {"a": "1"}
-    for package in record["versions"]:
-        other = record | {"versions": record["versions"] | {package: "0"}}
-        fingerprint.GOLDEN.write_text(json.dumps(other))
+
+    def write(fingerprints, versions=None):
+        record = {"versions": versions or fingerprint.versions(), "fingerprints": fingerprints}
+        fingerprint.GOLDEN.write_text(json.dumps(record))
+
+    return write
+
+
+def test_what_other_versions_compiled_is_not_known(file, capsys):
+    own, known = fingerprint.versions(), {"a": {"kernel": "1"}}
+    file(known)
+    assert fingerprint.golden() == known
+    for package in own:
+        file(known, own | {package: "0"})
         assert fingerprint.golden() == {}
+        for arguments in ([], ["--update"]):
+            assert fingerprint.main(arguments) == 2
+            assert "nothing can be compared" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("update", [False, True])
-def test_fingerprints_that_changed_are_listed_and_what_compiles_is_kept(
-    update, monkeypatch, tmp_path, capsys
-):
-    known = {"same": "1", "changed": "1", "bad": "1", "gone": "1"}
-    record = {"versions": fingerprint.versions(), "fingerprints": known}
-    monkeypatch.setattr(fingerprint, "GOLDEN", tmp_path / "golden.json")
-    fingerprint.GOLDEN.write_text(json.dumps(record))
-    monkeypatch.setattr(fingerprint, "cases", lambda: {"same": 0, "changed": 0, "bad": 0, "new": 0})
+@pytest.fixture
+def compiled(file, monkeypatch):
+    """Names of the cases that are compiled, of four that there are beside one that is gone."""
+    file({name: {"kernel": "1"} for name in ("same", "changed", "bad", "gone")})
     now = {"same": "1", "changed": "2", "bad": "2", "new": "2"}
+    monkeypatch.setattr(fingerprint, "cases", lambda: dict.fromkeys(now))
     compiled = []
 
     def for_all(function, names, _):
         if function is fingerprint._of:
-            return {name: now[name] for name in names}
+            return {name: {"kernel": now[name]} for name in names}
         compiled.extend(names)
         return {name: ["spills"] if name == "bad" else [] for name in names}
 
     monkeypatch.setattr(fingerprint, "_for_all", for_all)
-    assert fingerprint.main(["--update"] * update) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:4] == ["changed", "bad", "new", "gone is gone"]
-    if not update:
-        assert not compiled and fingerprint.golden() == known
-        return
-    assert compiled == ["changed", "bad", "new"] and lines[4:] == ["bad", "  spills"]
-    assert fingerprint.golden() == {"changed": "2", "new": "2", "same": "1"}
+    return compiled
+
+
+LISTED = ["changed: kernel", "bad: kernel", "new: kernel", "gone is gone"]
+
+
+def test_fingerprints_that_changed_are_listed(compiled, capsys):
+    before = fingerprint.golden()
+    assert fingerprint.main([]) == 1
+    assert capsys.readouterr().out.splitlines() == LISTED
+    assert not compiled and fingerprint.golden() == before
+
+
+def test_what_compiles_is_kept(compiled, capsys):
+    assert fingerprint.main(["--update"]) == 1
+    assert capsys.readouterr().out.splitlines() == [*LISTED, "bad", "  spills"]
+    assert compiled == ["changed", "bad", "new"]
+    kept = {"changed": "2", "new": "2", "same": "1"}
+    assert fingerprint.golden() == {name: {"kernel": x} for name, x in kept.items()}
+
+
+def test_other_cases_stay_as_they_are(compiled, capsys):
+    assert fingerprint.main(["chang", "--update"]) == 0
+    assert capsys.readouterr().out.splitlines() == LISTED[:1]
+    kept = {"bad": "1", "changed": "2", "gone": "1", "same": "1"}
+    assert fingerprint.golden() == {name: {"kernel": x} for name, x in kept.items()}
 
 
 def matmul(width: int, accumulators: int, wait_n: int):

@@ -5,14 +5,17 @@ lines of the sources. Equal fingerprints compile to equal machine code. `fingerp
 those of every case of `kernel_cases.py` as it was last compiled, without a spill and without a
 serialised wgmma; tests/test_compile.py compiles the others. After a change of a kernel,
 
-    python -m tests.support.fingerprint            lists the cases that it touched, in five minutes
-    python -m tests.support.fingerprint --update   compiles those, and writes down what passed
-    python -m tests.support.fingerprint --update --all   compiles all of them, in an hour
+    python -m tests.support.fingerprint                 lists what it touched, in five minutes
+    python -m tests.support.fingerprint H128-causal     the same of cases with that in their name
+    python -m tests.support.fingerprint --update        compiles those, and writes down what passed
+    python -m tests.support.fingerprint --update --all  compiles all of them, in an hour
 
-What was compiled by other versions of jax, or by another ptxas, counts as not compiled.
+What other versions of jax compiled, or another ptxas, cannot be compared. The versions of the file
+are what CI installs: PIP_CONSTRAINT=.ci/constraints.txt pip install -e '.[dev]'.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import hashlib
 import importlib.metadata
@@ -20,6 +23,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -35,14 +39,15 @@ GOLDEN = pathlib.Path(__file__).parent / "fingerprints.json"
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
 
-def fingerprint(fn: Callable, args: Any) -> str:
-    """Of every kernel of `fn(*args)`, lowered for CUDA."""
+def fingerprint(fn: Callable, args: Any) -> dict[str, str]:
+    """Of every kernel of `fn(*args)`, lowered for CUDA, by its name."""
     from jax.experimental.mosaic.gpu import core
 
-    serialize, texts = core._run_serde_pass, []
+    serialize, texts = core._run_serde_pass, collections.defaultdict(list)
 
     def read_and_serialize(module, *args, **options):
-        texts.append(module.operation.get_asm(enable_debug_info=False))
+        text = module.operation.get_asm(enable_debug_info=False)
+        texts[re.search(r"@(\w+)_mosaic_gpu\b", text)[1]].append(text)
         return serialize(module, *args, **options)
 
     launch._module.cache_clear()  # as those that are known are not lowered again
@@ -54,8 +59,11 @@ def fingerprint(fn: Callable, args: Any) -> str:
         jax.jit(lambda *args: fn(*args)).trace(*args).lower(lowering_platforms=("cuda",))
     if not texts:
         raise ValueError("the function has no Mosaic GPU kernel")
-    # Which is lowered first depends on what else was traced.
-    return hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()[:16]
+    # Of several launches of a kernel, which is lowered first depends on what else was traced.
+    return {
+        name: hashlib.sha256("\n".join(sorted(of_name)).encode()).hexdigest()[:16]
+        for name, of_name in sorted(texts.items())
+    }
 
 
 def versions() -> dict[str, str]:
@@ -69,7 +77,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def golden() -> dict[str, str]:
+def golden() -> dict[str, dict[str, str]]:
     """Fingerprints by case of what was compiled without a fault, by what is installed here."""
     record = json.loads(GOLDEN.read_text())
     return record["fingerprints"] if record["versions"] == versions() else {}
@@ -79,7 +87,7 @@ def cases() -> dict[str, tuple[Callable, Any]]:
     return {name: (fn, args) for name, fn, args in kernel_cases() + decode_cases()}
 
 
-def _of(name: str) -> str:
+def _of(name: str) -> dict[str, str]:
     return fingerprint(*cases()[name])
 
 
@@ -107,26 +115,48 @@ def _for_all(function: Callable, names: list[str], what: str) -> dict[str, Any]:
     return results
 
 
+def _changed(known: dict[str, str], found: dict[str, str]) -> list[str]:
+    """Names of the kernels of a case that are other ones, new, or gone."""
+    return [name for name in sorted({*known, *found}) if known.get(name) != found.get(name)]
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("words", nargs="*", help="of which a case's name has one; all without")
     parser.add_argument("--update", action="store_true", help="compile what is not known to pass")
     parser.add_argument("--all", action="store_true", help="compile what is known to pass too")
     options = parser.parse_args(argv)
 
+    here, of_file = versions(), json.loads(GOLDEN.read_text())["versions"]
+    if here != of_file and not (options.update and options.all):
+        print(
+            f"{GOLDEN.name} is of {of_file}, here is {here}: nothing can be compared. Install the"
+        )
+        print(
+            "versions of CI, PIP_CONSTRAINT=.ci/constraints.txt pip install -e '.[dev]', or compile"
+        )
+        print("all with --update --all.")
+        return 2
+    if options.words and here != of_file:
+        parser.error("words: nothing is known of the other cases")
+
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # of the processes below; none looks for a GPU
-    known, names = golden(), list(cases())
+    known, words = golden(), options.words or [""]
+    names = [name for name in cases() if any(word in name for word in words)]
     found = _for_all(_of, names, "lowered")
     touched = [name for name in names if options.all or known.get(name) != found[name]]
-    gone = sorted(known.keys() - found.keys())
-    print("\n".join([*touched, *(f"{name} is gone" for name in gone)] or ["no kernel has changed"]))
+    gone = [] if options.words else sorted(known.keys() - found.keys())
+    lines = [f"{name}: {', '.join(_changed(known.get(name, {}), found[name]))}" for name in touched]
+    lines += [f"{name} is gone" for name in gone]
+    print("\n".join(lines or [f"no kernel has changed, of {len(names)} cases"]))
     if not options.update:
         return 1 if touched or gone else 0
     faults = _for_all(_faults, touched, "compiled") if touched else {}
     bad = {name: lines for name, lines in faults.items() if lines}
     for name, lines in bad.items():
         print("\n  ".join([name, *lines]))
-    kept = {name: found[name] for name in sorted(found) if name not in bad}
-    record = {"versions": versions(), "fingerprints": kept}
+    kept = {name: of for name, of in (known | found).items() if name not in {*bad, *gone}}
+    record = {"versions": here, "fingerprints": dict(sorted(kept.items()))}
     GOLDEN.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if bad else 0
 
