@@ -134,7 +134,8 @@ def load_bits(ref, first_row, first_column, columns: int) -> jax.Array:
 
     Args:
       ref: `(rows or 1, words or 1)` int32; bit j of word i of a row is that of column 32 * i + j.
-        An axis of 1 is broadcast; otherwise there are as many words as whole tiles take.
+        An axis of 1 is broadcast, and its word has all bits alike; otherwise there are as many
+        words as whole tiles take.
       first_row: of 64, of which those beyond the last one read as the last.
       first_column: a multiple of columns, which are 64 or 128.
     """

@@ -50,6 +50,8 @@ def elements_of_a_bit_each(columns, rows, is_broadcast):
     tile = numbers(64, columns)
     bits = np.random.default_rng(0).integers(LEAST, MOST, (rows, words), np.int32, endpoint=True)
     bits[0, 0] = LEAST + 1  # the first and the last of a word
+    if is_broadcast:
+        bits = -(bits & 1)
     places = np.array([[0, 0], [64, 128], [100, 256 - columns]], np.int32)
 
     def body(tile_ref, bits_ref, places_ref, out_ref):
