@@ -730,6 +730,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reporting.add_results(parser)
 
 
+def named(suite: str) -> str:
+    """The names of its rows, in words."""
+    return ", ".join(row.name for row in SUITES[suite])
+
+
 def select(suite: str, options: argparse.Namespace) -> list[Row]:
     """The rows of a suite that the options of `add_arguments` ask for."""
     rows = [row for row in SUITES[suite] if re.search(options.rows, row.name)]
@@ -766,7 +771,9 @@ def parse(argv: list[str] | None, doc: str | None) -> argparse.Namespace:
             parser.error(f"no candidate for {kind}: {DETERMINISTIC} has the forward of jax_flash")
     options.rows = select(options.suite, options)
     if not options.rows:
-        parser.error("no such row")
+        parser.error(
+            f"rows: no row of {options.suite} has {options.rows!r}: {named(options.suite)}"
+        )
     return options
 
 
@@ -796,7 +803,8 @@ def main(argv: list[str] | None = None) -> int:
         plot(record, path.with_suffix(".png"))
         print(f"plotted: {path.with_suffix('.png')}")
 
-    return 1 if any(map(is_ours, problems(results))) else 0
+    ran = any("teraflops" in entry for r in results for entry in r["candidates"].values())
+    return 1 if any(map(is_ours, problems(results))) or not ran else 0
 
 
 if __name__ == "__main__":

@@ -372,7 +372,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.candidates += [f"jax_flash {n} splits" for n in options.splits.split(",") if n]
     options.rows = [row for row in SUITES[options.suite] if re.search(options.rows, row.name)]
     if not options.rows:
-        parser.error("no such row")
+        names = ", ".join(row.name for row in SUITES[options.suite])
+        parser.error(f"rows: no row of {options.suite} has that: {names}")
     return options
 
 

@@ -393,7 +393,7 @@ def row_of(options: argparse.Namespace, mask: str, length: int) -> Row:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    lines = [["method", "GPUs", "positions", "runs", "ms", "TFLOP/s a GPU", "of one GPU", "error"]]
+    lines = [["method", "devices", "positions", "ran", "ms", "TFLOP/s each", "of one", "error"]]
     alone = None
     for result in results:
         if result["devices"] == 1:
@@ -415,10 +415,11 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = reporting.parser(__doc__)
-    parser.add_argument("--length", type=int, default=32768, help="positions of a device")
-    parser.add_argument("--heads", type=int, default=32, help="N")
-    parser.add_argument("--key-heads", type=int, default=8, help="K")
-    parser.add_argument("--width", type=int, default=128, help="H = h")
+    length, heads, key_heads, width = (32768, 32, 8, 128) if timing.on_gpu() else (256, 8, 8, 64)
+    parser.add_argument("--length", type=int, default=length, help="positions of a device")
+    parser.add_argument("--heads", type=int, default=heads, help="N")
+    parser.add_argument("--key-heads", type=int, default=key_heads, help="K")
+    parser.add_argument("--width", type=int, default=width, help="H = h")
     powers = [2**i for i in range(len(jax.devices()).bit_length())]
     parser.add_argument("--devices", default=",".join(map(str, powers)), help="beside one")
     parser.add_argument("--methods", default=",".join(METHODS), help="separated by commas")
@@ -499,7 +500,10 @@ def main(argv: list[str] | None = None) -> int:
         record = reporting.provenance() | {"devices": counts[-1], "results": results}
         # After each, so that a run that is cut short leaves what it found.
         path = reporting.write(options.results, title, record)
-    print(f"\n{reporting.where(record)}\n{table(results)}", flush=True)
+    print(
+        f"\n{reporting.where(record)}; errors of one device are beside float32, of several beside"
+    )
+    print(f"one device\n{table(results)}", flush=True)
     for result in results:
         for name, times in result.get("kernels", {}).items():
             who = f"{result['method']} on {result['devices']}: {name}"

@@ -46,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := {*names} - {*attention.CANDIDATES}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
 
+    if not timing.on_gpu():
+        raise SystemExit("peaks of memory need an NVIDIA GPU")
+
     # Trying out algorithms would allocate too. What is set here is for the processes to come.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
     results: list[dict[str, Any]] = []

@@ -6,10 +6,13 @@ It imports neither jax nor matplotlib before it needs them: `benchmarks.first_ca
 import argparse
 import colorsys
 import datetime
+import itertools
 import json
 import math
 import pathlib
 import re
+import shlex
+import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -64,10 +67,12 @@ def add_results(to: argparse._ActionsContainer) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """Where and when something was measured: device, jax, date."""
+    """Where, when and how something was measured: device, jax, date, and the command."""
     import jax
 
+    module = pathlib.Path(sys.argv[0]).stem
     return {
+        "command": shlex.join(["python", "-m", f"benchmarks.{module}", *sys.argv[1:]]),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
@@ -79,11 +84,20 @@ def where(record: Mapping[str, Any]) -> str:
     return f"{record['device']}, jax {record['jax']}, {record['date']}"
 
 
+_written: dict[pathlib.Path, pathlib.Path] = {}  # what this process may write again, by its name
+
+
 def write(directory: pathlib.Path, title: str, record: dict[str, Any]) -> pathlib.Path:
-    """Writes a record with `provenance` as JSON, named after its title, device and date."""
+    """Writes a record with `provenance` as JSON, named after its title, device and date.
+
+    The record of another run has its name for good: this one gets a number.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     stem = re.sub(r"\W+", "-", f"{title} {record['device']} {record['date'][:10]}".lower())
-    path = directory / f"{stem}.json"
+    wanted = directory / f"{stem}.json"
+    names = (wanted.with_stem(f"{stem}-{n}") for n in itertools.count(2))
+    free = (path for path in itertools.chain([wanted], names) if not path.exists())
+    path = _written.setdefault(wanted, next(free))
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
 

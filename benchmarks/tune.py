@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
 
     rows = [row for row in attention.select(options.suite, options) if row.width in widths]
     if not rows:
-        parser.error("no such row")
+        parser.error(f"rows: none of widths {widths} has {options.rows!r}")
     device = device_of(jnp.zeros(()))
     if not device.is_hopper:
         print(f"benchmarks.tune needs a Hopper GPU; this is {device}", file=sys.stderr)

@@ -116,8 +116,9 @@ def attention(
 
     The first arguments are those of `jax.nn.dot_product_attention`, and this function can take its
     place. It differs from it where a query sees no key (there the output is the mean of the
-    values), in the LSE (there rounded to the input dtype, and not differentiable), and in refusing
-    what makes no sense (an integer bias, a negative window, inputs of unlike ranks).
+    values, but beyond `query_seq_lengths`), in the LSE (there rounded to the input dtype, and not
+    differentiable), in taking no traced window, and in refusing what makes no sense (an integer
+    bias, a negative window, inputs of unlike ranks).
 
     It can be transformed by jit, grad, vmap over any axes, checkpoint, scan, shard_map and export,
     on "xla" also with symbolic sizes, of which all rows are computed at once, as by jax.nn's.

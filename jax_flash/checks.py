@@ -16,7 +16,10 @@ def need(holds: bool, name: str, got: object, needs: str, error: type = ValueErr
 def need_static(name: str, x) -> None:
     """Raises an error where x, which decides what is traced, is traced itself."""
     is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
-    needs = "a static value: name it in static_argnames of jax.jit, or close over it"
+    needs = (
+        "a static value: name it in static_argnames of jax.jit, or close over it; where layers of a"
+        " scan differ in it, choose by lax.cond"
+    )
     need(not is_traced, name, "a traced value", needs, TypeError)
 
 

@@ -98,7 +98,7 @@ def test_bytes_and_lengths_of_mixed_rows():
     ("arguments", "message"),
     [
         (["--candidates", "none"], "unknown: none"),
-        (["--rows", "none"], "no such row"),
+        (["--rows", "none"], "no row of"),
         (["--splits", "none"], "splits: got none"),
         (["--suite", "none"], "invalid choice: 'none'"),
     ],

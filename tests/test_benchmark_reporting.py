@@ -11,7 +11,17 @@ import sys
 
 import pytest
 
-from benchmarks import attention, decode, reporting, tables, timing, train_lm
+from benchmarks import (
+    attention,
+    chapters,
+    decode,
+    kernels,
+    memory,
+    reporting,
+    tables,
+    timing,
+    train_lm,
+)
 
 COMMANDS = sorted(
     path.stem
@@ -132,3 +142,36 @@ def test_reporting_imports_no_jax():
     """A child of benchmarks.first_call imports it before it measures."""
     code = "import sys; import benchmarks.first_call; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_record_of_another_run_is_kept(tmp_path, monkeypatch):
+    record = {"device": "H", "date": "2026-11-28 12:00 UTC"}
+    names = []
+    for results in ([1], [1, 2]):  # a run that writes as it goes
+        names.append(reporting.write(tmp_path, "some rows", record | {"results": results}).name)
+    monkeypatch.setattr(reporting, "_written", {})  # another run
+    names += [reporting.write(tmp_path, "some rows", record | {"results": [3]}).name]
+    assert names == ["some-rows-h-2026-11-28.json"] * 2 + ["some-rows-h-2026-11-28-2.json"]
+    results = [json.loads((tmp_path / name).read_text())["results"] for name in names[1:]]
+    assert results == [[1, 2], [3]]
+
+
+def test_a_record_says_its_command(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/x/benchmarks/attention.py", "--rows", "H64 causal"])
+    command = "python -m benchmarks.attention --rows 'H64 causal'"
+    assert reporting.provenance()["command"] == command
+
+
+def test_what_only_a_gpu_can_measure_is_said(monkeypatch):
+    monkeypatch.setattr(timing, "on_gpu", lambda: False)
+    for module in (chapters, kernels, memory):
+        with pytest.raises(SystemExit, match="GPU"):
+            module.main([])
+
+
+def test_a_run_in_which_nothing_ran_fails(monkeypatch, tmp_path):
+    failing = {"row": "r", "passes": "forward", "candidates": {"cuDNN": {"failed": "no GPU"}}}
+    monkeypatch.setattr(attention, "compile_all", lambda rows, *_: [{} for _ in rows])
+    monkeypatch.setattr(attention, "benchmark", lambda *_: [failing])
+    arguments = ["--suite", "small", "--passes", "forward", "--candidates", "cuDNN"]
+    assert attention.main([*arguments, "--results", str(tmp_path)]) == 1

@@ -259,7 +259,7 @@ def test_list_needs_no_gpu(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--widths", "64,96"], "unknown: 96"), (["--rows", "H96"], "no such row")],
+    [(["--widths", "64,96"], "unknown: 96"), (["--rows", "H96"], "none of widths")],
 )
 def test_what_does_not_exist_is_refused(arguments, said, capsys):
     with pytest.raises(SystemExit) as stop:
