@@ -61,6 +61,16 @@ MISTAKES = [
     *_in(
         "pallas_kernels",
         "forward",
+        "kernel_intervals",
+        (
+            "forward: rows of V that no query sees, one too many",
+            "(first - first_key, end - first_key)",
+            "(first - first_key, end - first_key + 1)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward",
         "kernels kernel_windows kernel_elements tickets",
         (
             "forward: a slot of V a step too late",
@@ -81,11 +91,6 @@ MISTAKES = [
             "forward: another head of keys",
             "lax.div(head, jnp.int32(plan.problem.group))",
             "lax.rem(head, jnp.int32(plan.problem.kv_heads))",
-        ),
-        (
-            "forward: rows of V that no query sees, one too many",
-            "(first - first_key, end - first_key)",
-            "(first - first_key, end - first_key + 1)",
         ),
         (
             "forward: the far edge is without a mask",
