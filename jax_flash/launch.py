@@ -12,8 +12,9 @@ kept:
                 sources of this library and on the versions of jax and jaxlib
 
 A program lowered in another process is then the same to the byte, so that JAX's cache knows it. New
-modules begin to compile at once, in threads of their own, while others are still being lowered: the
-plugin of CUDA compiles a kernel once in a process, and who needs one that is being compiled waits.
+kernels begin to compile at once, each in a program and a thread of its own, while others are still
+being lowered: the plugin of CUDA compiles a kernel once in a process, and who needs one that is
+being compiled waits.
 """
 
 import collections
@@ -27,11 +28,12 @@ import logging
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 import numpy as np
 from jax import lax
@@ -39,12 +41,18 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
+from jaxlib.mlir.dialects import stablehlo as hlo
 
 from jax_flash import device
 from jax_flash.sharding import vary_alike
 from pallas_kernels.canonicalize import lowering_faster
 from pallas_kernels.interpret import interpreting
 
+# Of operands and results of kernels.
+_DTYPES = (
+    *(np.bool_, np.int8, np.uint8, np.int32, np.uint32, np.float32, np.float16),
+    *(jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2),
+)
 _KEPT = 256  # modules in memory, of up to a few megabytes
 _REMEMBERED = 64  # launches that are traced and not lowered yet
 
@@ -247,9 +255,89 @@ def _in_a_thread(run: Callable, *args) -> Any:
 
 
 def _begin_to_compile(lowered: jax.stages.Lowered) -> None:
-    # What it raises, the program that needs the kernel will raise too.
+    """Each kernel of a module in a program of its own, as one program's come one after the other.
+
+    The longest first. What that raises, the program that needs the kernel will raise too.
+    """
+    programs: list[Callable[[], Any]] = [lowered.compile]
+    try:
+        kernels = _kernels(lowered.compiler_ir("stablehlo"))
+        kernels.sort(key=lambda kernel: len(kernel.attributes["module"]), reverse=True)
+        programs = [kernel.compile for kernel in kernels]
+    except TypeError as error:
+        _logger.info("the kernels of a module are compiled one after the other: %s", error)
     with contextlib.suppress(RuntimeError):  # Python is ending, and starts no more threads
-        _compiling().submit(lowered.compile)
+        for program in programs:
+            _compiling().submit(program)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kernel:
+    """A custom call of Mosaic GPU.
+
+    Attributes:
+      target: its name.
+      attributes: the kernel, and what else Mosaic wants to know.
+      operands, results: shapes and dtypes.
+      aliases: results that are in the place of operands, by the number of these.
+    """
+
+    target: str
+    attributes: dict[str, Any]
+    operands: list[jax.ShapeDtypeStruct]
+    results: list[jax.ShapeDtypeStruct]
+    aliases: dict[int, int]
+
+    @classmethod
+    def of(cls, call: hlo.CustomCallOp) -> "_Kernel":
+        attributes = ir.DictAttr(call.attributes["mhlo.backend_config"])
+        aliases = map(hlo.OutputOperandAlias, call.output_operand_aliases or ())
+        return cls(
+            ir.StringAttr(call.call_target_name).value,
+            {each.name: _python_value(each.attr) for each in attributes},
+            [_python_type(x.type) for x in call.operands],
+            [_python_type(x.type) for x in call.results],
+            {x.operand_index: x.output_tuple_indices[0] for x in aliases},
+        )
+
+    def __call__(self, *operands: jax.Array) -> Sequence[jax.Array]:
+        call = jax.ffi.ffi_call(self.target, self.results, input_output_aliases=self.aliases)
+        return call(*operands, **self.attributes)
+
+    def compile(self) -> None:
+        """For the plugin to keep, which knows a kernel again in any program."""
+        jax.jit(self).lower(*self.operands).compile()
+
+
+def _kernels(module: ir.Module) -> list[_Kernel]:
+    found = []
+
+    def look(operation) -> ir.WalkResult:
+        call = operation.opview
+        if isinstance(call, hlo.CustomCallOp) and "mosaic_gpu" in str(call.call_target_name):
+            found.append(_Kernel.of(call))
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(look)
+    return found
+
+
+def _python_value(attribute: ir.Attribute) -> Any:
+    """What `jax.ffi.ffi_call` takes for it."""
+    if isinstance(attribute, ir.StringAttr):
+        return attribute.value_bytes
+    if isinstance(attribute, ir.BoolAttr):
+        return attribute.value
+    raise TypeError(f"an attribute that is not known: {attribute}")
+
+
+def _python_type(of: ir.Type) -> jax.ShapeDtypeStruct:
+    of = ir.RankedTensorType(of)
+    for dtype in map(np.dtype, _DTYPES):
+        if mlir.dtype_to_ir_type(dtype) == of.element_type:
+            return jax.ShapeDtypeStruct(tuple(of.shape), dtype)
+    raise TypeError(f"operands or results that are not known: {of.element_type}")
 
 
 @functools.cache

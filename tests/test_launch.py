@@ -129,6 +129,52 @@ def test_another_process_compiles_what_it_finds_on_disk(cache):
     assert len(list(cache.iterdir())) == 1
 
 
+def gradients(query, key, value):
+    return jax.vjp(functools.partial(on_kernels, is_causal=True), query, key, value)[1](query)
+
+
+@pytest.mark.compiler
+def test_kernels_compile_by_themselves_and_are_known_in_any_program():
+    from tests.support import compile as support
+
+    shapes = [jax.ShapeDtypeStruct((1, 384, 2, 64), jnp.bfloat16)] * 3  # of this test alone
+    program = jax.jit(gradients).trace(*shapes).lower(lowering_platforms=("cuda",))
+    kernels = launch._kernels(program.compiler_ir("stablehlo"))
+    assert len(kernels) == 4
+    assert {1: 2, 11: 3} in [kernel.aliases for kernel in kernels]  # of a backward that adds to dQ
+    for kernel in kernels:
+        (report,) = support.compile_kernels(kernel, kernel.operands, sass=False)
+        assert not report.faults()
+    assert support.compile_kernels(gradients, shapes, sass=False) == []  # none once more
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """What is to compile meanwhile: functions, none of which runs."""
+    functions = []
+    executor = types.SimpleNamespace(submit=functions.append)
+    monkeypatch.setattr(launch, "_compiling", lambda: executor)
+    return functions
+
+
+def test_the_longest_kernel_begins_to_compile_first(begun):
+    program = jax.jit(gradients).trace(X, X, X).lower(lowering_platforms=("cuda",))
+    launch._begin_to_compile(program)
+    sizes = [len(function.__self__.attributes["module"]) for function in begun]
+    assert len(sizes) == 4 and sizes == sorted(sizes, reverse=True)
+
+
+def test_kernels_of_an_unknown_form_compile_together(begun, monkeypatch, caplog):
+    def refuse(attribute):
+        raise TypeError("not known")
+
+    program = jax.jit(gradients).trace(X, X, X).lower(lowering_platforms=("cuda",))
+    monkeypatch.setattr(launch, "_python_value", refuse)
+    with caplog.at_level(logging.INFO, "jax_flash"):
+        launch._begin_to_compile(program)
+    assert begun == [program.compile] and "one after the other" in caplog.text
+
+
 @pytest.mark.parametrize("now", [None, "of other sources"])
 def test_what_may_be_of_other_sources_is_not_kept(lowerings, cache, now, monkeypatch):
     """None: no sources are there to tell; else they have changed since they were imported."""
