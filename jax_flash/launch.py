@@ -310,17 +310,17 @@ class _Kernel:
 
 
 def _kernels(module: ir.Module) -> list[_Kernel]:
-    found = []
+    calls = []
 
     def look(operation) -> ir.WalkResult:
         call = operation.opview
         if isinstance(call, hlo.CustomCallOp) and "mosaic_gpu" in str(call.call_target_name):
-            found.append(_Kernel.of(call))
+            calls.append(call)
         return ir.WalkResult.ADVANCE
 
     with module.context:
         module.operation.walk(look)
-    return found
+        return list(map(_Kernel.of, calls))
 
 
 def _python_value(attribute: ir.Attribute) -> Any:
