@@ -283,7 +283,7 @@ class _Kernel:
     """
 
     target: str
-    attributes: dict[str, Any]
+    attributes: dict[str, Any] = dataclasses.field(repr=False)  # megabytes
     operands: list[jax.ShapeDtypeStruct]
     results: list[jax.ShapeDtypeStruct]
     aliases: dict[int, int]
@@ -306,7 +306,12 @@ class _Kernel:
 
     def compile(self) -> None:
         """For the plugin to keep, which knows a kernel again in any program."""
-        jax.jit(self).lower(*self.operands).compile()
+
+        def jax_flash_kernel(*operands):
+            return self(*operands)
+
+        with jax.disable_jit(False):
+            jax.jit(jax_flash_kernel).lower(*self.operands).compile()
 
 
 def _kernels(module: ir.Module) -> list[_Kernel]:
