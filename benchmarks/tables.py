@@ -148,6 +148,15 @@ def scaling(names: Iterable[str]) -> str:
     return page("TFLOP/s a GPU", names, [header, *lines])
 
 
+def chapters(name: str) -> str:
+    """Microseconds of `benchmarks.chapters`."""
+    lines = [["shape", "candidate", "us", "speedup over the first"]]
+    for result in read(name)["results"]:
+        names, speedup = [result["row"], result["candidate"]], figure(result["speedup"], ".2f")
+        lines.append([*names, figure(result["microseconds"], ".1f"), speedup])
+    return page("Microseconds a call", [name], lines)
+
+
 def both(name: str, rows: str = "") -> Callable[[], str]:
     """Forward, and forward and backward, of one record."""
     return functools.partial(speeds, dict.fromkeys(TITLES, name), rows=rows)
@@ -181,6 +190,7 @@ TABLES: dict[str, Callable[[], str]] = {
             "distributed-2-all-gather-nvidia-h200-2026-11-22",
         ),
     ),
+    "chapters": functools.partial(chapters, "chapters-nvidia-h200-2026-11-28"),
 }
 
 
