@@ -1,6 +1,7 @@
 """Exact attention for JAX: Pallas kernels for Hopper GPUs, cuDNN or plain XLA elsewhere."""
 
 from jax_flash.api import attention, explain
+from jax_flash.batches import segment_ids
 from jax_flash.call import CHECKPOINT_NAMES
 from jax_flash.decode import decode_attention, explain_decode, update_cache
 from jax_flash.fp8 import attention_fp8
@@ -12,6 +13,8 @@ from jax_flash.ring import (
     to_zigzag,
     ulysses_attention,
 )
+
+__version__ = "0.1.0"
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -25,6 +28,7 @@ __all__ = [
     "from_zigzag",
     "quantize_fp8",
     "ring_attention",
+    "segment_ids",
     "to_zigzag",
     "ulysses_attention",
     "update_cache",

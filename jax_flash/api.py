@@ -5,11 +5,11 @@ import inspect
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_flash import dispatch
 from jax_flash.arguments import checked, explained
+from jax_flash.batches import as_given
 from jax_flash.quantization import Quantized
 from pallas_kernels.config import Config
 
@@ -136,7 +136,9 @@ def attention(
 
     Args:
       query: `[B, T, N, H]`, or `[T, N, H]` without a batch; bfloat16, float16, float32 or float64.
-        Or all three are `jax_flash.Quantized`, of these shapes.
+        Or all three are `jax_flash.Quantized`, of these shapes. Others may have any number of batch
+        axes, `[..., T, N, H]`: lengths and offsets are `[...]` then, segment ids `[..., T]` and
+        `[..., S]`, bias and mask broadcast to `[..., N, T, S]`; b below counts through them all.
       key: `[B, S, K, H]`, N a multiple of K, of the query's rank and dtype.
       value: `[B, S, K, h]`, as key; h need not be H.
       bias: added to the scaled logits; floating, broadcastable to `[B, N, T, S]` (fewer axes are
@@ -190,9 +192,7 @@ def attention(
     Xiao et al. 2023 and gpt-oss 2025 (sinks).
     """
     call = checked(**locals())
-    out, lse = dispatch.attention(call, implementation)
-    if jnp.ndim(query) == 3:
-        out, lse = out[0], None if lse is None else lse[0]
+    out, lse = (as_given(query, x) for x in dispatch.attention(call, implementation))
     return (out, lse) if return_residual else out
 
 

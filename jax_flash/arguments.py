@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash import dispatch
+from jax_flash.batches import with_one_axis
 from jax_flash.call import Call
 from jax_flash.checks import (
     as_array,
@@ -60,6 +61,8 @@ def checked(
     config,
 ) -> Call:
     """Checks the arguments of `attention`, described there, and returns their canonical form."""
+    if np.ndim(query) > 4:
+        return checked(**with_one_axis(locals()))
     flags = dict(is_causal=is_causal, return_residual=return_residual, deterministic=deterministic)
     _check_choices(flags, implementation, config)
     query, key, value, has_batch, in_float8 = _operands(
@@ -188,7 +191,7 @@ def _operands(given: dict[str, Any], config: Config | None) -> _Operands:
         need(dtype.name in DTYPES, "query", dtype, f"one of {', '.join(DTYPES)}", TypeError)
     need(key.dtype == dtype, "key", key.dtype, f"the dtype of query, {dtype}", TypeError)
     need(value.dtype == dtype, "value", value.dtype, f"the dtype of query, {dtype}", TypeError)
-    need(query.ndim in (3, 4), "query", query.shape, "[B, T, N, H] or [T, N, H]")
+    need(query.ndim >= 3, "query", query.shape, "[..., T, N, H]")
     has_batch = query.ndim == 4
     needs = "[B, S, K, {}], as query has a batch" if has_batch else "[S, K, {}], as query has none"
     need(key.ndim == query.ndim, "key", key.shape, needs.format("H"))

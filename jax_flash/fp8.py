@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_flash import api, dispatch
 from jax_flash.arguments import checked
+from jax_flash.batches import as_given
 from jax_flash.call import Call, by_device, named
 from jax_flash.checks import as_array
 from jax_flash.quantization import quantize_fp8
@@ -114,8 +115,7 @@ def attention_fp8(
     call = checked(**bound.arguments)
     statics = bound.arguments["implementation"], block_size
     out, lse = by_device(_attend, call, incoherent_key, statics=statics, plain=True)
-    if jnp.ndim(query) == 3:
-        out, lse = out[0], lse[0]
+    out, lse = as_given(query, out), as_given(query, lse)
     return (out, lse) if call.return_residual else out
 
 

@@ -111,6 +111,9 @@ _QUERY = Operand("btn.", (B, T, N, H))
 _KEY = Operand("bsk.", (B, S, K, H))
 _INPUTS = dict(query=_QUERY, key=_KEY, value=_KEY)
 _SQUARE = dict(query=_QUERY, **dict.fromkeys(("key", "value"), Operand("btk.", (B, T, K, H))))
+_TWO_AXES = {
+    name: Operand(f"b.{x.axes[1:]}", (B, 3, *x.shape[1:]), x.dtype) for name, x in _INPUTS.items()
+}
 _DIFFERENTIATED = ("query", "key", "value")
 
 
@@ -196,6 +199,7 @@ def _zigzag(name: str, function: Callable) -> PublicCall:
 CALLS: tuple[PublicCall, ...] = (
     _attention("attention"),
     _attention("attention-causal", is_causal=True),
+    _attention("attention-two_batch_axes", inputs=_TWO_AXES),
     _attention("attention-window", local_window_size=(5, 3), query_offset=4),
     _attention("attention-soft_cap", logits_soft_cap=20.0),
     _attention("attention-sinks", dict(sinks=_SINKS)),
@@ -250,6 +254,12 @@ CALLS: tuple[PublicCall, ...] = (
         has_implementation=False,
     ),
     PublicCall("update_cache-padded", jax_flash.update_cache, _PADDED, has_implementation=False),
+    PublicCall(
+        "segment_ids",
+        functools.partial(jax_flash.segment_ids, length=T),
+        dict(starts=_integers("b.", (B, 3), 0, T)),
+        has_implementation=False,
+    ),
     PublicCall("explain", _explain, _INPUTS),
     PublicCall("explain_decode", _explain_decode, _DECODE),
     _ring_call("ring_attention", jax_flash.ring_attention, is_causal=True),
