@@ -62,10 +62,9 @@ def measure(row: str, shapes, programs: dict[str, Any], rounds: int) -> list[dic
 def table(results: list[dict[str, Any]]) -> str:
     lines = [["shape", "candidate", "us", "speedup", "error"]]
     for result in results:
-        figures = reporting.figure(result.get("microseconds"), ".1f"), result.get("speedup")
-        error = f"{result['error']:.1e}"
-        names = [result["row"], result["candidate"]]
-        lines.append([*names, figures[0], reporting.figure(figures[1], ".2f"), error])
+        time, speedup = result.get("microseconds"), result.get("speedup")
+        figures = reporting.figure(time, ".1f"), reporting.figure(speedup, ".2f")
+        lines.append([result["row"], result["candidate"], *figures, f"{result['error']:.1e}"])
     return reporting.markdown(lines)
 
 
