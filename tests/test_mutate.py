@@ -4,10 +4,10 @@ import ast
 
 import pytest
 
-from tests.support.mutate import MISTAKES, ROOT
+from tests.support.mutate import GPU_MISTAKES, MISTAKES, ROOT
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+@pytest.mark.parametrize("mistake", MISTAKES + GPU_MISTAKES, ids=lambda mistake: mistake.name)
 def test_mistakes_are_of_the_code_of_today(mistake):
     assert ast.dump(ast.parse(mistake.applied())) != ast.dump(
         ast.parse((ROOT / mistake.path).read_text())

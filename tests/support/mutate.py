@@ -3,10 +3,10 @@
     python -m tests.support.mutate             all of them, in hours on two cores
     python -m tests.support.mutate dropout     those whose name has it
     python -m tests.support.mutate --list      their names
+    python -m tests.support.mutate --gpu       those in PTX, on a Hopper GPU
 
 Each runs the tests of the files that are named beside it, those that CI runs, up to the first that
-fails. A mistake that hangs is caught by pytest's timeout. What only a GPU can see, such
-as a missing wgmma_wait, is not here.
+fails. A mistake that hangs is caught by pytest's timeout.
 """
 
 import argparse
@@ -604,6 +604,149 @@ MISTAKES = [
 ]
 
 
+# In PTX, which no CPU runs.
+GPU_MISTAKES = [
+    *_in(
+        "pallas_kernels/ptx",
+        "arithmetic",
+        "ptx",
+        (
+            "maxima of columns: two in each other's place",
+            '"st.shared.v2.f32 [$0], {$1, $2};"',
+            '"st.shared.v2.f32 [$0], {$2, $1};"',
+        ),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "barriers",
+        "ptx",
+        ("BlockVote: all for any", "barrier.cta.red.or.pred", "barrier.cta.red.and.pred"),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "compiler",
+        "ptx",
+        ("own_warpgroup: of 256 threads", "shr.u32 t, t, 7;", "shr.u32 t, t, 8;"),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "counters",
+        "ptx",
+        (
+            "draw_ticket: a counter that wraps",
+            "inc.u32 $0, [$1], 0x7fffffff;",
+            "inc.u32 $0, [$1], 1;",
+        ),
+        ("add_to: two", "red.global.add.s32 [$0], 1;", "red.global.add.s32 [$0], 2;"),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "dropout",
+        "ptx",
+        (
+            "kept_operand: words in each other's place",
+            "prmt.b32 dropped, $3, $4, {selector};",
+            "prmt.b32 dropped, $4, $3, {selector};",
+        ),
+        ("the hash: with a sign", "mul.wide.u32 $0, $1, $2;", "mul.wide.s32 $0, $1, $2;"),
+        (
+            "positive_operand: columns in each other's place",
+            "cvt.rn.relu.{element}x2.f32 $0, $2, $1;",
+            "cvt.rn.relu.{element}x2.f32 $0, $1, $2;",
+        ),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "elements",
+        "ptx",
+        (
+            "load_elements: a column too few",
+            "setp.gt.s32 p, ${wide + 1}, {number};",
+            "setp.gt.s32 p, ${wide + 1}, {number + 1};",
+        ),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "float8",
+        "ptx",
+        (
+            "half_weights: halves in each other's place",
+            "prmt.b32 $0, first, second, 0x5410; }",
+            "prmt.b32 $0, first, second, 0x1054; }",
+        ),
+        ("half_maxima: minima", "max.NaN.f16 low, low, high;", "min.NaN.f16 low, low, high;"),
+        (
+            "to_float8: columns in each other's place",
+            '" cvt.rn.satfinite.e4m3x2.f16x2 low, $1;"',
+            '" cvt.rn.satfinite.e4m3x2.f16x2 low, $2;"',
+        ),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "float8_parts",
+        "ptx",
+        (
+            "store_weights_float8: of another row",
+            "shfl.sync.bfly.b32 got, give, 4, 31",
+            "shfl.sync.bfly.b32 got, give, 8, 31",
+        ),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "fragments",
+        "ptx",
+        (
+            "store_fragment: rows in each other's place",
+            '"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};"',
+            '"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $4, $3}};"',
+        ),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "loads",
+        "ptx",
+        ("load_rows: one beyond the end", "setp.lt.u32 p, $1, $2;", "setp.le.u32 p, $1, $2;"),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "mail",
+        "ptx",
+        (
+            "send_tile: registers in each other's place",
+            "* WARPGROUP_THREADS}], {{$1, $2, $3, $4}};",
+            "* WARPGROUP_THREADS}], {{$2, $1, $3, $4}};",
+        ),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "marks",
+        "ptx",
+        (
+            "shared_columns: the next factor",
+            "setp.neu.f32 p, r, 0f3f800000;",
+            "setp.eq.f32 p, r, 0f3f800000;",
+        ),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "masks",
+        "ptx",
+        (
+            "keep_equal_columns: a column too few",
+            "setp.ge.s32 p, $1, $2;",
+            "setp.gt.s32 p, $1, $2;",
+        ),
+        ("bits_from: a bit too far", "shl.b32 $0, -1, $1;", "shl.b32 $0, -2, $1;"),
+    ),
+    *_in(
+        "pallas_kernels/ptx",
+        "mlir",
+        "ptx",
+        ("pairs of columns: the next ones", "[$2+{32 * group}];", "[$2+{32 * group + 8}];"),
+    ),
+]
+
+
 def copied(folder: pathlib.Path) -> None:
     """The files that git knows, in another folder."""
     listed = subprocess.run(
@@ -634,7 +777,7 @@ def caught(mistake: Mistake, folder: pathlib.Path, limit: float) -> str | None:
         "-p",
         "no:cacheprovider",
         "-m",
-        "not slow",
+        "gpu and not slow" if mistake in GPU_MISTAKES else "not slow",
         "--durations=0",
         "--durations-min=1000",
         *tests,
@@ -657,11 +800,13 @@ def caught(mistake: Mistake, folder: pathlib.Path, limit: float) -> str | None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="of which a mistake's name has one; all without")
+    parser.add_argument("--gpu", action="store_true", help="those that only a GPU can see")
     parser.add_argument("--list", action="store_true", help="print their names, and stop")
     parser.add_argument("--limit", type=float, default=1800, help="seconds of a mistake's tests")
     options = parser.parse_args(argv)
     words = options.words or [""]
-    mistakes = [x for x in MISTAKES if any(word in x.name for word in words)]
+    those = GPU_MISTAKES if options.gpu else MISTAKES
+    mistakes = [x for x in those if any(word in x.name for word in words)]
     if options.list:
         print(*(x.name for x in mistakes), sep="\n")
         return 0
