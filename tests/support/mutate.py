@@ -344,6 +344,11 @@ MISTAKES = [
             "gradient = gradient.reshape(self.shape[0], -1, *gradient.shape[1:]).sum(1)",
             "gradient = gradient.reshape(self.shape[0], -1, *gradient.shape[1:])[:, 0]",
         ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "bias_gradient",
+        "kernel_dropout",
         ("bias gradient: dropout's unit", "total *= self.problem.d_logit_unit", "total *= 1.0"),
     ),
     *_in(
