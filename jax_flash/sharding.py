@@ -408,7 +408,11 @@ def by_device(
     for x, axes, before, after in zip(leaves, letters, had, wanted, strict=True):
         gathered = None if "*" in axes else _gathered(x.shape, before, after)
         if gathered and plain:
-            return function(static, arrays, None)
+            try:
+                return function(static, arrays, None)
+            except Exception as error:  # of those rules, which name no argument
+                error.add_note(f"attention: got {gathered} {_ADVICE}")
+                raise
         if gathered:
             raise ValueError(f"attention: got {gathered} {_ADVICE}")
     others = [name for name in _axes(mesh, AxisType.Auto) if mesh.shape[name] > 1]

@@ -176,6 +176,17 @@ def test_explicit_types(call, layout, implementation, inside):
     assert_nothing_is_gathered(call, *out, layout)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_a_sharded_sequence_is_said_to_be_one(implementation):
+    query = jnp.ones((2, 16, 4, 8), jnp.bfloat16)
+    (query,) = put(mesh_of((2, 2), AxisType.Explicit), (query, PartitionSpec(None, "x")))
+    with pytest.raises(Exception, match=r"sharded") as caught:
+        jax_flash.attention(query, query, query, implementation=implementation)
+    said = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+    assert any("whose axis of 16 is sharded over x" in text for text in said)
+    assert any("jax_flash.ring_attention" in text for text in said)
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["in set_mesh", "outside"])
 @pytest.mark.parametrize(
     "method",
