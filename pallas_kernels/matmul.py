@@ -1,7 +1,7 @@
 """Products of matrices on Hopper GPUs: the pipeline of every kernel here, with nothing inside.
 
     producer   A0 B0 | A1 B1 | ...          TMA into a ring of slots
-    consumer   C += A B                     of a quarter or half of a tile each; C leaves by TMA
+    consumer   C += A B                     of half a tile each, which leaves by TMA
 
 A tile of C is `Plan.block_m` by 256. A thread block stays on its SM and walks over tiles, so that
 the producer is ahead by a ring when the next tile begins. Where there are fewer tiles than SMs,

@@ -114,6 +114,8 @@ def test_compiles_without_faults(of, dtype):
         (64, 4096, 4096, None),
         (1000, 3000, 2008, None),
         (264, 64, 8, 3),
+        (72, 200, 328, None),
+        (64, 64, 64, None),
         (8, 8, 8, None),
     ],
 )
