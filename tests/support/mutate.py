@@ -60,7 +60,7 @@ def _in(folder: str, file: str, tests: str, *changes: tuple[str, str, str]) -> l
 MISTAKES = [
     *_in(
         "pallas_kernels",
-        "forward",
+        "forward_products",
         "kernel_intervals",
         (
             "forward: rows of V that no query sees, one too many",
@@ -70,7 +70,7 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "forward",
+        "forward_consumer",
         "kernels kernel_windows kernel_elements tickets",
         (
             "forward: a slot of V a step too late",
@@ -83,6 +83,16 @@ MISTAKES = [
             "output *= 1.0",
         ),
         (
+            "forward: the far edge is without a mask",
+            "carry = masked_steps(near, blocks, carry, exact=False, far=True)",
+            "carry = lax.fori_loop(near, blocks, functools.partial(step, exact=False), carry)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward",
+        "kernels kernel_windows kernel_elements tickets",
+        (
             "forward: the producer does not wait for a free slot",
             "pl.when(step >= plan.config.stages)(lambda: free.wait(slot()))",
             "pl.when(step >= plan.config.stages + 1)(lambda: free.wait(slot()))",
@@ -91,11 +101,6 @@ MISTAKES = [
             "forward: another head of keys",
             "lax.div(head, jnp.int32(plan.problem.group))",
             "lax.rem(head, jnp.int32(plan.problem.kv_heads))",
-        ),
-        (
-            "forward: the far edge is without a mask",
-            "carry = masked_steps(near, blocks, carry, exact=False, far=True)",
-            "carry = lax.fori_loop(near, blocks, functools.partial(step, exact=False), carry)",
         ),
     ),
     *_in(
