@@ -353,7 +353,7 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "forward_fp8",
+        "forward_fp8_consumer",
         "forward_fp8",
         (
             "FP8: the value scale of the first block",
