@@ -216,13 +216,29 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "backward",
+        "backward_consumer",
         "kernels kernel_dropout kernel_segments",
         (
             "backward: dS' of the consumer itself",
             "block.ds_stored.wait(2 * parity + (1 - self.number))\n        self.dq_acc",
             "block.ds_stored.wait(2 * parity + self.number)\n        self.dq_acc",
         ),
+        ("dropout: dV is not divided by the share", "dv *= 1.0 / problem.kept_share", "dv *= 1.0"),
+        (
+            "backward: dK without its scale",
+            "dk_factor = problem.scale * problem.d_logit_unit",
+            "dk_factor = problem.d_logit_unit",
+        ),
+        (
+            "backward: keys of the other consumer",
+            "row = fresh_rows() + KEYS * self.number",
+            "row = fresh_rows()",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward",
+        "kernels kernel_dropout kernel_segments",
         (
             "backward: dQ of the step after",
             "self.add_dq(index, number, t - 1)",
@@ -237,17 +253,6 @@ MISTAKES = [
             "backward: dQ of the group's first head",
             "head_of_all = kv_head_of_all * self.plan.problem.group + member",
             "head_of_all = kv_head_of_all * self.plan.problem.group",
-        ),
-        ("dropout: dV is not divided by the share", "dv *= 1.0 / problem.kept_share", "dv *= 1.0"),
-        (
-            "backward: dK without its scale",
-            "dk_factor = problem.scale * problem.d_logit_unit",
-            "dk_factor = problem.d_logit_unit",
-        ),
-        (
-            "backward: keys of the other consumer",
-            "row = fresh_rows() + KEYS * self.number",
-            "row = fresh_rows()",
         ),
     ),
     *_in(
