@@ -43,7 +43,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import segments, soft_cap
-from pallas_kernels.backward_query import hide
+from pallas_kernels.backward_query_masks import hide
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BIAS_GRADIENT, BiasGradientConfig, Problem
 from pallas_kernels.dropout import DropoutRefs, Words, d_logits

@@ -302,7 +302,7 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "backward_key",
+        "backward_key_consumer",
         "kernels kernel_dropout",
         (
             "width 256: dK of a step too late",
@@ -317,7 +317,7 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "backward_query",
+        "backward_query_masks",
         "kernels kernel_windows",
         (
             "deterministic dQ: the last key block",
@@ -329,6 +329,11 @@ MISTAKES = [
             "end_unmasked = xp.minimum(seen_by_first // block_kv, end)",
             "end_unmasked = xp.minimum(-(-seen_by_first // block_kv), end)",
         ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward_query_consumer",
+        "kernels kernel_windows",
         (
             "deterministic dQ: delta of no row",
             "minus_deltas = spread(self.minus_delta, weights.shape)",
