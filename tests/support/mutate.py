@@ -383,7 +383,7 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "decode",
+        "decode_block",
         "decode_kernel",
         (
             "decode: the last split has too few keys",
