@@ -352,13 +352,18 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "bias_gradient",
+        "bias_gradient_pieces",
         "kernel_elements",
         (
             "bias gradient: not summed over the batch",
             "gradient = gradient.reshape(self.shape[0], -1, *gradient.shape[1:]).sum(1)",
             "gradient = gradient.reshape(self.shape[0], -1, *gradient.shape[1:])[:, 0]",
         ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "bias_gradient",
+        "kernel_elements",
         ("bias gradient: dropout's unit", "total *= self.problem.d_logit_unit", "total *= 1.0"),
     ),
     *_in(
