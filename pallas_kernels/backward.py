@@ -70,6 +70,7 @@ from pallas_kernels.backward_consumer import consume
 from pallas_kernels.backward_plan import BLOCK_KV, CONSUMERS, K_SLOTS, KEYS, Plan, fragment_of
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BackwardConfig, Problem
+from pallas_kernels.key_tiles_kernel import gradient_kernel
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.compiler import fresh_zero, own_warpgroup
 from pallas_kernels.ptx.counters import add_when_stored, await_count
@@ -99,7 +100,8 @@ def build(
             for number, role in enumerate(roles):
                 pl.when(own_warpgroup() == number)(role)
 
-    return plan.tiles.gradient_kernel(
+    return gradient_kernel(
+        plan.tiles,
         attention_backward,
         key_rows,
         config.thread_blocks,

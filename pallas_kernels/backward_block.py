@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backward_plan import K_SLOTS, KEYS, Plan
-from pallas_kernels.key_tiles import Walk
+from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.ptx.barriers import with_twins
 
 

@@ -15,12 +15,14 @@ from pallas_kernels.config import DQ_TILE
 from pallas_kernels.dropout import as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import biased
 from pallas_kernels.far_rows import shared_by_key, weights_by_key
-from pallas_kernels.key_tiles import load_per_query, load_words, masked, per_query
+from pallas_kernels.key_tiles_loops import loop_over_steps
+from pallas_kernels.key_tiles_masks import masked
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.ptx.barriers import fence_async_shared
 from pallas_kernels.ptx.compiler import code_fence, fresh_rows, fresh_zero
 from pallas_kernels.ptx.fragments import store_fragment
 from pallas_kernels.ptx.mlir import zero_tile
+from pallas_kernels.transposed import load_per_query, load_words, per_query
 
 
 def consume(block: ThreadBlock, number: int) -> None:
@@ -76,8 +78,8 @@ class _Consumer:
         blank = None
         if not plan.problem.has_elements:  # beside a mask, a bias and ids it would spill
             blank = functools.partial(self.blank_step, index=index)
-        j = walk.loop_over_steps(
-            step, index, j, first_key, blank_step=blank, far_in_masked=plan.far_in_masked
+        j = loop_over_steps(
+            walk, step, index, j, first_key, blank_step=blank, far_in_masked=plan.far_in_masked
         )
         block.v_free.arrive(0)
         parity = lax.rem(j + 1, jnp.int32(2))  # of the last step

@@ -55,6 +55,7 @@ from pallas_kernels.dropout import Words
 from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import Section
+from pallas_kernels.key_tiles_kernel import gradient_kernel
 from pallas_kernels.ptx.arithmetic import div_rem
 
 
@@ -138,7 +139,8 @@ def _build(
     if stored_heads:
         shape = stored_heads * plan.tiles.steps_per_head, config.block_kv, config.block_q
         more_results = (jax.ShapeDtypeStruct(shape, problem.dtype),)
-    return plan.tiles.gradient_kernel(
+    return gradient_kernel(
+        plan.tiles,
         attention_backward_key,
         key_rows,
         config.thread_blocks,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backward_key_plan import STAGES, Plan
-from pallas_kernels.key_tiles import Walk
+from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.ptx.barriers import with_twins
 from pallas_kernels.ptx.mail import mail_shape
 

@@ -13,7 +13,8 @@ from pallas_kernels.columns import Columns
 from pallas_kernels.dropout import as_operand, d_logits, negated_transposed
 from pallas_kernels.elements import biased
 from pallas_kernels.far_rows import shared_by_key, weights_by_key
-from pallas_kernels.key_tiles import load_per_query, load_words, masked, per_query
+from pallas_kernels.key_tiles_loops import loop_over_steps
+from pallas_kernels.key_tiles_masks import masked
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.ptx.barriers import commit_smem, fence_async_shared
 from pallas_kernels.ptx.compiler import fresh_zero
@@ -21,6 +22,7 @@ from pallas_kernels.ptx.mail import receive_tile, send_tile
 from pallas_kernels.ptx.mlir import zero_tile
 from pallas_kernels.ptx.operands import load_operand, store_operand
 from pallas_kernels.ptx.stores import store_by_quads
+from pallas_kernels.transposed import load_per_query, load_words, per_query
 
 LEFT, RIGHT = range(2)
 
@@ -114,7 +116,7 @@ class Weights(_Consumer):
         key_words, end = walk.key_words(index, 0), j + walk.steps(index)
         step = functools.partial(self.step, k_right=k_right, key_words=key_words, end=end)
         first_step = functools.partial(step, is_first=True)
-        return walk.loop_over_steps(step, index, j, first_step=first_step)
+        return loop_over_steps(walk, step, index, j, first_step=first_step)
 
     def step(self, j, mask, far, load_elements, *, k_right, key_words, end, is_first=False):
         """The queries of a step.

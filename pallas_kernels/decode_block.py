@@ -15,7 +15,6 @@ from pallas_kernels.config import LOG2E
 from pallas_kernels.decode_config import BLOCK_KV
 from pallas_kernels.decode_plan import Plan
 from pallas_kernels.decode_products import Float8Products, Products, spread
-from pallas_kernels.key_tiles import QUERIES
 from pallas_kernels.ptx.arithmetic import column_maxima, column_sums, div_rem
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.float8_parts import store_queries_float8
@@ -24,6 +23,7 @@ from pallas_kernels.ptx.operands import keep_operand_rows
 from pallas_kernels.ptx.queries import load_queries, store_grouped, store_queries
 from pallas_kernels.ptx.stores import store_columns
 from pallas_kernels.ptx.votes import vote_any
+from pallas_kernels.transposed import QUERIES
 
 
 class _Cache(NamedTuple):

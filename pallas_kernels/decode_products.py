@@ -8,10 +8,10 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.key_tiles import QUERIES, per_query
 from pallas_kernels.ptx.float8 import transpose_float8
 from pallas_kernels.ptx.float8_parts import join_parts, store_weights_float8
 from pallas_kernels.ptx.mlir import zero_tile
+from pallas_kernels.transposed import QUERIES, per_query
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,8 @@ from jax_flash.masks import Visibility
 from pallas_kernels import config, intervals
 from pallas_kernels.backward_query_masks import key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
-from pallas_kernels.key_tiles import KeyTiles, Walk
+from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_walk import Walk
 from tests import oracle
 from tests.support.cases import slow
 from tests.support.interpret import interpret_mode

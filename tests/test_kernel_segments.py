@@ -12,7 +12,8 @@ import jax_flash
 from pallas_kernels import config, intervals, scheduler, segments
 from pallas_kernels.backward_query_masks import key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
-from pallas_kernels.key_tiles import KeyTiles, Walk
+from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_walk import Walk
 from tests.support.cases import long, slow
 from tests.support.elements import random_bias, random_mask, shape_of
 from tests.support.interpret import interpret_mode

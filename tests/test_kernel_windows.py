@@ -12,7 +12,8 @@ import jax_flash
 from pallas_kernels import config
 from pallas_kernels.backward_query_masks import key_blocks
 from pallas_kernels.forward_tiles import Tiles
-from pallas_kernels.key_tiles import KeyTiles, Walk
+from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.ptx.barriers import BlockVote
 from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
