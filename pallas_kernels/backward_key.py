@@ -46,33 +46,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import soft_cap
+from pallas_kernels.backward_key_block import ThreadBlock
+from pallas_kernels.backward_key_consumer import LEFT, RIGHT, DLogits, Weights, consume
 from pallas_kernels.backward_key_plan import CONSUMERS, STAGES, Parts, Plan
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BackwardKeyConfig, Problem
-from pallas_kernels.dropout import Words, as_operand, d_logits, negated_transposed
+from pallas_kernels.dropout import Words
 from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
-from pallas_kernels.elements import biased
-from pallas_kernels.far_rows import shared_by_key, weights_by_key
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.key_tiles import (
-    Section,
-    Walk,
-    load_per_query,
-    load_words,
-    masked,
-    per_query,
-)
-from pallas_kernels.online_softmax import spread
+from pallas_kernels.key_tiles import Section
+from pallas_kernels.key_tiles_kernel import gradient_kernel
 from pallas_kernels.ptx.arithmetic import div_rem
-from pallas_kernels.ptx.barriers import commit_smem, fence_async_shared, with_twins
-from pallas_kernels.ptx.compiler import fresh_zero
-from pallas_kernels.ptx.mail import mail_shape, receive_tile, send_tile
-from pallas_kernels.ptx.mlir import zero_tile
-from pallas_kernels.ptx.operands import load_operand, store_operand
-from pallas_kernels.ptx.stores import store_by_quads
-
-_LEFT, _RIGHT = range(2)
 
 
 def key_value_gradients(
@@ -146,16 +130,17 @@ def _build(
 
     def attention_backward_key(*refs, **scratch):
         warpgroup = lax.axis_index("warpgroup")
-        block = _ThreadBlock(plan, refs, **scratch)
-        pl.when(warpgroup == 0)(lambda: _consume(block, _Weights, _LEFT))
-        pl.when(warpgroup == 1)(lambda: _consume(block, _DLogits, _RIGHT))
+        block = ThreadBlock(plan, refs, **scratch)
+        pl.when(warpgroup == 0)(lambda: consume(block, Weights, LEFT))
+        pl.when(warpgroup == 1)(lambda: consume(block, DLogits, RIGHT))
         pl.when(warpgroup == CONSUMERS)(lambda: _produce(block))
 
     more_results: tuple[jax.ShapeDtypeStruct, ...] = ()
     if stored_heads:
         shape = stored_heads * plan.tiles.steps_per_head, config.block_kv, config.block_q
         more_results = (jax.ShapeDtypeStruct(shape, problem.dtype),)
-    return plan.tiles.gradient_kernel(
+    return gradient_kernel(
+        plan.tiles,
         attention_backward_key,
         key_rows,
         config.thread_blocks,
@@ -164,337 +149,10 @@ def _build(
     )
 
 
-class _ThreadBlock:
-    """What producer and consumers share: operands, results, buffers, barriers, and the walk.
-
-    Attributes:
-      plan: of the kernel.
-      walk: over tiles of keys.
-      q, k, v, d_out, start, delta, far, dk, dv, ds: refs of operands and results, in global
-        memory; ds is a list of none or one.
-      k_smem, v_smem, o_smem: lists of the buffers of `Parts`.
-      late_smem, q_smem: buffers of the left and right columns of Q.
-      start_smem, delta_smem: of statistics of rows.
-      weights_mail, ds_mail: where a consumer finds what the other sent.
-      k_full, v_full, late_full, q_full, o_full: mbarriers a buffer, completed by TMA.
-      weights_sent, ds_sent, late_free, q_free, o_free, k_free, v_free: `Plan.barriers`.
-    """
-
-    def __init__(
-        self, plan: Plan, refs, *, k_smem, v_smem, late_smem, q_smem, o_smem, start_smem,
-        delta_smem, mail, k_full, v_full, late_full, q_full, o_full, twins=None,
-    ):  # fmt: skip
-        self.plan = plan
-        self.k_smem, self.v_smem, self.o_smem = k_smem, v_smem, o_smem
-        self.late_smem, self.q_smem = late_smem, q_smem
-        self.start_smem, self.delta_smem = start_smem, delta_smem
-        self.k_full, self.v_full, self.late_full = k_full, v_full, late_full
-        self.q_full, self.o_full = q_full, o_full
-        (
-            self.weights_sent, self.ds_sent, self.late_free, self.q_free, self.o_free, self.k_free,
-            self.v_free,
-        ) = with_twins(plan.barriers, twins)  # fmt: skip
-        self.walk, refs = Walk.of_refs(plan.tiles, lax.axis_index("block"), refs)
-        self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, *results = refs
-        self.dk, self.dv, *self.ds = results
-        self.weights_mail = mail
-        self.ds_mail = mail.at[pl.ds(0, mail_shape(plan.config.block_q, plan.problem.dtype)[0])]
-
-    def slot_of(self, j):
-        """Of step j, and as well of step j - STAGES."""
-        return lax.rem(j + STAGES, jnp.int32(STAGES))
-
-    def late_slot_of(self, j):
-        return lax.rem(j + (STAGES + 1), jnp.int32(STAGES + 1))
-
-
-# --- the consumers --------------------------------------------------------------------------------
-
-
-def _consume(block: _ThreadBlock, role: "type[_Weights | _DLogits]", part: int) -> None:
-    plan, config = block.plan, block.plan.config
-    plgpu.set_max_registers(config.registers[0], action="increase")
-    sizes = plan.keys[part].size, plan.values[part].size, config.block_q
-    accumulators = [plgpu.ACC((config.block_kv, columns), jnp.float32) for columns in sizes]
-    pl.run_scoped(lambda *refs: role(block, part, *refs).walk_over_tiles(), *accumulators)
-
-
-class _Consumer:
-    """What both do: dK and dV of some columns.
-
-    Attributes:
-      keys, values: its columns.
-      part: which part these are.
-      dk_acc, dv_acc, tile_acc: accumulators; the last one of the products that are its own.
-    """
-
-    def __init__(self, block: _ThreadBlock, part: int, dk_acc, dv_acc, tile_acc):
-        self.block, self.plan, self.part = block, block.plan, part
-        self.keys, self.values = block.plan.keys[part], block.plan.values[part]
-        self.dk_acc, self.dv_acc, self.tile_acc = dk_acc, dv_acc, tile_acc
-
-    def load_start(self, slot):
-        return load_per_query(self.block.start_smem.at[slot, 0], self.plan.config.block_kv)
-
-    def load_query_words(self, slot):
-        return load_words(self.block.start_smem.at[slot, self.plan.words_row])
-
-    def capped_weights(self, logits, slot, key_words):
-        """Weights of capped logits: operand of dV, and times the derivative of the cap."""
-        words = None
-        if self.plan.problem.has_dropout:
-            query_words = per_query(self.load_query_words(slot), self.plan.config.block_kv)
-            words = spread(key_words, logits.shape), query_words
-        return soft_cap.capped_weights(logits, self.load_start(slot), self.plan.problem, words)
-
-    def take_dk(self, *, wait_n):
-        """dK from its accumulator; `wait_n` other products stay in flight."""
-        return self._take(self.dk_acc, self.plan.dk_factor, wait_n)
-
-    def take_dv(self, *, wait_n):
-        return self._take(self.dv_acc, self.plan.dv_factor, wait_n)
-
-    def _take(self, accumulator, scale, wait_n):
-        gradient = plgpu.wgmma_accumulator_load(accumulator, wait_n=wait_n) * scale
-        return gradient.astype(self.plan.problem.dtype)
-
-    def leave_dk(self, staging, gradient) -> None:
-        """Leaves dK for the producer to send, and the accumulator empty."""
-        self._leave(self.keys, staging, gradient, self.dk_acc)
-
-    def leave_dv(self, staging, gradient) -> None:
-        self._leave(self.values, staging, gradient, self.dv_acc)
-
-    def _leave(self, columns: Columns, staging, gradient, accumulator) -> None:
-        for n, tile_columns in enumerate(columns.tile_slices):
-            store_operand(staging.at[n], gradient[:, tile_columns], columns.box_width)
-        fence_async_shared()  # also for K's right part, which was read before it is overwritten
-        accumulator[...] = zero_tile(self.plan.config.block_kv, columns.size)
-
-    def d_out(self, slot):
-        """Its columns of a slot of dO."""
-        return self.plan.values.at(self.block.o_smem, self.part, slot)
-
-
-class _Weights(_Consumer):
-    """Logits, the weights, which it sends, and the left columns of the gradients."""
-
-    def walk_over_tiles(self) -> None:
-        block, zero = self.block, jnp.int32(0)
-        block.q_free.arrive(block.slot_of(zero - 1))
-        j = lax.fori_loop(zero, block.walk.count(), self.whole_tile, zero)
-        dv = self.take_dv(wait_n=0)
-        self.issue_late_dk(j)
-        self.hand_over_dv(j, dv)
-        self.hand_over_dk(j, wait_n=0)
-
-    def whole_tile(self, index, j):
-        block, plan, walk = self.block, self.plan, self.block.walk
-        plgpu.barrier_wait(block.k_full)
-        k_right, right = plan.keys.resident(block.k_smem, _RIGHT), plan.keys.right
-        if not plan.problem.has_elements:
-            k_right = [
-                load_operand(k_right.at[n], right.tile_width, plan.problem.dtype, right.box_width)
-                for n in range(right.tiles)
-            ]
-        key_words, end = walk.key_words(index, 0), j + walk.steps(index)
-        step = functools.partial(self.step, k_right=k_right, key_words=key_words, end=end)
-        first_step = functools.partial(step, is_first=True)
-        return walk.loop_over_steps(step, index, j, first_step=first_step)
-
-    def step(self, j, mask, far, load_elements, *, k_right, key_words, end, is_first=False):
-        """The queries of a step.
-
-        Args:
-          mask: of the step, None without.
-          far: whether rows may be far from 0.
-          load_elements: of a step, gives mask and bias.
-          k_right: the right columns of K.
-          key_words: of dropout.
-          end: the step after the tile's last.
-          is_first: of its tile; then the gradients of the tile before leave.
-        """
-        block, plan = self.block, self.plan
-        slot = block.slot_of(j) + fresh_zero()  # made anew each step: registers are short
-        if is_first:
-            dv = self.take_dv(wait_n=0)
-        else:
-            block.o_free.arrive(block.slot_of(j - 1))
-        self.issue_logits(j, slot, k_right)
-        self.issue_late_dk(j)
-        if is_first:
-            self.hand_over_dv(j, dv)
-        loaded = load_elements(j)
-        logits = plgpu.wgmma_accumulator_load(self.tile_acc, wait_n=self.keys.tiles)
-        block.k_free.arrive(0, when=j + 1 == end)
-        equal_ids = lambda: mask.equal_ids(j) if mask is not None else None
-        if plan.problem.has_cap:
-            logits, _ = soft_cap.capped(logits, loaded, plan.problem, branches=False)
-            logits = masked(logits, mask, j, equal_ids(), loaded, soft_cap.UNSEEN)
-            send_tile(block.weights_mail, logits)
-            operand, _ = self.capped_weights(logits, slot, key_words)
-        else:
-            weights = self.weights_of(logits, loaded, slot, far=far)
-            weights = masked(weights, mask, j, equal_ids(), loaded)
-            if plan.problem.has_dropout:  # negative where they are dropped
-                words = self.load_query_words(slot)
-                weights = negated_transposed(weights, key_words, words, plan.problem)
-            send_tile(block.weights_mail, weights)
-        block.weights_sent.arrive(0)
-        plgpu.barrier_wait(block.o_full.at[slot])
-        d_out = self.d_out(slot)
-        if not plan.problem.has_cap:
-            operand = as_operand(weights, plan.problem)
-        self.values.expand(self.dv_acc, operand, d_out)
-        fence_async_shared()  # TMA will overwrite the row statistics that were read
-        block.q_free.arrive(slot)
-        if is_first:
-            self.hand_over_dk(j, wait_n=self.values.tiles)
-        else:
-            plgpu.wgmma_wait(self.values.tiles)
-            block.late_free.arrive(block.late_slot_of(j - 1))
-        plgpu.wgmma_wait(0)
-
-    def issue_logits(self, j, slot, k_right) -> None:
-        block, plan, config = self.block, self.plan, self.plan.config
-        plgpu.barrier_wait(block.q_full.at[slot])
-        # What a cap is for must come alone.
-        self.tile_acc[...] = (
-            zero_tile(config.block_kv, config.block_q)
-            if plan.problem.has_cap
-            else self.load_start(slot)
-        )
-        plan.keys.right.contract(self.tile_acc, k_right, block.q_smem.at[slot])
-        plgpu.barrier_wait(block.late_full.at[block.late_slot_of(j)])
-        k_left = plan.keys.resident(block.k_smem, _LEFT)
-        plan.keys.left.contract(self.tile_acc, k_left, block.late_smem.at[block.late_slot_of(j)])
-
-    def weights_of(self, logits, loaded, slot, *, far):
-        block, problem = self.block, self.plan.problem
-        if far and problem.has_marks:
-            start = block.start_smem.at[slot, 0]
-            weights = weights_by_key(logits, loaded, problem, start, block.far)
-        else:
-            logits, to_log2 = biased(logits, problem, loaded)
-            weights = jnp.exp2(logits * to_log2)
-        if far and problem.has_shares:
-            weights = shared_by_key(weights, block.start_smem.at[slot], problem)
-        return weights
-
-    def issue_late_dk(self, j) -> None:
-        """dK of the step before j."""
-        block, plan = self.block, self.plan
-        block.ds_sent.wait(0)
-        ds = receive_tile(block.ds_mail, plan.config.block_q, plan.problem.dtype)
-        self.keys.expand(self.dk_acc, ds, block.late_smem.at[block.late_slot_of(j - 1)])
-
-    def hand_over_dv(self, j, dv) -> None:
-        """Once the other's dS' has come: by then it has read that slot of dO."""
-        slot_of = self.block.slot_of
-        self.leave_dv(self.d_out(slot_of(j - 1)), dv)
-        self.block.o_free.arrive(slot_of(j - 1))
-
-    def hand_over_dk(self, j, *, wait_n) -> None:
-        block = self.block
-        dk = self.take_dk(wait_n=wait_n)
-        commit_smem(anew=self.plan.crowded)  # all warps have read Q
-        self.leave_dk(block.late_smem.at[block.late_slot_of(j - 1)], dk)
-        block.late_free.arrive(block.late_slot_of(j - 1))
-
-
-class _DLogits(_Consumer):
-    """Gradients of logits, which it sends, and the right columns of the gradients."""
-
-    def walk_over_tiles(self) -> None:
-        block, zero = self.block, jnp.int32(0)
-        block.ds_sent.arrive(0)
-        j = lax.fori_loop(zero, block.walk.count(), self.whole_tile, zero)
-        self.hand_over(j, *self.take_gradients())
-
-    def whole_tile(self, index, j):
-        block, plan, walk = self.block, self.plan, self.block.walk
-        end = j + walk.steps(index)
-        plgpu.barrier_wait(block.v_full)
-        key_words = walk.key_words(index, 0) if plan.problem.has_cap else None
-        to_stored = self.first_stored(index) - j if plan.stored_heads else None
-        step = functools.partial(self.step, key_words=key_words, end=end, to_stored=to_stored)
-        step(j, is_first=True)
-        pl.loop(j + 1, end)(step)
-        return end
-
-    def first_stored(self, index):
-        """Where dS' of a tile's first step goes."""
-        walk = self.block.walk
-        place = _, kv_head_of_all = walk.locate(index)
-        own_head = lax.rem(kv_head_of_all, jnp.int32(self.plan.stored_heads))
-        return own_head * self.plan.tiles.steps_per_head + walk.first_step(place)
-
-    def step(self, j, *, key_words, end, to_stored, is_first=False) -> None:
-        """The queries of a step; see `_Weights.step`.
-
-        Args:
-          to_stored: from a step's number to where its dS' goes.
-        """
-        block, plan, config = self.block, self.plan, self.plan.config
-        slot = block.slot_of(j) + fresh_zero()
-        if is_first:
-            gradients = self.take_gradients()
-        else:
-            self.free(j - 1)
-        self.issue_d_weights(slot)
-        if is_first:
-            self.hand_over(j, *gradients)
-        block.weights_sent.wait(0)
-        weights = receive_tile(block.weights_mail, config.block_q, jnp.float32)
-        d_out = self.d_out(slot)
-        if plan.problem.has_cap:
-            plgpu.barrier_wait(block.q_full.at[slot])  # for the start of its logits
-            operand, weights = self.capped_weights(weights, slot, key_words)
-        else:
-            operand = as_operand(weights, plan.problem)
-        self.values.expand(self.dv_acc, operand, d_out)
-        d_weights = plgpu.wgmma_accumulator_load(self.tile_acc, wait_n=self.values.tiles)
-        block.v_free.arrive(0, when=j + 1 == end)
-        minus_delta = load_per_query(block.delta_smem.at[slot], config.block_kv)
-        ds = d_logits(weights, d_weights, minus_delta, plan.problem).astype(plan.problem.dtype)
-        send_tile(block.ds_mail, ds)
-        block.ds_sent.arrive(0)
-        for ds_ref in block.ds:
-            store_by_quads(ds_ref.at[j + to_stored], ds)
-        if not plan.problem.has_cap:
-            plgpu.barrier_wait(block.q_full.at[slot])
-        self.keys.expand(self.dk_acc, ds, block.q_smem.at[slot])
-        fence_async_shared()  # as above
-        plgpu.wgmma_wait(0)
-
-    def issue_d_weights(self, slot) -> None:
-        block, values, config = self.block, self.plan.values, self.plan.config
-        plgpu.barrier_wait(block.o_full.at[slot])
-        self.tile_acc[...] = zero_tile(config.block_kv, config.block_q)
-        for part, columns in enumerate(values):
-            v_part = values.resident(block.v_smem, part)
-            columns.contract(self.tile_acc, v_part, values.at(block.o_smem, part, slot))
-
-    def take_gradients(self):
-        return self.take_dk(wait_n=0), self.take_dv(wait_n=None)
-
-    def hand_over(self, j, dk, dv) -> None:
-        """The gradients of the tile that ended with the step before j."""
-        block = self.block
-        commit_smem(anew=self.plan.crowded)  # all warps have read Q and dO
-        self.leave_dk(block.q_smem.at[block.slot_of(j - 1)], dk)
-        self.leave_dv(self.d_out(block.slot_of(j - 1)), dv)
-        self.free(j - 1)
-
-    def free(self, j) -> None:
-        self.block.o_free.arrive(self.block.slot_of(j))
-        self.block.q_free.arrive(self.block.slot_of(j))
-
-
 # --- the producer ---------------------------------------------------------------------------------
 
 
-def _produce(block: _ThreadBlock) -> None:
+def _produce(block: ThreadBlock) -> None:
     plgpu.set_max_registers(block.plan.config.registers[1], action="decrease")
     _Producer(block).walk_over_tiles()
 
@@ -502,7 +160,7 @@ def _produce(block: _ThreadBlock) -> None:
 class _Producer:
     """Loads what each step needs, and sends what consumers leave in the slots."""
 
-    def __init__(self, block: _ThreadBlock):
+    def __init__(self, block: ThreadBlock):
         self.block, self.plan = block, block.plan
 
     def walk_over_tiles(self) -> None:

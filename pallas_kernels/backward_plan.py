@@ -206,7 +206,7 @@ class Plan:
 
     @property
     def far_in_masked(self) -> bool:
-        """As for `Walk.loop_over_steps`.
+        """As for `loop_over_steps`.
 
         Beside dropout one loop more would spill; in H64-causal-ragged-dropout one less would.
         """

@@ -43,9 +43,10 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import segments, soft_cap
-from pallas_kernels.backward_query import hide
+from pallas_kernels.backward_query_masks import hide
+from pallas_kernels.bias_gradient_pieces import BLOCK_Q, CONSUMERS, ROWS, WARPS, Pieces
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import BACKWARD_CONSUMERS, BIAS_GRADIENT, BiasGradientConfig, Problem
+from pallas_kernels.config import BIAS_GRADIENT, Problem
 from pallas_kernels.dropout import DropoutRefs, Words, d_logits
 from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.element_arrays import Elements
@@ -61,10 +62,6 @@ from pallas_kernels.ptx.masks import equal_columns, keep_bits
 from pallas_kernels.ptx.mlir import zero_tile
 from pallas_kernels.ptx.stores import store_column_sums, store_rows, store_tile
 
-_CONSUMERS = BACKWARD_CONSUMERS
-_ROWS = 64  # query rows of a consumer: the M of a wgmma
-BLOCK_Q = _CONSUMERS * _ROWS
-_WARPS = 4  # of a consumer
 _REGISTERS = (232, 40)  # of a thread of a consumer, and of the producer
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 _Place = tuple[Any, Any, Any, Any]  # batch entry, head, first row and first key
@@ -112,7 +109,7 @@ def bias_gradient(
     bias = elements.bias
     if bias is None:
         raise ValueError("elements: got none with a bias, needs one")
-    pieces = _Pieces(problem, BIAS_GRADIENT[problem.widest], bias.shape, bias.dtype)
+    pieces = Pieces(problem, BIAS_GRADIENT[problem.widest], bias.shape, bias.dtype)
     words = dropout_operands(dropout_words, keys=pieces.config.block_kv)
     operands = (*words, *elements.operands(), query, key, value, d_out, start, minus_delta, far)
     if ids is not None:
@@ -125,120 +122,16 @@ def bias_gradient(
     return pieces.summed(gradient).astype(bias.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pieces:
-    """What the thread blocks own, of a bias of that shape and dtype."""
-
-    problem: Problem
-    config: BiasGradientConfig
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def kind(self) -> str:
-        if self.shape[2] == 1:
-            return "columns"
-        return "rows" if self.shape[3] == 1 else "whole"
-
-    @property
-    def row_blocks(self) -> int:
-        return -(-self.problem.query_length // BLOCK_Q)
-
-    @property
-    def key_blocks(self) -> int:
-        return -(-self.problem.key_length // self.config.block_kv)
-
-    @property
-    def entries(self) -> int:
-        """How many of batch and head have pieces of their own."""
-        if self.kind == "whole":
-            return self.shape[0] * self.shape[1]
-        return self.problem.batch * self.problem.heads
-
-    @property
-    def per_entry(self) -> int:
-        rows, keys = self.row_blocks, self.key_blocks
-        return {"whole": rows * keys, "columns": keys, "rows": rows}[self.kind]
-
-    @property
-    def count(self) -> int:
-        return self.entries * self.per_entry
-
-    def steps(self) -> np.ndarray:
-        """`[per_entry, 3]` int32: number of each piece of an entry, its first step, and its steps.
-
-        Those with most come first, those with none last.
-        """
-        p, block_kv = self.problem, self.config.block_kv
-        first_row = np.arange(self.row_blocks)[:, None] * BLOCK_Q
-        first_key = np.arange(self.key_blocks)[None] * block_kv
-        last_row = np.minimum(first_row + BLOCK_Q, p.query_length) - 1
-        last_key = np.minimum(first_key + block_kv, p.key_length) - 1
-        seen = np.ones((self.row_blocks, self.key_blocks), bool)
-        if p.highest is not None:
-            seen &= first_key <= last_row + p.highest
-        if p.lowest is not None:
-            seen &= last_key >= first_row + p.lowest
-        if self.kind == "whole":
-            sharing = p.batch * p.heads // self.entries
-            count = np.where(seen, sharing, 0).ravel()
-            first = np.zeros_like(count)
-        else:
-            seen = seen.T if self.kind == "columns" else seen
-            first, count = seen.argmax(1), seen.sum(1)  # what is seen is an interval
-        number = np.argsort(-count, kind="stable")
-        return np.stack([number, first[number], count[number]], axis=1).astype(np.int32)
-
-    def place(self, entry, number, step):
-        """Batch entry, head, row block and key block of a step of a piece of an entry."""
-        p = self.problem
-        if self.kind != "whole":
-            batch, head = div_rem(entry, p.heads)
-            return (batch, head, *((step, number) if self.kind == "columns" else (number, step)))
-        row_block, key_block = div_rem(number, self.key_blocks)
-        own_batch, head = div_rem(entry, self.shape[1])
-        sharing = p.batch // self.shape[0]
-        if self.shape[1] == 1:
-            batch, head = div_rem(step, p.heads)
-        else:
-            batch = step
-        return own_batch * sharing + batch, head, row_block, key_block
-
-    def gradient(self) -> jax.ShapeDtypeStruct:
-        """What the kernel makes, in whole tiles."""
-        p = self.problem
-        rows, keys = self.row_blocks * BLOCK_Q, self.key_blocks * self.config.block_kv
-        shape = {
-            "whole": (*self.shape[:2], rows, keys),
-            "columns": (p.batch, p.heads, _CONSUMERS * _WARPS, keys),
-            "rows": (p.batch, p.heads, rows),
-        }[self.kind]
-        return jax.ShapeDtypeStruct(shape, self.dtype if self.kind == "whole" else jnp.float32)
-
-    def summed(self, gradient: jax.Array) -> jax.Array:
-        """The gradient in the shape of the bias, from what the kernel makes."""
-        p = self.problem
-        if self.kind == "whole":
-            return gradient[:, :, : p.query_length, : p.key_length]
-        if self.kind == "columns":
-            gradient = gradient[..., : p.key_length].sum(2)[:, :, None]
-        else:
-            gradient = gradient[..., : p.query_length][..., None]
-        gradient = gradient.reshape(self.shape[0], -1, *gradient.shape[1:]).sum(1)
-        axes = tuple(axis for axis, size in enumerate(self.shape) if size == 1)
-        return gradient.sum(axes, keepdims=True)
-
-
 @functools.lru_cache
-def _build(pieces: _Pieces, interpret: bool):
+def _build(pieces: Pieces, interpret: bool):
     problem, config = pieces.problem, pieces.config
     stages, block_kv, dtype = config.stages, config.block_kv, problem.dtype
     keys, values = Columns.whole(problem.width), Columns.whole(problem.value_width)
-    free = NamedBarriers(first=_CONSUMERS + 2, count=stages, arrivers=_CONSUMERS)
-    copies = (_CONSUMERS + 1) * (keys.tiles + values.tiles)
+    free = NamedBarriers(first=CONSUMERS + 2, count=stages, arrivers=CONSUMERS)
+    copies = (CONSUMERS + 1) * (keys.tiles + values.tiles)
     scratch: dict[str, Any] = dict(
-        q_smem=keys.smem(stages, _CONSUMERS, _ROWS, dtype=dtype),
-        o_smem=values.smem(stages, _CONSUMERS, _ROWS, dtype=dtype),
+        q_smem=keys.smem(stages, CONSUMERS, ROWS, dtype=dtype),
+        o_smem=values.smem(stages, CONSUMERS, ROWS, dtype=dtype),
         k_smem=keys.smem(stages, block_kv, dtype=dtype),
         v_smem=values.smem(stages, block_kv, dtype=dtype),
         full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
@@ -251,15 +144,15 @@ def _build(pieces: _Pieces, interpret: bool):
 
     def attention_bias_gradient(*refs, **scratch):
         block = _ThreadBlock(pieces, with_steps, thread_blocks, free, refs, **scratch)
-        pl.when(block.warpgroup < _CONSUMERS)(lambda: _consume(block))
-        pl.when(block.warpgroup == _CONSUMERS)(lambda: _produce(block))
+        pl.when(block.warpgroup < CONSUMERS)(lambda: _consume(block))
+        pl.when(block.warpgroup == CONSUMERS)(lambda: _produce(block))
 
     kernel = plgpu.kernel(
         attention_bias_gradient,
         out_type=pieces.gradient(),
         grid=(thread_blocks,),
         grid_names=("block",),
-        num_threads=_CONSUMERS + 1,
+        num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=HAND_ORDERED,
@@ -283,7 +176,7 @@ class _ThreadBlock:
     """
 
     def __init__(
-        self, pieces: _Pieces, with_steps: int, thread_blocks: int, free: NamedBarriers, refs,
+        self, pieces: Pieces, with_steps: int, thread_blocks: int, free: NamedBarriers, refs,
         *, q_smem, o_smem, k_smem, v_smem, full, twin=None,
     ):  # fmt: skip
         self.pieces, self.problem = pieces, pieces.problem
@@ -336,7 +229,7 @@ class _ThreadBlock:
 
 def _consume(block: _ThreadBlock) -> None:
     plgpu.set_max_registers(_REGISTERS[0], action="increase")
-    accumulator = plgpu.ACC((_ROWS, block.pieces.config.block_kv), jnp.float32)
+    accumulator = plgpu.ACC((ROWS, block.pieces.config.block_kv), jnp.float32)
     run = lambda s_acc, dp_acc: block.over_pieces(_Consumer(block, s_acc, dp_acc).whole_piece)
     pl.run_scoped(run, accumulator, accumulator)
 
@@ -350,11 +243,11 @@ class _Consumer:
         self.s_acc, self.dp_acc = s_acc, dp_acc
 
     def whole_piece(self, entry, place, count, j) -> None:
-        block, pieces, shape = self.block, self.block.pieces, (_ROWS, self.block_kv)
+        block, pieces, shape = self.block, self.block.pieces, (ROWS, self.block_kv)
 
         def own_place(step) -> _Place:
             batch, head, row_block, key_block = place(step)
-            first_row = row_block * BLOCK_Q + block.warpgroup * _ROWS
+            first_row = row_block * BLOCK_Q + block.warpgroup * ROWS
             return batch, head, first_row, key_block * self.block_kv
 
         def sum_of_steps():
@@ -374,15 +267,15 @@ class _Consumer:
         """dS of a step, number j of all."""
         block, problem = self.block, self.problem
         batch, head, first_row, first_key = place
-        rows, slot = pl.ds(first_row, _ROWS), block.slot_of(j) + fresh_zero()
+        rows, slot = pl.ds(first_row, ROWS), block.slot_of(j) + fresh_zero()
         start, minus_delta = (
             plgpu.load(ref, layout=_PER_ROW, optimized=False)
             for ref in (block.start.at[batch, head, 0, rows], block.delta.at[batch, head, rows])
         )
         plgpu.barrier_wait(block.full.at[slot])
         # Both before the first product, or ptxas injects a wait.
-        self.s_acc[...] = zero_tile(_ROWS, self.block_kv)
-        self.dp_acc[...] = zero_tile(_ROWS, self.block_kv)
+        self.s_acc[...] = zero_tile(ROWS, self.block_kv)
+        self.dp_acc[...] = zero_tile(ROWS, self.block_kv)
         own = slot, block.warpgroup
         keys, values = block.key_columns, block.value_columns
         keys.contract(self.s_acc, block.q_smem.at[*own], block.k_smem.at[slot])
@@ -430,13 +323,13 @@ class _Consumer:
     def store(self, entry, place, total) -> None:
         block, pieces, gradient = self.block, self.block.pieces, self.block.gradient
         batch, head, first_row, first_key = place
-        own_rows, own_keys = pl.ds(first_row, _ROWS), pl.ds(first_key, self.block_kv)
+        own_rows, own_keys = pl.ds(first_row, ROWS), pl.ds(first_key, self.block_kv)
         if pieces.kind == "whole":
             own = div_rem(entry, pieces.shape[1])
             target = gradient.at[*own, own_rows, own_keys]
             store_tile(target, total.astype(target.dtype))
         elif pieces.kind == "columns":
-            warps = pl.ds(block.warpgroup * _WARPS, _WARPS)
+            warps = pl.ds(block.warpgroup * WARPS, WARPS)
             store_column_sums(gradient.at[batch, head, warps, own_keys], total)
         else:
             store_rows(gradient.at[batch, head, own_rows], total.sum(axis=1))
@@ -458,8 +351,8 @@ def _produce(block: _ThreadBlock) -> None:
             slot = block.slot_of(j + step)
             full = block.full.at[slot]
             pl.when(j + step >= config.stages)(lambda: block.free.wait(slot))
-            for consumer in range(_CONSUMERS):
-                rows = pl.ds(row_block * BLOCK_Q + consumer * _ROWS, _ROWS)
+            for consumer in range(CONSUMERS):
+                rows = pl.ds(row_block * BLOCK_Q + consumer * ROWS, ROWS)
                 of_rows, own = (batch, rows, head), (slot, consumer)
                 block.key_columns.load(block.q.at[*of_rows], block.q_smem.at[*own], full)
                 block.value_columns.load(block.d_out.at[*of_rows], block.o_smem.at[*own], full)

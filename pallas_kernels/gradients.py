@@ -37,7 +37,8 @@ from pallas_kernels.config import (
 from pallas_kernels.dropout import Words
 from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.key_tiles import Section, with_words
+from pallas_kernels.key_tiles import Section
+from pallas_kernels.key_tiles_kernel import with_words
 
 
 def attention_gradients(

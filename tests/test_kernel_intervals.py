@@ -12,9 +12,10 @@ import pytest
 import jax_flash
 from jax_flash.masks import Visibility
 from pallas_kernels import config, intervals
-from pallas_kernels.backward_query import _key_blocks_of
+from pallas_kernels.backward_query_masks import key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
-from pallas_kernels.key_tiles import KeyTiles, Walk
+from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_walk import Walk
 from tests import oracle
 from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
@@ -165,7 +166,7 @@ def test_query_blocks_of_key_tiles(T, S, seen, block_kv, block_q):
 @pytest.mark.parametrize("rows", [64, 128])
 def test_key_blocks_of_query_rows(T, S, seen, rows):
     """Blocks left out are invisible to all, those without a mask visible to all that see any."""
-    blocks = _key_blocks_of(jnp.asarray(seen), 64, rows)
+    blocks = key_blocks_of(jnp.asarray(seen), 64, rows)
     every = visible(seen, S)
     for (b, tile), end in np.ndenumerate(np.asarray(blocks.end)):
         first, _, first_unmasked, end_unmasked = (int(x[b, tile]) for x in blocks)

@@ -10,9 +10,10 @@ import pytest
 
 import jax_flash
 from pallas_kernels import config, intervals, scheduler, segments
-from pallas_kernels.backward_query import _key_blocks_of
+from pallas_kernels.backward_query_masks import key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
-from pallas_kernels.key_tiles import KeyTiles, Walk
+from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_walk import Walk
 from tests.support.cases import long, slow
 from tests.support.elements import random_bias, random_mask, shape_of
 from tests.support.interpret import interpret_mode
@@ -289,7 +290,7 @@ def test_query_blocks_of_key_tiles(ids, bounds, dynamic, width):
 @pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
 def test_key_blocks_of_query_rows(ids, bounds):
     """Blocks left out are invisible to all, those without a mask visible to all that see any."""
-    blocks = _key_blocks_of(kept(ids, bounds), 64, 64, tuple(map(jnp.asarray, ids)))
+    blocks = key_blocks_of(kept(ids, bounds), 64, 64, tuple(map(jnp.asarray, ids)))
     every = visible(ids, bounds)
     for (b, tile), end in np.ndenumerate(np.asarray(blocks.end)):
         first, _, first_unmasked, end_unmasked = (int(x[b, tile]) for x in blocks)

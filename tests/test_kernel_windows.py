@@ -10,9 +10,10 @@ import pytest
 
 import jax_flash
 from pallas_kernels import config
-from pallas_kernels.backward_query import _key_blocks
+from pallas_kernels.backward_query_masks import key_blocks
 from pallas_kernels.forward_tiles import Tiles
-from pallas_kernels.key_tiles import KeyTiles, Walk
+from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.ptx.barriers import BlockVote
 from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
@@ -258,7 +259,7 @@ def test_key_blocks_of_query_rows(rows, T, S, lowest, highest):
     """Blocks left out are invisible to all rows, those without a mask visible to all."""
     first_rows = np.arange(0, -(-T // 128) * 128, rows)
     described = problem(T, S, lowest=lowest, highest=highest)
-    blocks = _key_blocks(described, 64, first_rows, rows, np)
+    blocks = key_blocks(described, 64, first_rows, rows, np)
     seen = visible(T, S, lowest, highest)
     for first_row, *row in zip(first_rows, *np.broadcast_arrays(*blocks), strict=True):
         first, end, first_unmasked, end_unmasked = row

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pallas_kernels.key_tiles import Walk
+from pallas_kernels.key_tiles_walk import Walk
 
 
 def check_query_blocks(walk: Walk, index, tile: int, keys: np.ndarray, *, exact: bool) -> None:

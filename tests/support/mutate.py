@@ -60,7 +60,7 @@ def _in(folder: str, file: str, tests: str, *changes: tuple[str, str, str]) -> l
 MISTAKES = [
     *_in(
         "pallas_kernels",
-        "forward",
+        "forward_products",
         "kernel_intervals",
         (
             "forward: rows of V that no query sees, one too many",
@@ -70,7 +70,7 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "forward",
+        "forward_consumer",
         "kernels kernel_windows kernel_elements tickets",
         (
             "forward: a slot of V a step too late",
@@ -83,6 +83,16 @@ MISTAKES = [
             "output *= 1.0",
         ),
         (
+            "forward: the far edge is without a mask",
+            "carry = masked_steps(near, blocks, carry, exact=False, far=True)",
+            "carry = lax.fori_loop(near, blocks, functools.partial(step, exact=False), carry)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward",
+        "kernels kernel_windows kernel_elements tickets",
+        (
             "forward: the producer does not wait for a free slot",
             "pl.when(step >= plan.config.stages)(lambda: free.wait(slot()))",
             "pl.when(step >= plan.config.stages + 1)(lambda: free.wait(slot()))",
@@ -91,11 +101,6 @@ MISTAKES = [
             "forward: another head of keys",
             "lax.div(head, jnp.int32(plan.problem.group))",
             "lax.rem(head, jnp.int32(plan.problem.kv_heads))",
-        ),
-        (
-            "forward: the far edge is without a mask",
-            "carry = masked_steps(near, blocks, carry, exact=False, far=True)",
-            "carry = lax.fori_loop(near, blocks, functools.partial(step, exact=False), carry)",
         ),
     ),
     *_in(
@@ -211,13 +216,34 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "backward",
+        "backward_consumer",
         "kernels kernel_dropout kernel_segments",
         (
             "backward: dS' of the consumer itself",
             "block.ds_stored.wait(2 * parity + (1 - self.number))\n        self.dq_acc",
             "block.ds_stored.wait(2 * parity + self.number)\n        self.dq_acc",
         ),
+        ("dropout: dV is not divided by the share", "dv *= 1.0 / problem.kept_share", "dv *= 1.0"),
+        (
+            "backward: dK without its scale",
+            "dk_factor = problem.scale * problem.d_logit_unit",
+            "dk_factor = problem.d_logit_unit",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward_consumer",
+        "kernel_intervals",
+        (
+            "backward: keys of the other consumer",
+            "row = fresh_rows() + KEYS * self.number",
+            "row = fresh_rows()",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward",
+        "kernels kernel_dropout kernel_segments",
         (
             "backward: dQ of the step after",
             "self.add_dq(index, number, t - 1)",
@@ -232,17 +258,6 @@ MISTAKES = [
             "backward: dQ of the group's first head",
             "head_of_all = kv_head_of_all * self.plan.problem.group + member",
             "head_of_all = kv_head_of_all * self.plan.problem.group",
-        ),
-        ("dropout: dV is not divided by the share", "dv *= 1.0 / problem.kept_share", "dv *= 1.0"),
-        (
-            "backward: dK without its scale",
-            "dk_factor = problem.scale * problem.d_logit_unit",
-            "dk_factor = problem.d_logit_unit",
-        ),
-        (
-            "backward: keys of the other consumer",
-            "row = fresh_rows() + KEYS * self.number",
-            "row = fresh_rows()",
         ),
     ),
     *_in(
@@ -292,7 +307,7 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "backward_key",
+        "backward_key_consumer",
         "kernels kernel_dropout",
         (
             "width 256: dK of a step too late",
@@ -307,7 +322,7 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "backward_query",
+        "backward_query_masks",
         "kernels kernel_windows",
         (
             "deterministic dQ: the last key block",
@@ -319,6 +334,11 @@ MISTAKES = [
             "end_unmasked = xp.minimum(seen_by_first // block_kv, end)",
             "end_unmasked = xp.minimum(-(-seen_by_first // block_kv), end)",
         ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward_query_consumer",
+        "kernels kernel_windows",
         (
             "deterministic dQ: delta of no row",
             "minus_deltas = spread(self.minus_delta, weights.shape)",
@@ -337,7 +357,7 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "bias_gradient",
+        "bias_gradient_pieces",
         "kernel_elements",
         (
             "bias gradient: not summed over the batch",
@@ -353,7 +373,7 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "forward_fp8",
+        "forward_fp8_consumer",
         "forward_fp8",
         (
             "FP8: the value scale of the first block",
@@ -373,7 +393,7 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "decode",
+        "decode_block",
         "decode_kernel",
         (
             "decode: the last split has too few keys",

@@ -1,0 +1,96 @@
+"""What the producer and the consumers of a thread block of the backward share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.backward_plan import K_SLOTS, KEYS, Plan
+from pallas_kernels.key_tiles_walk import Walk
+from pallas_kernels.ptx.barriers import with_twins
+
+
+class ThreadBlock:
+    """What producer and consumers share: operands, results, buffers, barriers, and the walk.
+
+    Attributes:
+      plan: of the kernel.
+      walk: over tiles of keys; `drawn`, its tickets, None where it goes over a list.
+      q, k, v, d_out, start, delta, far, dq, dk, dv: refs of operands and results, in global
+        memory; dq is None without.
+      k_smem, v_smem, q_smem, o_smem, start_smem, delta_smem: buffers that TMA fills.
+      ds_smem, dv_smem, dq_smem: what is staged.
+      k_full, v_full, q_full, o_full: mbarriers a buffer, completed by TMA.
+      ds_stored, free, v_free, dq_staged, gradients_staged, sent, unseen_rows: `Plan.barriers`.
+      dq_first: whether dQ of the step before is done first.
+    """
+
+    def __init__(
+        self, plan: Plan, refs, *, k_smem, v_smem, q_smem, o_smem, ds_smem, start_smem,
+        k_full, v_full, q_full, o_full, first_full=None, delta_smem=None, dv_smem=None,
+        dq_smem=None, twins=None,
+    ):  # fmt: skip
+        self.plan, self.tiles = plan, plan.tiles
+        self.k_smem, self.v_smem, self.q_smem, self.o_smem = k_smem, v_smem, q_smem, o_smem
+        self.ds_smem, self.dv_smem, self.dq_smem = ds_smem, dv_smem, dq_smem
+        self.start_smem, self.delta_smem = start_smem, delta_smem
+        self.k_full, self.v_full, self.q_full, self.o_full = k_full, v_full, q_full, o_full
+        number = lax.axis_index("block")
+        entries = delta_smem.at[plan.config.stages] if plan.draws else None
+        self.walk, refs = Walk.of_refs(
+            self.tiles, number, refs, plan.thread_blocks, entries, first_full
+        )
+        self.drawn = self.walk.drawn
+        self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, *results = refs
+        *dq, self.dk, self.dv = results
+        self.dq: Any = dq[0] if dq else None
+        (
+            self.ds_stored, self.free, self.v_free, self.dq_staged, self.gradients_staged,
+            self.sent, self.unseen_rows,
+        ) = with_twins(plan.barriers, twins)  # fmt: skip
+        self.dq_first = plan.dq_first(self.walk.has_elements_of_queries)
+
+    def dq_place(self, consumer: int) -> tuple[int, slice]:
+        """Which 64 rows of a step's dQ a consumer has, and which columns."""
+        row, column = divmod(consumer, len(self.plan.dq.tiles))
+        return row, self.plan.dq.tiles[column]
+
+    def value_staging(self, n, consumer: int):
+        """Where part n of a consumer's dV is staged, as `Columns` take it."""
+        own = pl.ds(consumer * KEYS, KEYS)
+        return (self.ds_smem if self.dv_smem is None else self.dv_smem).at[n, :, own]
+
+    def k_slot(self, index):
+        return index & (K_SLOTS - 1)
+
+    # --- the walk ---
+
+    def first_index(self):
+        """Lists are walked from their end, since comparing with 0 takes no register."""
+        return jnp.int32(0) if self.drawn else self.walk.count() - 1
+
+    def after(self, index):
+        return index + 1 if self.drawn else index - 1
+
+    def is_tile(self, index):
+        return self.drawn.number(index) < self.tiles.count if self.drawn else index >= 0
+
+    def over_tiles(self, whole_tile: Callable, carry: Any) -> None:
+        """Runs `whole_tile(index, carry)` for each tile."""
+        zero = jnp.int32(0)
+
+        def one_tile(state):
+            index, carry, _ = state
+            carry = whole_tile(index, carry)
+            return index + 1, carry, self.is_tile(index + 1)
+
+        if self.drawn:  # entries are not to be read in the loop's condition, as they are written
+            lax.while_loop(lambda state: state[2], one_tile, (zero, carry, self.is_tile(zero)))
+            return
+        lax.while_loop(
+            lambda state: state[0] >= 0,
+            lambda state: (state[0] - 1, whole_tile(*state)),
+            (self.first_index(), carry),
+        )

@@ -1,0 +1,373 @@
+"""Consumers of the backward: the steps of a tile, and the gradients that they hand over."""
+
+import functools
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import soft_cap
+from pallas_kernels.backward_block import ThreadBlock
+from pallas_kernels.backward_plan import BLOCK_KV, KEYS, fragment_of, size_of
+from pallas_kernels.columns import Columns, put_tile
+from pallas_kernels.config import DQ_TILE
+from pallas_kernels.dropout import as_operand, d_logits, negated_transposed
+from pallas_kernels.elements import biased
+from pallas_kernels.far_rows import shared_by_key, weights_by_key
+from pallas_kernels.key_tiles_loops import loop_over_steps
+from pallas_kernels.key_tiles_masks import masked
+from pallas_kernels.online_softmax import spread
+from pallas_kernels.ptx.barriers import fence_async_shared
+from pallas_kernels.ptx.compiler import code_fence, fresh_rows, fresh_zero
+from pallas_kernels.ptx.fragments import store_fragment
+from pallas_kernels.ptx.mlir import zero_tile
+from pallas_kernels.transposed import load_per_query, load_words, per_query
+
+
+def consume(block: ThreadBlock, number: int) -> None:
+    plan, block_q = block.plan, block.plan.config.block_q
+    plgpu.set_max_registers(plan.registers[0], action="increase")
+    accumulator = lambda rows, columns: plgpu.ACC((rows, columns), jnp.float32)
+    accumulators = [
+        accumulator(KEYS, plan.key_columns.size),
+        accumulator(KEYS, plan.value_columns.size),
+        accumulator(KEYS, block_q),
+        accumulator(KEYS, block_q),
+    ]
+    if plan.with_query_gradient:
+        _, dq_columns = block.dq_place(number)
+        accumulators.append(accumulator(DQ_TILE, size_of(dq_columns)))
+    pl.run_scoped(lambda *refs: _Consumer(block, number, *refs).walk(), *accumulators)
+
+
+class _Consumer:
+    """dK and dV of 64 keys of each tile, and part of its dQ.
+
+    Attributes:
+      number: 0 or 1.
+      own: its keys in a tile.
+      dq_row, dq_columns: which rows and columns of a step's dQ it makes.
+      dk_acc, dv_acc, s_acc, dp_acc, dq_acc: accumulators.
+    """
+
+    def __init__(self, block: ThreadBlock, number: int, dk_acc, dv_acc, s_acc, dp_acc, dq_acc=None):
+        self.block, self.plan, self.number = block, block.plan, number
+        self.own = pl.ds(KEYS * number, KEYS)
+        self.dq_row, self.dq_columns = block.dq_place(number)
+        self.dk_acc, self.dv_acc, self.s_acc, self.dp_acc = dk_acc, dv_acc, s_acc, dp_acc
+        self.dq_acc = dq_acc
+
+    def walk(self) -> None:
+        self.dk_acc[...] = zero_tile(KEYS, self.plan.key_columns.size)
+        self.dv_acc[...] = zero_tile(KEYS, self.plan.value_columns.size)
+        if self.block.drawn:
+            self.block.drawn.wait_for_first()
+        self.block.over_tiles(self.whole_tile, jnp.int32(0))
+
+    def whole_tile(self, index, j):
+        """A tile of keys. Returns the number of the step after its last."""
+        block, plan, walk = self.block, self.plan, self.block.walk
+        self.await_keys(index)
+        step = self.step_without_dq
+        if plan.with_query_gradient:
+            step = self.step_after_dq if block.dq_first else self.step_with_dq_or_after
+        first_key = KEYS * self.number
+        key_words = walk.key_words(index, first_key)
+        step = functools.partial(step, index=index, key_words=key_words)
+        blank = None
+        if not plan.problem.has_elements:  # beside a mask, a bias and ids it would spill
+            blank = functools.partial(self.blank_step, index=index)
+        j = loop_over_steps(
+            walk, step, index, j, first_key, blank_step=blank, far_in_masked=plan.far_in_masked
+        )
+        block.v_free.arrive(0)
+        parity = lax.rem(j + 1, jnp.int32(2))  # of the last step
+        if plan.with_query_gradient:
+            self.issue_late_dq(parity, index)
+            self.hand_over_dq()
+        else:
+            block.sent.wait(self.number)
+        self.hand_over_gradients(1 - parity, index)
+        return j
+
+    # --- steps ---
+
+    def step_with_dq(self, j, mask, far, load_elements, index, key_words) -> None:
+        """The queries of a step, under dQ of the step before.
+
+        Args:
+          mask: of the step, None without.
+          far: whether rows may be far from 0.
+          load_elements: of a step, gives mask and bias.
+          key_words: of dropout.
+        """
+        block, plan = self.block, self.plan
+        slot, o_slot, parity = self.slots(j)
+        self.await_query(slot, mask, j)
+        self.issue_logits(slot, index)
+        self.issue_late_dq(1 - parity, index)
+        equal_ids = None
+        if mask is not None and not plan.problem.has_dropout:  # while S' is made
+            equal_ids = mask.equal_ids(j)
+        loaded = load_elements(j)
+        weights = self.load_weights(loaded, j, far=far, wait_n=1)
+        if not plan.is_wide:  # there are registers for it beside dQ
+            weights = self.dropped(weights, key_words, slot)
+        if plan.early_weights:
+            # A wait here keeps ptxas from computing the weights after dQ.
+            self.await_d_out(o_slot, mask, j)
+            weights = self.shared(weights, j, far=far)
+            self.hand_over_dq()
+        else:
+            self.hand_over_dq()
+            self.await_d_out(o_slot, mask, j)
+            weights = self.shared(weights, j, far=far)
+        if plan.is_wide:
+            weights = self.dropped(weights, key_words, slot)
+        if mask is not None and plan.problem.has_dropout:  # only now are there registers for it
+            equal_ids = mask.equal_ids(j)
+        self.issue_d_weights(o_slot)
+        weights = masked(weights, mask, j, equal_ids, loaded)
+        operand = as_operand(weights, plan.problem)
+        plan.value_columns.expand(self.dv_acc, operand, block.o_smem.at[o_slot])
+        ds = self.load_ds(weights, o_slot)
+        plan.key_columns.expand(self.dk_acc, ds, block.q_smem.at[slot])
+        self.hand_over_ds(parity, ds)
+        plgpu.wgmma_wait(0)
+        block.free.arrive(slot)
+
+    def step_without_dq(self, j, mask, far, load_elements, index, key_words) -> None:
+        """The same, and no product of dQ beside it."""
+        block, plan = self.block, self.plan
+        slot, o_slot, parity = self.slots(j)
+        equal_ids = mask.equal_ids(j) if mask is not None else None
+        self.await_query(slot, mask, j)
+        self.issue_logits(slot, index)
+        loaded = load_elements(j)
+        wait_n = 0 if plan.weights_first else plan.value_columns.tiles
+        if not plan.weights_first:
+            self.await_d_out(o_slot, mask, j)
+            self.issue_d_weights(o_slot)
+        if plan.problem.has_cap:
+            operand, weights = self.load_capped_weights(
+                loaded, mask, j, equal_ids, o_slot, key_words, wait_n=wait_n
+            )
+        else:
+            weights = self.load_weights(loaded, j, far=far, wait_n=wait_n)
+            weights = self.shared(weights, j, far=far)
+        if plan.weights_first:
+            self.await_d_out(o_slot, mask, j)
+            self.issue_d_weights(o_slot)
+        if not plan.problem.has_cap:
+            weights = masked(weights, mask, j, equal_ids, loaded)
+            weights = self.dropped(weights, key_words, slot)
+            operand = as_operand(weights, plan.problem)
+        plan.value_columns.expand(self.dv_acc, operand, block.o_smem.at[o_slot])
+        ds = self.load_ds(weights, o_slot)
+        plan.key_columns.expand(self.dk_acc, ds, block.q_smem.at[slot])
+        if plan.with_query_gradient:
+            self.hand_over_ds(parity, ds)
+        else:
+            fence_async_shared()  # TMA will overwrite row statistics that were read
+        plgpu.wgmma_wait(0)
+        block.free.arrive(slot)
+
+    def step_after_dq(self, j, mask, far, load_elements, index, key_words) -> None:
+        """Where registers are short: dQ of the step before is done first."""
+        self.issue_late_dq(1 - lax.rem(j, jnp.int32(2)), index)
+        self.hand_over_dq()
+        self.step_without_dq(j, mask, far, load_elements, index, key_words)
+
+    def step_with_dq_or_after(self, j, mask, far, load_elements, index, key_words) -> None:
+        """What rows far from 0 take is too much beside a bias and dropout."""
+        is_after = far and self.plan.problem.has_bias and self.plan.problem.has_dropout
+        step = self.step_after_dq if is_after else self.step_with_dq
+        step(j, mask, far, load_elements, index, key_words)
+
+    def blank_step(self, j, mask, index) -> None:
+        """Of queries that see none of the consumer's keys: it makes its part of dQ."""
+        slot, o_slot, parity = self.slots(j)
+        self.await_query(slot, mask, j)
+        if self.plan.with_query_gradient:
+            self.issue_late_dq(1 - parity, index)
+        self.await_d_out(o_slot, mask, j)
+        if self.plan.with_query_gradient:
+            self.hand_over_dq()
+            none = zero_tile(KEYS, self.plan.config.block_q).astype(self.plan.problem.dtype)
+            self.hand_over_ds(parity, none)
+        self.block.free.arrive(slot)
+
+    def slots(self, j):
+        """Of Q, the same made anew for dO, and of dS'."""
+        slot = lax.rem(j, jnp.int32(self.plan.config.stages))
+        return slot, slot + fresh_zero(), lax.rem(j, jnp.int32(2))
+
+    def slot_anew(self, j):
+        return lax.rem(j + fresh_zero(), jnp.int32(self.plan.config.stages))
+
+    # --- what arrives ---
+
+    def keep_rows(self, ref, columns: Columns, first, end) -> None:
+        """Zeroes other rows of a tile: 0 times what they hold may be NaN."""
+        self.block.unseen_rows.keep_rows(ref, first, end, self.number, columns.box_width)
+
+    def await_keys(self, index) -> None:
+        block, plan = self.block, self.plan
+        slot = block.k_slot(index)
+        plgpu.barrier_wait(block.k_full.at[slot])
+        plgpu.barrier_wait(block.v_full)
+        if not plan.ignores_unseen:
+            return
+        first, end = block.walk.counting_keys(block.walk.locate(index))
+
+        @pl.when((first > 0) | (end < BLOCK_KV))
+        def _():
+            self.keep_rows(block.k_smem.at[slot], plan.key_columns, first, end)
+            self.keep_rows(block.v_smem.at[0], plan.value_columns, first, end)
+
+    def await_query(self, slot, mask, j) -> None:
+        block, plan = self.block, self.plan
+        plgpu.barrier_wait(block.q_full.at[slot])
+        if mask is None or not plan.ignores_unseen:
+            return
+        plgpu.barrier_wait(block.o_full.at[slot])  # while no product is open
+        first, end, is_cut = mask.counting_queries(j)
+
+        @pl.when(is_cut)
+        def _():
+            self.keep_rows(block.q_smem.at[slot], plan.key_columns, first, end)
+            self.keep_rows(block.o_smem.at[slot], plan.value_columns, first, end)
+
+    def await_d_out(self, slot, mask, j) -> None:
+        if mask is None or not self.plan.ignores_unseen:
+            plgpu.barrier_wait(self.block.o_full.at[slot])
+        else:  # as it has been waited for; the code stays where it is all the same
+            code_fence(j)
+
+    def load_start(self, slot):
+        return load_per_query(self.block.start_smem.at[slot, 0], KEYS)
+
+    def load_query_words(self, slot):
+        return load_words(self.block.start_smem.at[slot, self.plan.words_row])
+
+    # --- products and weights ---
+
+    def issue_logits(self, slot, index) -> None:
+        block, plan = self.block, self.plan
+        # What a cap is for must come alone.
+        alone = plan.problem.has_cap
+        self.s_acc[...] = zero_tile(KEYS, plan.config.block_q) if alone else self.load_start(slot)
+        k = block.k_smem.at[block.k_slot(index) + fresh_zero(), :, self.own]
+        plan.key_columns.contract(self.s_acc, k, block.q_smem.at[slot])
+
+    def issue_d_weights(self, slot) -> None:
+        block, plan = self.block, self.plan
+        self.dp_acc[...] = zero_tile(KEYS, plan.config.block_q)
+        v = block.v_smem.at[fresh_zero(), :, self.own]
+        plan.value_columns.contract(self.dp_acc, v, block.o_smem.at[slot])
+
+    def load_weights(self, loaded, j, *, far, wait_n):
+        """Weights, of rows far from 0 what `shared` makes weights of if it is due."""
+        block, problem = self.block, self.plan.problem
+        products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=wait_n)
+        if far and problem.has_marks:
+            start = block.start_smem.at[self.slot_anew(j), 0]
+            return weights_by_key(products, loaded, problem, start, block.far)
+        logits, to_log2 = biased(products, problem, loaded)
+        return jnp.exp2(logits * to_log2)
+
+    def shared(self, weights, j, *, far):
+        """Late, where a wait for an mbarrier ends a block of code anyway."""
+        if not (far and self.plan.problem.has_shares):
+            return weights
+        statistics = self.block.start_smem.at[self.slot_anew(j)]
+        return shared_by_key(weights, statistics, self.plan.problem)
+
+    def dropped(self, weights, key_words, slot):
+        """The weights, negative where they are dropped."""
+        if not self.plan.problem.has_dropout:
+            return weights
+        query_words = self.load_query_words(slot)
+        return negated_transposed(weights, key_words, query_words, self.plan.problem)
+
+    def load_capped_weights(self, loaded, mask, j, equal_ids, slot, key_words, *, wait_n):
+        """Weights, the operand of dV, and times the derivative of the cap, for dS'."""
+        plan = self.plan
+        products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=wait_n)
+        logits, _ = soft_cap.capped(products, loaded, plan.problem, branches=plan.cap_branches)
+        logits = masked(logits, mask, j, equal_ids, loaded, soft_cap.UNSEEN)
+        words = None
+        if plan.problem.has_dropout:
+            query_words = self.load_query_words(slot)
+            words = spread(key_words, logits.shape), per_query(query_words, KEYS)
+        return soft_cap.capped_weights(logits, self.load_start(slot), plan.problem, words)
+
+    def load_ds(self, weights, slot):
+        block, plan = self.block, self.plan
+        d_weights = plgpu.wgmma_accumulator_load(self.dp_acc, wait_n=plan.value_columns.tiles)
+        minus_delta = (
+            block.start_smem.at[slot, plan.words_row + 1]
+            if plan.problem.has_dropout
+            else block.delta_smem.at[slot]
+        )
+        ds = d_logits(weights, d_weights, load_per_query(minus_delta, KEYS), plan.problem)
+        return ds.astype(plan.problem.dtype)
+
+    def issue_late_dq(self, parity, index) -> None:
+        """dQ of a step before, once the other's dS' of that step is there too."""
+        block = self.block
+        block.ds_stored.wait(2 * parity + (1 - self.number))
+        self.dq_acc[...] = zero_tile(DQ_TILE, size_of(self.dq_columns))
+        k = block.k_smem.at[block.k_slot(index) + fresh_zero()]
+        plgpu.wgmma(
+            self.dq_acc,
+            block.ds_smem.at[parity, self.dq_row].transpose((1, 0)),
+            self.plan.key_columns.part(k, self.dq_columns),
+        )
+
+    # --- what is handed over ---
+
+    def hand_over_dq(self) -> None:
+        block = self.block
+        dq = plgpu.wgmma_accumulator_load(self.dq_acc, wait_n=0)
+        block.sent.wait(self.number)
+        store_fragment(fragment_of(block.dq_smem.at[self.number], self.dq_columns), dq)
+        fence_async_shared()
+        block.dq_staged.arrive(self.number)
+
+    def hand_over_ds(self, parity, ds) -> None:
+        # Two buffers: the other may still read what was stored one step ago.
+        block, plan, box_width = self.block, self.plan, self.plan.key_columns.box_width
+        for n, first in enumerate(range(0, plan.config.block_q, DQ_TILE)):
+            stored = block.ds_smem.at[parity, n, self.own]
+            put_tile(stored, ds[:, first : first + DQ_TILE], box_width, anew=plan.crowded)
+        fence_async_shared()
+        block.ds_stored.arrive(2 * parity + self.number)
+
+    def hand_over_gradients(self, parity, index) -> None:
+        """Stages dK where K was, and dV where dS' was, once the other has read them."""
+        block, plan, problem = self.block, self.plan, self.plan.problem
+        dk_factor = problem.scale * problem.d_logit_unit
+        dk = plgpu.wgmma_accumulator_load(self.dk_acc, wait_n=0) * dk_factor
+        dv = plgpu.wgmma_accumulator_load(self.dv_acc, wait_n=0)
+        if plan.ignores_unseen:  # 0 times NaN of a query that counts is none of theirs
+            first, end = block.walk.counting_keys(block.walk.locate(index))
+            row = fresh_rows() + KEYS * self.number
+            seen = (row >= first) & (row < end)
+            dk, dv = (jnp.where(spread(seen, x.shape), x, 0.0) for x in (dk, dv))
+        if plan.problem.has_dropout:
+            dv *= 1.0 / problem.kept_share
+        self.dk_acc[...] = zero_tile(KEYS, plan.key_columns.size)
+        self.dv_acc[...] = zero_tile(KEYS, plan.value_columns.size)
+        block.ds_stored.arrive(2 * parity + self.number)
+        block.ds_stored.wait(2 * parity + (1 - self.number))
+        dk = dk.astype(problem.dtype)
+        k = block.k_smem.at[block.k_slot(index) + fresh_zero(), :, self.own]
+        plan.key_columns.put(k, dk, anew=True)  # or addresses are kept over all steps
+        for n, columns in enumerate(plan.staged_values):
+            d_value = dv[:, columns.first : columns.first + columns.size].astype(problem.dtype)
+            staging = block.value_staging(n + fresh_zero(), self.number)
+            columns.put(staging, d_value, anew=True)
+        fence_async_shared()
+        block.gradients_staged.arrive(0)

@@ -1,0 +1,245 @@
+"""What `backward_query.py` does, its buffers and barriers, and what its warpgroups share."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import intervals as run_time_intervals
+from pallas_kernels import scheduler
+from pallas_kernels.backward_query_masks import ROWS, KeyBlocks, key_blocks, key_blocks_of
+from pallas_kernels.columns import Columns
+from pallas_kernels.config import (
+    BACKWARD_CONSUMERS,
+    FORWARD_SECTION_BYTES,
+    SM_COUNT,
+    BackwardQueryConfig,
+    Problem,
+)
+from pallas_kernels.dropout import DropoutRefs
+from pallas_kernels.elements import ElementRefs
+from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.ptx.barriers import NamedBarriers, twins_of, with_twins
+from pallas_kernels.ptx.compiler import fresh_zero
+
+CONSUMERS = BACKWARD_CONSUMERS
+
+
+def key_parts(problem: Problem) -> list[Columns]:
+    """The columns of query and key: all, or where registers are short parts of dQ, a kernel each.
+
+    A part takes S and dP once more, but half of the registers that 256 columns of dQ do.
+    """
+    columns = Columns.whole(problem.width)
+    options = (
+        problem.dynamic,
+        problem.segmented,
+        problem.has_mask,
+        problem.has_bias,
+        problem.soft_cap is not None,
+        problem.dropout > 0,
+    )
+    # In boxes more addresses are in use.
+    most = 2 if columns.tiles == 1 else 1
+    is_short = sum(options) > most or (problem.segmented and problem.has_bias)
+    return columns.in_parts(128) if columns.size > 224 and is_short else [columns]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One of the kernels that make dQ.
+
+    Attributes:
+      problem: static description.
+      config: tile sizes.
+      part: of `key_parts`, the columns of dQ that it makes.
+    """
+
+    problem: Problem
+    config: BackwardQueryConfig
+    part: int
+
+    @functools.cached_property
+    def key_parts(self) -> list[Columns]:
+        return key_parts(self.problem)
+
+    @property
+    def dq_columns(self) -> Columns:
+        return self.key_parts[self.part]
+
+    @functools.cached_property
+    def value_columns(self) -> Columns:
+        return Columns.whole(self.problem.value_width)
+
+    # --- registers ---
+
+    @property
+    def _is_wide(self) -> bool:
+        return self.dq_columns.size > 192
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there are none for bounds or ids, or for addresses of the order over the loop."""
+        p = self.problem
+        return self._is_wide and p.dropout > 0 and (p.has_elements or p.by_batch)
+
+    @property
+    def weights_first(self) -> bool:
+        """Whether there are none for dP: beside a cap, or elements and 256 columns of dQ."""
+        beside_elements = self._is_wide and self.problem.has_elements
+        return self.crowded or self.problem.has_cap or beside_elements
+
+    # --- tiles ---
+
+    @property
+    def tiles(self) -> int:
+        """Of a head."""
+        return -(-self.problem.query_length // self.config.block_q)
+
+    @functools.cached_property
+    def key_blocks(self) -> KeyBlocks:
+        """Of each tile. What is known at run time only is left out."""
+        first_rows = np.arange(self.tiles) * self.config.block_q
+        block_kv, block_q = self.config.block_kv, self.config.block_q
+        return key_blocks(self.problem, block_kv, first_rows, block_q, np)
+
+    @functools.cached_property
+    def any_mask(self) -> bool:
+        blocks = self.key_blocks
+        return self.problem.has_far_edge or bool((blocks.end_unmasked < blocks.end).any())
+
+    @functools.cached_property
+    def order(self) -> np.ndarray:
+        """The tiles as thread blocks take them: of each its number, head and key blocks."""
+        p, counts = self.problem, self.key_blocks.end - self.key_blocks.first
+        section = scheduler.heads_per_section(
+            FORWARD_SECTION_BYTES,
+            bytes_per_kv_head=p.key_length * p.pair_bytes,
+            tiles_per_kv_head=self.tiles * p.group,
+            slots=SM_COUNT,
+            kv_heads=p.batch * p.kv_heads,
+            group=p.group,
+        )
+        tile, head = scheduler.tile_order(counts, p.batch * p.heads, section)
+        order = np.stack([tile, head, counts[tile]], axis=1)
+        if p.has_far_edge:
+            order = np.c_[order, self.key_blocks.end[tile]]
+        return order.astype(np.int32)
+
+    def order_of(self, intervals, ids) -> jax.Array:
+        """The order, with key blocks by batch entry, and `KeyBlocks` of each consumer."""
+        p, (tile, head, *_) = self.problem, self.order.T
+        if intervals is None:
+            intervals = run_time_intervals.of_bounds_of_queries(p)
+        blocks = key_blocks_of(intervals, self.config.block_kv, ROWS, ids)
+        of_consumers = jnp.stack([self._with_all_consumers(x) for x in blocks], axis=-1)
+        of_consumers = of_consumers.reshape(p.batch, self.tiles, CONSUMERS, -1)
+        first, end = of_consumers[..., 0], of_consumers[..., 1]
+        tile_end = end.max(-1, keepdims=True)
+        tile_first = jnp.where(first < end, first, tile_end).min(-1, keepdims=True)
+        # A consumer that sees nothing has no blocks, at the tile's first.
+        of_consumers = jnp.maximum(of_consumers, tile_first[..., None])
+        by_consumer = of_consumers.reshape(p.batch, self.tiles, -1)
+        numbers = jnp.concatenate([tile_end - tile_first, tile_end, by_consumer], axis=-1)
+        numbers = numbers[head // p.heads, tile]
+        return jnp.concatenate([jnp.asarray(self.order[:, :2]), numbers], axis=1)
+
+    def _with_all_consumers(self, of_consumers: jax.Array) -> jax.Array:
+        """`[B, 2 * tiles]`, with 0 where the last consumer has no rows."""
+        missing = CONSUMERS * self.tiles - of_consumers.shape[1]
+        return jnp.pad(of_consumers, ((0, 0), (0, missing)))
+
+    # --- shared memory and barriers ---
+
+    @functools.cached_property
+    def barriers(self) -> dict[str, NamedBarriers]:
+        """Those with a number, by name."""
+        k_stages, v_stages = self.config.stages
+        k_free = NamedBarriers(first=CONSUMERS + 2, count=k_stages, arrivers=CONSUMERS)
+        v_free = NamedBarriers(k_free.first + k_stages, v_stages, arrivers=CONSUMERS)
+        return dict(k_free=k_free, v_free=v_free)
+
+    def scratch(self, interpret: bool) -> dict[str, Any]:
+        """Types of shared memory and barriers, by name."""
+        (k_stages, v_stages), block_kv = self.config.stages, self.config.block_kv
+        parts, values, dtype = self.key_parts, self.value_columns, self.problem.dtype
+        key_tiles = sum(columns.tiles for columns in parts)
+        found: dict[str, Any] = dict(
+            q_smem=[columns.smem(CONSUMERS, ROWS, dtype=dtype) for columns in parts],
+            o_smem=values.smem(CONSUMERS, ROWS, dtype=dtype),
+            k_smem=[columns.smem(k_stages, block_kv, dtype=dtype) for columns in parts],
+            v_smem=values.smem(v_stages, block_kv, dtype=dtype),
+            q_full=plgpu.Barrier(num_arrivals=CONSUMERS * key_tiles),
+            o_full=plgpu.Barrier(num_arrivals=CONSUMERS * values.tiles),
+            k_full=plgpu.Barrier(num_arrivals=key_tiles, num_barriers=k_stages),
+            v_full=plgpu.Barrier(num_arrivals=values.tiles, num_barriers=v_stages),
+        )
+        if interpret:
+            found["twins"] = twins_of(self.barriers)
+        return found
+
+
+class ThreadBlock:
+    """What producer and consumers share: operands, dQ, buffers, barriers, and the tile.
+
+    Attributes:
+      plan: of the kernel.
+      q, k, v, d_out, start, delta, far, dq: refs of operands and result, in global memory.
+      masks: refs of intervals if dynamic, then of ids if segmented.
+      dropout, elements: of rows and keys.
+      q_smem, k_smem: lists of buffers of `Plan.key_parts`; o_smem, v_smem: buffers.
+      q_full, o_full, k_full, v_full: mbarriers a buffer, completed by TMA.
+      k_free, v_free: see `Plan.barriers`.
+      warpgroup: index of this one; the consumers come first.
+      blocks: how many key blocks the tile has; first_block, the first of these.
+    """
+
+    def __init__(
+        self, plan: Plan, refs, *, q_smem, o_smem, k_smem, v_smem, q_full, o_full, k_full, v_full,
+        twins=None,
+    ):  # fmt: skip
+        problem = plan.problem
+        self.plan = plan
+        self.q_smem, self.k_smem, self.o_smem, self.v_smem = q_smem, k_smem, o_smem, v_smem
+        self.q_full, self.o_full, self.k_full, self.v_full = q_full, o_full, k_full, v_full
+        self._order, *refs = refs
+        count = int(problem.dynamic) + 2 * int(problem.segmented)
+        self.masks = refs[:count]
+        self.dropout, refs = DropoutRefs.split(problem, refs[count:])
+        self.elements, refs = ElementRefs.split(problem, refs)
+        self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, self.dq = refs
+        self.k_free, self.v_free = with_twins(plan.barriers, twins)
+        self.warpgroup = lax.axis_index("warpgroup")
+        self._number = lax.axis_index("block")
+        self.blocks = self.ordered(2)
+        self.first_block = self.ordered(3) - self.blocks if problem.has_far_edge else 0
+
+    def ordered(self, column):
+        """An entry of the order."""
+        crowded = self.plan.crowded
+        return self._order[self._number + fresh_zero() if crowded else self._number, column]
+
+    def key_block_of(self, j):
+        anew = self.plan.crowded and self.plan.problem.has_far_edge
+        return (self.ordered(3) - self.ordered(2) if anew else self.first_block) + j
+
+    def first_key_of(self, j):
+        return self.key_block_of(j) * self.plan.config.block_kv
+
+    def k_slot(self, j):
+        return lax.rem(j, jnp.int32(self.plan.config.stages[0]))
+
+    def v_slot(self, j):
+        return lax.rem(j, jnp.int32(self.plan.config.stages[1]))
+
+    def batch_and_head(self):
+        """Read where needed: kept over the loop, they cost registers."""
+        return div_rem(self.ordered(1), self.plan.problem.heads)
+
+    def first_row_of(self, consumer):
+        return self.ordered(0) * self.plan.config.block_q + consumer * ROWS

@@ -1,0 +1,230 @@
+"""Consumers of `backward_query.py`: the steps of a tile."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import soft_cap
+from pallas_kernels.backward_query_block import ThreadBlock
+from pallas_kernels.backward_query_masks import PER_ROW, ROWS, KeyBlocks, hide, key_blocks
+from pallas_kernels.config import LOG2E
+from pallas_kernels.dropout import d_logits
+from pallas_kernels.elements import NOTHING_LOADED
+from pallas_kernels.elements import masked as masked_by_element
+from pallas_kernels.far_rows import start_and_share_of_marks, weights_by_query
+from pallas_kernels.online_softmax import spread
+from pallas_kernels.ptx.compiler import fresh_zero
+from pallas_kernels.ptx.loads import load_intervals, load_rows
+from pallas_kernels.ptx.masks import equal_columns, keep_bits
+from pallas_kernels.ptx.mlir import zero_tile
+
+
+def consume(block: ThreadBlock) -> None:
+    plan, block_kv = block.plan, block.plan.config.block_kv
+    plgpu.set_max_registers(plan.config.registers[0], action="increase")
+    pl.run_scoped(
+        lambda *accumulators: _Consumer(block, *accumulators).run(),
+        plgpu.ACC((ROWS, plan.dq_columns.size), jnp.float32),
+        plgpu.ACC((ROWS, block_kv), jnp.float32),
+        plgpu.ACC((ROWS, block_kv), jnp.float32),
+    )
+
+
+class _Consumer:
+    """dQ of 64 rows.
+
+    Attributes:
+      dq_acc, s_acc, dp_acc: accumulators.
+      start, minus_delta, query_words: of the rows; words None without dropout.
+    """
+
+    def __init__(self, block: ThreadBlock, dq_acc, s_acc, dp_acc):
+        self.block, self.plan = block, block.plan
+        self.dq_acc, self.s_acc, self.dp_acc = dq_acc, s_acc, dp_acc
+        self.start, _ = self.start_and_share()
+        self.minus_delta = self.per_row(block.delta)
+        self.query_words = None
+        if self.plan.problem.dropout:
+            batch, head = block.batch_and_head()
+            self.query_words = block.dropout.of_rows(batch, head, self.first_row())
+
+    def run(self) -> None:
+        block, plan, problem = self.block, self.plan, self.plan.problem
+        own = self.key_blocks()
+        plgpu.barrier_wait(block.q_full)
+        plgpu.barrier_wait(block.o_full)
+        masking = functools.partial(self.step, needs_mask=True)
+        # The bias of rows that see nothing may be NaN.
+        mask_throughout = problem.by_batch and problem.has_bias
+        rest = functools.partial(self.step, needs_mask=mask_throughout)
+        begin, end, begin_rest, end_rest = (
+            n - block.first_block
+            for n in (own.first, own.end, own.first_unmasked, own.end_unmasked)
+        )
+        if problem.has_far_edge:
+            lax.fori_loop(jnp.int32(0), begin, self.skip, None)
+            lax.fori_loop(begin, begin_rest, masking, None)
+        lax.fori_loop(begin_rest, end_rest, rest, None)
+        if plan.any_mask:
+            lax.fori_loop(end_rest, end, masking, None)
+        lax.fori_loop(end, block.blocks, self.skip, None)
+        self.store_dq()
+
+    def key_blocks(self) -> KeyBlocks:
+        """Of these rows."""
+        block, problem = self.block, self.plan.problem
+        if problem.by_batch:
+            columns = range(len(KeyBlocks._fields))
+            own_first = 4 + len(columns) * block.warpgroup
+            return KeyBlocks(*(block.ordered(own_first + n) for n in columns))
+        own = key_blocks(problem, self.plan.config.block_kv, self.first_row(), ROWS, jnp)
+        if problem.has_far_edge:  # a consumer that sees nothing has none, at the tile's first
+            own = KeyBlocks(*(jnp.maximum(n, block.first_block) for n in own))
+        return own
+
+    # --- rows ---
+
+    def first_row(self):
+        return self.block.first_row_of(self.block.warpgroup)
+
+    def place(self):
+        """Batch entry, head and first row."""
+        return *self.block.batch_and_head(), self.first_row()
+
+    def per_row(self, ref, *more):
+        place = *self.block.batch_and_head(), *more, pl.ds(self.first_row(), ROWS)
+        return plgpu.load(ref.at[*place], layout=PER_ROW, optimized=False)
+
+    def start_and_share(self):
+        """Of each row, with the share that dQ is multiplied with, where there is one."""
+        block, problem = self.block, self.plan.problem
+        start = self.per_row(block.start, 0)
+        if problem.has_shares:
+            return start, self.per_row(block.start, 1)
+        if problem.has_bias or not problem.has_marks:
+            return start, None
+        return start_and_share_of_marks(start, block.far, self.place(), problem)
+
+    def compare_ids(self, j):
+        """Where keys of step j and rows have equal segment ids; None if there are none."""
+        block, problem, block_kv = self.block, self.plan.problem, self.plan.config.block_kv
+        if not problem.segmented:
+            return None
+        batch, _ = block.batch_and_head()
+        query_ids_ref, key_ids_ref = block.masks[-2:]
+        first_key = block.first_key_of(j)
+        ids = load_rows(query_ids_ref.at[batch], self.first_row(), problem.query_length - 1)
+        return equal_columns(ids, key_ids_ref.at[batch], first_key, block_kv)
+
+    def masked(self, weights, j, equal_ids, fill=0.0):
+        """Weights with `fill` where the row may not see the key, or there is none."""
+        block, problem = self.block, self.plan.problem
+
+        def bounds():
+            batch, _ = block.batch_and_head()
+            last_row = problem.query_length - 1
+            return load_intervals(block.masks[0].at[batch], self.first_row(), last_row)
+
+        weights = hide(weights, problem, self.first_row, block.first_key_of(j), bounds, fill)
+        return weights if equal_ids is None else keep_bits(weights, equal_ids, fill)
+
+    # --- steps ---
+
+    def skip(self, j, _) -> None:
+        """A key block that no row of this consumer sees."""
+        block = self.block
+        plgpu.barrier_wait(block.k_full.at[block.k_slot(j)])
+        block.k_free.arrive(block.k_slot(j))
+        plgpu.barrier_wait(block.v_full.at[block.v_slot(j)])
+        block.v_free.arrive(block.v_slot(j))
+
+    def step(self, j, _, *, needs_mask: bool) -> None:
+        """What the keys of a block add to dQ."""
+        block, plan, problem = self.block, self.plan, self.plan.problem
+        # Addresses made anew each step: registers are short.
+        ks, vs, own_rows = block.k_slot(j), block.v_slot(j), block.warpgroup + fresh_zero()
+        equal_ids = self.compare_ids(j) if needs_mask else None
+        plgpu.barrier_wait(block.k_full.at[ks])
+        # Both before the first product, or ptxas injects a wait.
+        self.s_acc[...] = zero_tile(ROWS, plan.config.block_kv)
+        if not plan.weights_first:
+            self.dp_acc[...] = zero_tile(ROWS, plan.config.block_kv)
+        for columns, q, k in zip(plan.key_parts, block.q_smem, block.k_smem, strict=True):
+            columns.contract(self.s_acc, q.at[own_rows], k.at[ks])
+        if not plan.weights_first:
+            self.issue_d_weights(own_rows, vs)
+        loaded = self.load_elements(j) if problem.has_elements else NOTHING_LOADED
+        open_products = 0 if plan.weights_first else plan.value_columns.tiles
+        logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=open_products)
+        mask = functools.partial(self.masked, j=j, equal_ids=equal_ids)
+        weights = self.weights(logits, loaded, mask if needs_mask else None)
+        if problem.dropout:
+            batch, _ = block.batch_and_head()
+            first_key = block.first_key_of(j)
+            weights = block.dropout.negated(weights, self.query_words, batch, first_key)
+        if plan.weights_first:
+            self.dp_acc[...] = zero_tile(ROWS, plan.config.block_kv)
+            self.issue_d_weights(own_rows, vs)
+        d_weights = plgpu.wgmma_accumulator_load(self.dp_acc, wait_n=0)
+        block.v_free.arrive(vs)
+        minus_deltas = spread(self.minus_delta, weights.shape)
+        ds = d_logits(weights, d_weights, minus_deltas, problem).astype(problem.dtype)
+        plan.dq_columns.expand(self.dq_acc, ds, block.k_smem[plan.part].at[ks])
+        plgpu.wgmma_wait(0)
+        block.k_free.arrive(ks)
+
+    def load_elements(self, j):
+        block, block_kv = self.block, self.plan.config.block_kv
+        batch, head = block.batch_and_head()
+        first_key = block.first_key_of(j)
+        return block.elements.load(batch, head, self.first_row(), first_key, block_kv)
+
+    def issue_d_weights(self, own_rows, slot) -> None:
+        block = self.block
+        plgpu.barrier_wait(block.v_full.at[slot])
+        d_out, value = block.o_smem.at[own_rows], block.v_smem.at[slot]
+        self.plan.value_columns.contract(self.dp_acc, d_out, value)
+
+    def weights(self, logits, loaded, mask: Callable | None):
+        """Weights; of rows far from 0, a share short of them, where dQ is multiplied with it."""
+        problem = self.plan.problem
+        if self.plan.problem.has_cap:
+            logits, _ = soft_cap.capped(logits, loaded, problem)
+            if mask:
+                logits = mask(logits, fill=soft_cap.UNSEEN)
+            logits = masked_by_element(logits, loaded, soft_cap.UNSEEN)
+            minus_lse = spread(self.start, logits.shape)
+            _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
+            return weights
+        if problem.has_bias:
+            far = self.block.far
+            weights = weights_by_query(logits, loaded, problem, self.start, far, self.place)
+        else:
+            factor = problem.scale * LOG2E
+            of_rows = spread(self.start * factor, logits.shape)
+            weights = jnp.minimum(jnp.exp2(logits * factor + of_rows), 1.0)
+        if mask:
+            weights = mask(weights)
+        return masked_by_element(weights, loaded, 0.0)
+
+    def store_dq(self) -> None:
+        block, plan, problem = self.block, self.plan, self.plan.problem
+        dq = plgpu.wgmma_accumulator_load(self.dq_acc, wait_n=0)
+        # dQ leaves from where Q was, once all warps have read it.
+        plgpu.commit_smem()
+        factor: float | jax.Array = problem.scale * problem.d_logit_unit
+        if not (plan.problem.has_cap or problem.has_bias):
+            _, share = self.start_and_share()
+            factor = spread(share * factor, dq.shape)
+        own_q = block.q_smem[plan.part].at[block.warpgroup]
+        plan.dq_columns.put(own_q, (dq * factor).astype(problem.dtype))
+        plgpu.commit_smem()
+        batch, head = block.batch_and_head()
+        rows = pl.ds(self.first_row(), ROWS)
+        plan.dq_columns.store(own_q, block.dq.at[batch, rows, head])
+        plgpu.wait_smem_to_gmem(0)

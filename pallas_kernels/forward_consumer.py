@@ -1,0 +1,359 @@
+"""Consumers of the forward: the steps of a tile, and its end under the first logits of the next."""
+
+import functools
+from collections.abc import Callable
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import online_softmax
+from pallas_kernels.dropout import kept
+from pallas_kernels.forward_block import ThreadBlock
+from pallas_kernels.forward_products import Products
+from pallas_kernels.forward_rows import Rows
+from pallas_kernels.online_softmax import RowState, spread
+from pallas_kernels.ptx.barriers import warpgroup_any
+from pallas_kernels.ptx.compiler import code_fence, fresh_zero
+from pallas_kernels.ptx.mlir import zero_tile
+from pallas_kernels.row_masks import ROWS
+
+
+def consume(block: ThreadBlock) -> None:
+    plan = block.plan
+    plgpu.set_max_registers(plan.config.registers[0], action="increase")
+    is_last = block.warpgroup == plan.config.consumers - 1
+    pl.when(is_last)(block.pass_turn)  # warpgroup 0 begins
+    accumulators = (
+        plgpu.ACC((ROWS, plan.value_columns.size), jnp.float32),
+        plgpu.ACC((ROWS, plan.config.block_kv), jnp.float32),
+    )
+
+    def one_round(begin, steps):
+        walk = lambda o_acc, s_acc: _Consumer(block, o_acc, s_acc, begin).walk(steps)
+        return pl.run_scoped(walk, *accumulators)
+
+    block.rounds(one_round)
+
+
+class _Consumer(Products):
+    """Attention of 64 rows of each tile of a round.
+
+    Attributes:
+      begin: index of the round's first tile.
+      end: the index after its last; of tiles that are drawn there is none.
+    """
+
+    def __init__(self, block: ThreadBlock, o_acc, s_acc, begin):
+        super().__init__(block, Rows(block, begin), o_acc, s_acc)
+        self.begin = begin
+        if not block.drawn:
+            self.end = begin + block.tile_count()
+
+    def walk(self, first_step):
+        """The round. Returns the index after its last tile, the steps by then, and of each row
+        whether its reference was too low."""
+        block, begin, drawn = self.block, self.begin, self.block.drawn
+        number, there = lambda: self.number(begin), lambda: begin < self.end
+        if drawn:
+            number, there = lambda: drawn.first_number(begin), lambda: jnp.bool_(True)
+        place = self.plan.tiles.locate(number())
+        weights, state = self.start_tile(begin, first_step, place, number, there)
+        carry = first_step, weights, state, block.no_rows
+        if drawn:
+            end, carry = drawn.each(begin, self.whole_tile, carry)
+        else:
+            end, carry = self.end, lax.fori_loop(begin, self.end, self.whole_tile, carry)
+        steps, _, _, too_low = carry
+        plgpu.wait_smem_to_gmem(0)
+        return end, steps, too_low
+
+    def number(self, index):
+        """Of a tile of the round."""
+        if self.block.drawn:
+            return self.block.drawn.number(index)
+        anew = self.plan.registers_are_short
+        return self.block.listed(1 + index - self.begin, anew=anew)
+
+    def is_there(self, index, number):
+        """Whether there is such a tile."""
+        return number() >= 0 if self.block.drawn else index < self.end
+
+    # --- a tile ---
+
+    def start_tile(self, index, steps, place, number: Callable, there: Callable):
+        """The first key block of a tile, if it is there, with no other product open."""
+        block, rows = self.block, self.rows
+        tile, batch, _ = place
+        end_block, bounds = block.end_of(tile, batch), rows.bounds(tile, batch)
+        bits = rows.bits(tile, batch, jnp.int32(0), is_first=True)
+        loaded = rows.load_elements(number, jnp.int32(0), is_first=True)
+
+        @pl.when(there())
+        def _():
+            plgpu.barrier_wait(block.q_full.at[block.query_buffer(index)])
+            plgpu.barrier_wait(block.k_full.at[block.slot(steps)])
+
+        self.put_bias(block.slot(steps))
+        self.issue_logits(block.query_buffer(index), block.slot(steps))
+        logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=0)
+        pl.when(there())(lambda: block.k_free.arrive(block.slot(steps)))
+        weights, state = rows.first_weights(logits, tile, end_block - 1, bounds, bits, loaded)
+        self.await_first_value(there, block.slot(steps))
+        # LLVM would carry float32 into the loop and cast there.
+        operand = lax.optimization_barrier(rows.first_operand(weights, place, end_block - 1))
+        if self.plan.problem.forward_ignores_unseen:
+            pl.when(there())(
+                lambda: self.zero_unseen_values(block.slot(steps), tile, batch, end_block - 1)
+            )
+        return operand, state
+
+    def key_step(
+        self, j, carry, *, steps, index, place, words, end_block, exact, far=False, comparing=False
+    ):
+        """Logits of step j's key block together with the output of the step before.
+
+        Args:
+          steps: before those of the tile.
+          place: tile, batch entry and head.
+          words: of dropout.
+          exact: the step has a mask at the near edge, and looks for maxima.
+          far: it has one at the far edge.
+          comparing: its mask compares ids.
+        """
+        block, plan, rows = self.block, self.plan, self.rows
+        problem, config = plan.problem, plan.config
+        weights, state = carry
+        tile, batch, _ = place
+        needs_mask = exact or far
+        locate_anew = lambda: plan.tiles.locate(self.number(index + fresh_zero()))
+        has_ids = needs_mask and problem.segmented and plan.registers_are_short
+        if plan.loads_elements or has_ids or plan.cap_beside_lengths:  # registers are short
+            number = self.number(index + fresh_zero())
+            tile, batch, _ = plan.tiles.locate(number)
+            end_block = block.end_of(tile, batch)
+        mask = lambda values: values
+        if needs_mask:
+            bounds = rows.bounds(tile, batch)
+            ids = rows.ids(tile, batch, j) if comparing else None
+            bits = None if comparing else rows.bits(tile, batch, j, near=exact)
+            if plan.tiles.any_mask:
+                mask = lambda values: rows.masked(
+                    values, tile, end_block - 1 - j, bounds(), bits, ids=ids, near=exact
+                )
+        k_slot, v_slot = block.slot(steps + j), block.slot(steps + j - 1)
+        looks = exact or plan.exact_throughout  # for maxima
+        plgpu.barrier_wait(block.k_full.at[k_slot])
+        self.put_bias(k_slot, exact=looks)
+        block.take_turn()
+        self.issue_logits(block.query_buffer(index), k_slot)
+        self.issue_output(weights, v_slot)
+        if not config.products_first:
+            block.pass_turn()
+        loaded = rows.load_elements(lambda: number, j)
+        products = self.load_logits()
+        if config.products_first:
+            output = self.load_output()
+            block.pass_turn()
+            block.k_free.arrive(k_slot)
+            block.v_free.arrive(v_slot)
+            code_fence(end_block)
+        else:
+            block.k_free.arrive(k_slot)
+        weights, correction, state = rows.weights(products, loaded, state, mask, looks=looks)
+        first_key = (end_block - 1 - j) * config.block_kv
+        if plan.cap_beside_lengths and plan.problem.has_dropout:  # only now: registers are short
+            words = rows.words(*locate_anew())
+        dropped = block.dropout.dropped(words, batch, first_key, config.block_kv)
+        if not config.products_first:
+            # A cast of the weights before the wait makes ptxas serialise every wgmma.
+            weights, dropped, correction, state = lax.optimization_barrier(
+                (weights, dropped, correction, state)
+            )
+            # A wait here keeps ptxas from computing the weights after the product.
+            if config.early_values:
+                plgpu.barrier_wait(block.v_full.at[k_slot])
+            output = self.load_output()
+            block.v_free.arrive(v_slot)
+        if correction is not None:
+            output *= spread(correction, output.shape)
+        self.o_acc[...] = output
+        operand = kept(weights, dropped, problem.dtype)
+        if plan.own_values and not config.early_values:
+            plgpu.barrier_wait(block.v_full.at[k_slot])
+        if problem.forward_ignores_unseen and needs_mask:
+            if plan.registers_are_scarce:  # read anew: registers are short
+                tile, batch, _ = locate_anew()
+                end_block = block.end_of(tile, batch)
+            self.zero_unseen_values(k_slot, tile, batch, end_block - 1 - j)
+        return operand, state
+
+    def whole_tile(self, index, carry):
+        """All steps of a tile but the first, which came under the tile before, and its end."""
+        plan, drawn = self.plan, self.block.drawn
+        steps, weights, state, too_low = carry
+        number = self.number(index)
+        following = None if drawn else self.number(index + 1)
+        place = plan.tiles.locate(number)
+        blocks, carry = self.key_steps(index, steps, place, (weights, state))
+        if plan.loads_elements or plan.cap_beside_lengths:
+            number = self.number(index + fresh_zero())  # read anew: registers are short
+        if drawn:  # by now
+            drawn.wait(index + 1)
+        if drawn or plan.loads_elements:
+            following = self.number(index + 1 + fresh_zero())
+        end_tile = self.end_tile_under_next
+        if plan.config.query_buffers == 1:
+            end_tile = self.end_tile_before_next
+        weights, state, too_low = end_tile(
+            index, steps + blocks, number, (*carry, too_low), following
+        )
+        return steps + blocks, weights, RowState(*state), too_low
+
+    def key_steps(self, index, steps, place, carry):
+        """The steps of a tile but the first: how many key blocks these make, and their result.
+
+        First those with a mask at the near edge, which look for maxima, then those without a mask,
+        then those with one at the far edge.
+        """
+        block, plan = self.block, self.plan
+        has_far_edge, mask_throughout = plan.problem.has_far_edge, plan.mask_throughout
+        tile, batch, _ = place
+        blocks, needing_mask = block.needs(tile, batch, 0), block.needs(tile, batch, 1)
+        exact = jnp.where(self.begin > 0, blocks, jnp.maximum(needing_mask, 1))
+        if mask_throughout:
+            exact = blocks
+        end_block = block.end_of(tile, batch) if has_far_edge else blocks
+        step = functools.partial(
+            self.key_step,
+            steps=steps,
+            index=index,
+            place=place,
+            words=self.rows.words(*place),
+            end_block=end_block,
+        )
+
+        def masked_steps(first, end, carry, **options):
+            """Steps with a mask: all compare segment ids, or none does."""
+            if plan.problem.segmented:
+                compared = jnp.where(block.needs(tile, batch, 4) > 0, end, first)
+                comparing = functools.partial(step, comparing=True, **options)
+                carry = lax.fori_loop(first, compared, comparing, carry)
+                first = compared
+            return lax.fori_loop(first, end, functools.partial(step, **options), carry)
+
+        if plan.settles:
+            exact, carry = self.steps_until_settled(step, exact, blocks, carry)
+        else:
+            carry = masked_steps(jnp.int32(1), exact, carry, exact=True)
+        near = blocks
+        if has_far_edge and not mask_throughout:
+            near = jnp.maximum(exact, block.needs(tile, batch, 2))
+        if not mask_throughout:
+            rest = functools.partial(step, exact=False)
+            carry = lax.fori_loop(exact, near, rest, carry)
+        if has_far_edge and not mask_throughout:
+            carry = masked_steps(near, blocks, carry, exact=False, far=True)
+        return blocks, carry
+
+    def steps_until_settled(self, step: Callable, exact, blocks, carry):
+        """Exact steps, at least so many, until every row has seen a key that is not hidden."""
+
+        def unsettled(state):
+            rows = online_softmax.unsettled(state, self.plan.allowed)
+            return warpgroup_any(rows.astype(jnp.int32), self.block.warpgroup)
+
+        def exact_step(carry):
+            j, carry, _ = carry
+            weights, state = step(j, carry, exact=True)
+            return j + 1, (weights, state), unsettled(state)
+
+        exact, carry, _ = lax.while_loop(
+            lambda carry: (carry[0] < exact) | ((carry[0] < blocks) & carry[2]),
+            exact_step,
+            (jnp.int32(1), carry, unsettled(carry[1])),
+        )
+        return exact, carry
+
+    # --- the end of a tile ---
+
+    def end_tile_under_next(self, index, steps, number, carry, following):
+        """The next tile's first logits run with this tile's last output product."""
+        block, rows, tiles = self.block, self.rows, self.plan.tiles
+        weights, state, too_low = carry
+        tile, batch, head = tiles.locate(number)
+        next_tile, next_batch, _ = next_place = tiles.locate(following)
+        buffer = block.query_buffer(index + 1)
+        k_slot, v_slot = block.slot(steps), block.slot(steps - 1)
+        there = lambda: self.is_there(index + 1, lambda: following)
+        block.q_free.arrive(block.query_buffer(index))
+        inverse, too_low = rows.finish(state, too_low, tile, batch, head)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        bounds = rows.bounds(next_tile, next_batch)
+        bits = rows.bits(next_tile, next_batch, jnp.int32(0), is_first=True)
+
+        # After the last tile the logits are of no tile, and go nowhere.
+        @pl.when(there())
+        def _():
+            plgpu.barrier_wait(block.q_full.at[buffer])
+            plgpu.barrier_wait(block.k_full.at[k_slot])
+
+        self.put_bias(k_slot)
+        block.take_turn()
+        self.issue_logits(buffer, k_slot)
+        self.issue_output(weights, v_slot)
+        block.pass_turn()
+        loaded = rows.load_elements(lambda: following, jnp.int32(0), is_first=True)
+        logits = self.load_logits()
+        pl.when(there())(lambda: block.k_free.arrive(k_slot))
+        end_block = block.end_of(next_tile, next_batch)
+        first = rows.first_weights(logits, next_tile, end_block - 1, bounds, bits, loaded)
+        weights, next_state = lax.optimization_barrier(first)
+        output = self.load_output()
+        block.v_free.arrive(v_slot)
+        self.await_first_value(there, k_slot)
+        # Only now are there registers for what dropout takes.
+        weights = rows.first_operand(weights, next_place, end_block - 1)
+        self.store_output(output, inverse, tile, batch, head)
+        if self.plan.problem.forward_ignores_unseen:
+            pl.when(there())(
+                lambda: self.zero_unseen_values(k_slot, next_tile, next_batch, end_block - 1)
+            )
+        return weights, next_state, too_low
+
+    def end_tile_before_next(self, index, steps, number, carry, following):
+        """The next queries arrive where this tile's were while it ends."""
+        block, tiles = self.block, self.plan.tiles
+        weights, state, too_low = carry
+        tile, batch, head = tiles.locate(number)
+        next_place = tiles.locate(following)
+        block.q_free.arrive(0)
+        inverse, too_low = self.rows.finish(state, too_low, tile, batch, head)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        block.take_turn()
+        self.issue_output(weights, block.slot(steps - 1))
+        block.pass_turn()
+        output = self.load_output()
+        block.v_free.arrive(block.slot(steps - 1))
+        self.store_output(output, inverse, tile, batch, head)
+        number = lambda: self.number(index + 1)
+        there = lambda: self.is_there(index + 1, number)
+        return *self.start_tile(index + 1, steps, next_place, number, there), too_low
+
+    def store_output(self, output, inverse, tile, batch, head) -> None:
+        """Divides by the row sums and sends output to global memory."""
+        block, plan = self.block, self.plan
+        staging = block.o_smem.at[block.warpgroup]
+        factor = spread(inverse, output.shape)
+        output *= factor
+        if plan.problem.forward_ignores_unseen:
+            output = jnp.where(factor < 0.0, 0.0, output)
+        self.o_acc[...] = zero_tile(ROWS, plan.value_columns.size)
+        for columns in plan.staged_columns:
+            if columns.first > 0:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            part = output[:, columns.first : columns.first + columns.size]
+            columns.put(staging, part.astype(plan.problem.dtype), anew=plan.registers_are_scarce)
+            plgpu.commit_smem()
+            columns.store(staging, block.o.at[batch, self.rows.all(tile), head])

@@ -1,0 +1,172 @@
+"""What the FP8 forward does, its buffers and barriers, and what its warpgroups share of them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.columns import Columns
+from pallas_kernels.config import ForwardFP8Config, Problem
+from pallas_kernels.forward_block import Block
+from pallas_kernels.forward_tiles import Tiles
+from pallas_kernels.ptx.barriers import NamedBarriers, twins_of, with_twins
+from pallas_kernels.ptx.operands import float8_operand
+from pallas_kernels.row_masks import ROWS, RowMasks
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the kernel does, and with what buffers and barriers.
+
+    Attributes:
+      problem: static description.
+      config: tile sizes.
+      out_dtype: of the output.
+      interpret: whether it is for interpret mode.
+    """
+
+    problem: Problem
+    config: ForwardFP8Config
+    out_dtype: np.dtype
+    interpret: bool
+
+    @functools.cached_property
+    def tiles(self) -> Tiles:
+        return Tiles(self.problem, self.config)
+
+    @property
+    def registers_are_scarce(self) -> bool:
+        """Then addresses and entries of lists are made anew where they are used."""
+        p = self.problem
+        return max(p.width, p.value_width) > 64 or p.by_batch
+
+    @property
+    def accumulated(self) -> Any:
+        """The dtype of logits; interpret mode has no sums in float16."""
+        return jnp.float32 if self.interpret else jnp.float16
+
+    @property
+    def lag(self) -> int:
+        """Steps by which V is turned after it was asked for, where the next one goes."""
+        return self.config.stages - 1
+
+    @functools.cached_property
+    def key_columns(self) -> Columns:
+        return Columns.whole_float8(self.problem.width)
+
+    @functools.cached_property
+    def value_columns(self) -> Columns:
+        return Columns.whole_float8(self.problem.value_width)
+
+    @functools.cached_property
+    def staged_columns(self) -> list[Columns]:
+        """The output is staged some at a time."""
+        out_columns = Columns(self.problem.value_width, self.value_columns.size)
+        return out_columns.in_parts(self.config.staged_columns)
+
+    @functools.cached_property
+    def barriers(self) -> dict[str, NamedBarriers]:
+        """Those with a number, by name."""
+        c = self.config
+        turn = NamedBarriers(first=c.consumers + 2, count=c.consumers, arrivers=1)
+        k_free = NamedBarriers(turn.first + c.consumers, c.stages, arrivers=c.consumers)
+        v_free = NamedBarriers(k_free.first + c.stages, c.value_stages, arrivers=c.consumers)
+        q_free = NamedBarriers(v_free.first + c.value_stages, c.query_buffers, arrivers=c.consumers)
+        return dict(turn=turn, k_free=k_free, v_free=v_free, q_free=q_free)
+
+    def scratch(self) -> dict[str, Any]:
+        """Types of shared memory and barriers, by name."""
+        c, dtype = self.config, self.problem.dtype
+        keys, values = self.key_columns, self.value_columns
+        found: dict[str, Any] = dict(
+            q_smem=keys.smem(c.query_buffers, c.consumers, ROWS, dtype=dtype),
+            k_smem=keys.smem(c.stages, c.block_kv, dtype=dtype),
+            v_smem=values.smem(self.lag, c.block_kv, dtype=dtype),
+            turned_smem=plgpu.SMEM(
+                (c.value_stages, values.size, c.block_kv),
+                dtype,
+                transforms=float8_operand(c.block_kv),
+            ),
+            o_smem=self.staged_columns[0].smem(c.consumers, ROWS, dtype=self.out_dtype),
+            q_full=plgpu.Barrier(
+                num_arrivals=c.consumers * keys.tiles, num_barriers=c.query_buffers
+            ),
+            k_full=plgpu.Barrier(num_arrivals=keys.tiles, num_barriers=c.stages),
+            v_full=plgpu.Barrier(num_arrivals=values.tiles, num_barriers=self.lag),
+            turned_full=plgpu.Barrier(num_arrivals=1, num_barriers=c.value_stages),
+        )
+        if self.interpret:
+            found["twins"] = twins_of(self.barriers)
+        return found
+
+
+class ThreadBlock(Block):
+    """What producer and consumers share: operands, results, buffers, barriers, and the list.
+
+    Attributes:
+      plan: of the kernel.
+      q, k, v, row_scales, key_scales, value_scales, ratios, o, lse: refs in global memory.
+      masks: of rows and keys.
+      q_smem, k_smem, v_smem: buffers that TMA fills; o_smem, one that it stores.
+      turned_smem: V, turned.
+      q_full, k_full, v_full, turned_full: mbarriers a buffer.
+      turn, k_free, v_free, q_free: see `Plan.barriers`.
+      warpgroup: index of this one; the consumers come first.
+    """
+
+    def __init__(
+        self, plan: Plan, refs, *, q_smem, k_smem, v_smem, turned_smem, o_smem,
+        q_full, k_full, v_full, turned_full, twins=None,
+    ):  # fmt: skip
+        problem = plan.problem
+        self.plan = plan
+        self.q_smem, self.k_smem, self.v_smem, self.o_smem = q_smem, k_smem, v_smem, o_smem
+        self.turned_smem, self.turned_full = turned_smem, turned_full
+        self.q_full, self.k_full, self.v_full = q_full, k_full, v_full
+        self.schedule, self.key_blocks, self.q, self.k, self.v, *rest = refs
+        self.row_scales, self.key_scales, self.value_scales, self.ratios, *rest = rest
+        *optional, self.o, self.lse = rest
+        self.masks = RowMasks(
+            problem,
+            plan.config.block_kv,
+            plan.tiles.rows,
+            intervals_ref=optional[0] if problem.dynamic else None,
+            ids_refs=optional[int(problem.dynamic) :] if problem.segmented else None,
+        )
+        self.turn, self.k_free, self.v_free, self.q_free = with_twins(plan.barriers, twins)
+        self.warpgroup = lax.axis_index("warpgroup")
+        self.number = lax.axis_index("block")
+
+    def tile_count(self):
+        return self.listed(0)
+
+    def locate(self, index):
+        """Tile, batch entry and head of an index of the list."""
+        return self.plan.tiles.locate(self.listed(1 + index))
+
+    def raw_slot(self, step):
+        """Of V before it is turned."""
+        return lax.rem(step, jnp.int32(self.plan.lag))
+
+    def value_slot(self, step):
+        """Of V turned."""
+        return lax.rem(step, jnp.int32(self.plan.config.value_stages))
+
+    def kv_head_of(self, head):
+        return lax.div(head, jnp.int32(self.plan.problem.group))
+
+    def over_tiles(self, body: Callable, carry):
+        """As `fori_loop`, but for the count, which is in no register during a tile."""
+
+        def turn(at):
+            index, _, carry = at
+            return index + 1, *body(index, carry)
+
+        begin = jnp.int32(0), self.tile_count() > 0, carry
+        _, _, carry = lax.while_loop(lambda at: at[1], turn, begin)
+        return carry

@@ -1,0 +1,95 @@
+"""The two products of a consumer of the forward: logits, and what weights add to the output."""
+
+from collections.abc import Callable
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.element_arrays import compressed
+from pallas_kernels.forward_block import ThreadBlock
+from pallas_kernels.forward_plan import BIAS_BOX
+from pallas_kernels.forward_rows import Rows
+from pallas_kernels.ptx.barriers import fence_async_shared
+from pallas_kernels.ptx.compiler import fresh_zero
+from pallas_kernels.ptx.mlir import zero_tile
+from pallas_kernels.ptx.operands import load_operand
+from pallas_kernels.row_masks import ROWS
+
+_PER_KEY = plgpu.Layout.WGMMA.reduce(0)
+
+
+class Products:
+    """Those of 64 rows of any tile, and what arrives for them.
+
+    Attributes:
+      rows: of this warpgroup.
+      o_acc, s_acc: accumulators of the output and of logits.
+    """
+
+    def __init__(self, block: ThreadBlock, rows: Rows, o_acc, s_acc):
+        self.block, self.plan, self.rows = block, block.plan, rows
+        self.o_acc, self.s_acc = o_acc, s_acc
+
+    def put_bias(self, slot, *, exact: bool = True) -> None:
+        """Tiles of a bias where the product is added to them, outside of the turn."""
+        block, problem, dtype = self.block, self.plan.problem, self.plan.bias_dtype
+        if not self.plan.bias_boxes:
+            return
+        boxes = [block.bias_smem.at[slot, block.warpgroup, n] for n in range(self.plan.bias_boxes)]
+        parts = [load_operand(box, BIAS_BOX, dtype) for box in boxes]
+        bias = jnp.concatenate(parts, axis=1).astype(jnp.float32)
+        if exact and problem.adds_bias and dtype != jnp.float16:
+            bias = compressed(bias, problem)
+        self.s_acc[...] = bias * (1.0 / problem.scale)
+        fence_async_shared()  # TMA will overwrite the bias that was read
+
+    def issue_logits(self, buffer, slot) -> None:
+        block, block_kv = self.block, self.plan.config.block_kv
+        if self.plan.has_bias_of_keys:
+            bias = plgpu.load(block.bias_smem.at[slot], layout=_PER_KEY)
+            self.s_acc[...] = lax.broadcast_in_dim(bias, (ROWS, block_kv), [1])
+            fence_async_shared()  # TMA will overwrite the bias that was read
+        elif not self.plan.bias_boxes:
+            self.s_acc[...] = zero_tile(ROWS, block_kv)
+        queries = block.q_smem.at[buffer, block.warpgroup]
+        self.plan.key_columns.contract(self.s_acc, queries, block.k_smem.at[slot])
+
+    def load_logits(self):
+        """While the output product that was issued behind them goes on, if any may."""
+        waits = self.rows.elements_late or self.plan.config.products_first
+        open_products = 0 if waits else self.plan.value_columns.tiles
+        return plgpu.wgmma_accumulator_load(self.s_acc, wait_n=open_products)
+
+    def issue_output(self, weights, slot) -> None:
+        if not self.plan.own_values:
+            plgpu.barrier_wait(self.block.v_full.at[slot])
+        self.plan.value_columns.expand(self.o_acc, weights, self.block.v_smem.at[slot])
+
+    def load_output(self):
+        return plgpu.wgmma_accumulator_load(self.o_acc, wait_n=0)
+
+    def await_first_value(self, there: Callable, slot) -> None:
+        """V of a tile's first key block, if there is such a tile."""
+        if self.plan.own_values:
+            pl.when(there())(lambda: plgpu.barrier_wait(self.block.v_full.at[slot]))
+
+    def zero_unseen_values(self, slot, tile, batch, key_block) -> None:
+        """Rows of V that no query of a tile sees: 0 times what they hold may be NaN."""
+        block, block_kv = self.block, self.plan.config.block_kv
+        key_length = self.plan.problem.key_length
+        # Addresses are made anew: registers are short.
+        first, end = (ref[batch + fresh_zero(), tile] for ref in block.reach)
+        first_key = key_block * block_kv
+        is_cut = (first_key < first) | (first_key + block_kv > end)
+        if key_length % block_kv:  # zeros stand behind the last key
+            is_cut &= (first_key < first) | (end < key_length)
+
+        @pl.when(is_cut)
+        def _():
+            rows, box_width = (
+                (first - first_key, end - first_key),
+                self.plan.value_columns.box_width,
+            )
+            block.unseen_values.keep_rows(block.v_smem.at[slot], *rows, block.warpgroup, box_width)

@@ -1,0 +1,126 @@
+"""The kernel of thread blocks that own keys, with the tables that it takes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import scheduler, segments
+from pallas_kernels.config import BACKWARD_CONSUMERS
+from pallas_kernels.dropout import Words
+from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles
+from pallas_kernels.ptx.barriers import HAND_ORDERED
+
+# Their entries have no room beside what sums over rows might need, of which there are none here.
+_DRAWING = dataclasses.replace(HAND_ORDERED, reduction_scratch_bytes=0)
+
+
+def gradient_kernel(
+    tiles: KeyTiles,
+    body: Callable,
+    key_rows: int,
+    most_thread_blocks: int | None,
+    scratch: dict[str, Any],
+    from_end: bool = False,
+    draws: bool = False,
+    more_results: tuple[jax.ShapeDtypeStruct, ...] = (),
+) -> Callable:
+    """The kernel that makes dK and dV, `[batch, key_rows, kv_heads, width or value_width]`.
+
+    Args:
+      body: takes the refs that `Walk.of_refs` takes, those of the operands, and of dK, dV and
+        more results.
+      most_thread_blocks: as `KeyTiles.thread_blocks` takes it.
+      from_end: thread blocks walk their lists from the end.
+      draws: thread blocks draw their tiles, of all heads, and have no lists.
+      more_results: shapes of what the kernel makes beside dK and dV; with any, `first_steps`
+        goes with `seeing_blocks`.
+
+    Returns:
+      A function of the intervals of keys `[B, 2, T]` that queries see, or None, of the segment
+      ids of queries and keys, or None, of the words of dropout, or None, and of the operands.
+      Of a section the kernel takes its heads alone, and if there are refs of results, it writes
+      those heads of them.
+    """
+    p = tiles.problem
+    seeing_blocks = tiles.seeing_blocks()
+    if more_results:
+        seeing_blocks = np.append(seeing_blocks, tiles.first_steps()[None], axis=0)
+    d_key, d_value = (
+        jax.ShapeDtypeStruct((p.batch, key_rows, p.kv_heads, width), p.dtype)
+        for width in (p.width, p.value_width)
+    )
+
+    @functools.lru_cache
+    def kernel_of(thread_blocks: int, has_results: bool) -> Callable:
+        kernel = plgpu.kernel(
+            body,
+            out_type=() if has_results else (d_key, d_value, *more_results),
+            grid=(thread_blocks,),
+            grid_names=("block",),
+            num_threads=BACKWARD_CONSUMERS + 1,
+            thread_name="warpgroup",
+            scratch_types=scratch,
+            compiler_params=_DRAWING if draws else HAND_ORDERED,
+        )
+        return jax.jit(kernel)  # lowered once for all sections
+
+    def run(intervals, ids, words: Words | None, *operands, kv_heads=None, results=()):
+        thread_blocks = tiles.thread_blocks(most_thread_blocks, kv_heads, draws)
+        kernel = kernel_of(thread_blocks, bool(results))
+        operands = (*operands, *results)
+        if words is not None:  # those of queries come with their start
+            operands = (words[1], *operands)
+        if not p.by_batch:
+            tables: tuple[Any, ...]
+            if draws:
+                tables = tiles.tables_to_draw(thread_blocks)
+            else:
+                tables = (jnp.asarray(tiles.schedule(thread_blocks, from_end, kv_heads)),)
+            return kernel(*tables, jnp.asarray(seeing_blocks), *operands)
+        seeing = bounds = tiles.seeing(intervals)
+        ids_are_sorted = None
+        if ids is not None:
+            query_ids, key_ids = ids
+            within = None if intervals is None else seeing
+            key_ids = segments.padded(key_ids, tiles.block_kv)
+            bounds, ids_are_sorted = segments.intervals(key_ids, query_ids, within)
+        blocks = tiles.seeing_blocks_of(seeing, ids, ids_are_sorted)
+        steps = p.group * (blocks[:-1, :, 1] - blocks[:-1, :, 0])
+        cost = steps.astype(jnp.float32) + TILE_OVERHEAD
+        if draws:
+            tables = tiles.tables_to_draw(thread_blocks, cost)
+        else:
+            schedule = tiles.schedule(thread_blocks, from_end, kv_heads)
+            tables = (scheduler.longest_first(schedule, cost, p.kv_heads),)
+        tables = (*tables, blocks, jnp.asarray(bounds))
+        if ids is not None:
+            tables = (*tables, segments.padded(query_ids, tiles.block_q), key_ids)
+        return kernel(*tables, *operands)
+
+    return run
+
+
+def with_words(words: Words | None, start: jax.Array, *statistics: jax.Array) -> jax.Array:
+    """What kernels that own keys take as `start`: one array, as each copy takes registers.
+
+    Args:
+      words: of dropout, or None.
+      start: `[B, N, 1 or 2, R]` float32, with the share of rows.
+      *statistics: `[B, N, R]` float32.
+
+    Returns:
+      Without words start; with them `[B, N, more, R]` float32 of start, the bits of the words of
+      queries, and the other statistics.
+    """
+    if words is None:
+        return start
+    query_words = jnp.pad(words[0], ((0, 0), (0, 0), (0, start.shape[3] - words[0].shape[2])))
+    query_words = lax.bitcast_convert_type(query_words, jnp.float32)
+    return jnp.concatenate([start, *(x[:, :, None] for x in (query_words, *statistics))], axis=2)

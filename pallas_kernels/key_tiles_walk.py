@@ -1,0 +1,302 @@
+"""The walk of a thread block over its tiles of keys: where it is, and what tables say of that."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import tickets
+from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
+from pallas_kernels.key_tiles import CONSUMER_KEYS, KeyTiles
+from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.ptx.loads import load_rows
+from pallas_kernels.ptx.votes import any_positive
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The tiles of one thread block, inside a kernel.
+
+    What there is to know of a tile is read where it is needed: kept over a loop it costs registers.
+
+    Attributes:
+      schedule_ref: `KeyTiles.schedule`, in global memory; None where tiles are drawn.
+      seeing_blocks_ref: `KeyTiles.seeing_blocks` or `seeing_blocks_of`, in global memory.
+      block: number of the thread block.
+      more_refs: in global memory, where the problem is dynamic or segmented the queries that see
+        each key, and where it is segmented the ids of queries and of keys, as many as there are in
+        all blocks and tiles.
+      elements: mask and bias, with rows of keys, of a problem that has them.
+      key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
+      any_far_ref: in global memory, `[1]`: more than 0 if any row is far from 0 (`far_rows.py`).
+      drawn: the tickets of a thread block that draws its tiles. Behind the next ticket,
+        `drawn.drawn_ref` has what `prepared_tiles` counts.
+    """
+
+    tiles: KeyTiles
+    schedule_ref: Any
+    seeing_blocks_ref: Any
+    block: Any
+    more_refs: tuple[Any, ...] = ()
+    elements: ElementRefs | None = None
+    key_words_ref: Any = None
+    drawn: tickets.Tickets | None = None
+    any_far_ref: Any = None
+
+    @classmethod
+    def of_refs(
+        cls,
+        tiles: KeyTiles,
+        block,
+        refs,
+        thread_blocks: int = 0,
+        entries: Any = None,
+        first_full: Any = None,
+    ) -> "tuple[Walk, list]":
+        """The walk by the first refs of a kernel of `gradient_kernel`, and its other refs.
+
+        Args:
+          thread_blocks, entries, first_full: where they draw, how many there are and what
+            `tickets.Tickets` takes.
+        """
+        drawn = None
+        schedule_ref, *refs = refs
+        if entries is not None:
+            order_ref, schedule_ref = schedule_ref, None
+            drawn_ref, *refs = refs
+            drawn = tickets.Tickets(
+                order_ref,
+                drawn_ref,
+                entries,
+                tiles.count,
+                thread_blocks,
+                functools.partial(lax.axis_index, "block"),
+                first_full,
+            )
+        seeing_blocks_ref, *refs = refs
+        count = int(tiles.problem.by_batch) + 2 * int(tiles.problem.segmented)
+        more_refs = tuple(refs[:count])
+        key_words_ref = None
+        if tiles.problem.dropout:
+            key_words_ref, count = refs[count], count + 1
+        elements, operands = ElementRefs.split(tiles.problem, refs[count:], transposed=True)
+        any_far_ref, *operands = operands
+        walk = cls(
+            tiles,
+            schedule_ref,
+            seeing_blocks_ref,
+            block,
+            more_refs,
+            elements,
+            key_words_ref,
+            drawn,
+            any_far_ref,
+        )
+        return walk, operands
+
+    def count(self):
+        """How many tiles a list has, at least 1; it goes on with others, or one, of no meaning."""
+        return self.schedule_ref[self.block, 0]
+
+    def locate(self, index):
+        """Tile and key head, of every batch entry, of the thread block's tile of that index."""
+        return self.tiles.locate(self.number(index))
+
+    def number(self, index):
+        """Number of the thread block's tile of that index, in its list or of those that it drew."""
+        if self.drawn:
+            return self.drawn.number(index)
+        return self.schedule_ref[self.block, 1 + index]
+
+    def prepared_tiles(self, section):
+        """Counter of the tiles that are prepared of a section of `KeyTiles.prepared`, from 1 on."""
+        assert self.drawn is not None
+        return self.drawn.drawn_ref.at[section]
+
+    def batch_of(self, place):
+        """Batch entry of what `locate` gives."""
+        _, kv_head_of_all = place
+        return lax.div(kv_head_of_all, jnp.int32(self.tiles.problem.kv_heads))
+
+    def seeing(self, place, column: int):
+        """An entry of the table of query blocks."""
+        if self.tiles.problem.by_batch:
+            return self.seeing_blocks_ref[self.batch_of(place), place[0], column]
+        return self.seeing_blocks_ref[column, place[0]]
+
+    def first_block(self, place):
+        """The first query block that sees a key of a tile; place is what `locate` gives."""
+        problem = self.tiles.problem
+        # Read for dense masks and biases too, where a kernel would spill.
+        if problem.highest is None and not (problem.by_batch or problem.has_elements):
+            return jnp.int32(0)
+        return self.seeing(place, 0)
+
+    def end_block(self, place):
+        """The end of the query blocks that see a key of a tile."""
+        if not self.tiles.problem.has_far_edge:
+            return self.tiles.query_blocks
+        return self.seeing(place, 1)
+
+    def is_first_to_see(self, place, query_block):
+        """Whether a tile sees a query block and, most likely, none before it in its head does.
+
+        Without ids it is true of the first tile alone, which sees what any other does unless a
+        window has a far edge.
+        """
+        tile, _ = place
+        if not self.tiles.problem.segmented:
+            return tile == 0
+        return query_block >= self._own_entry(place, self.tiles.block_kv, 1)
+
+    def first_step(self, place):
+        """How many steps the tiles of a head before it take, in a kernel with more results."""
+        return self.seeing(place, 2)
+
+    def counting_queries(self, place):
+        """First and end of the queries that see any key of a tile; for none first is above end."""
+        return self._last_entries(place)[:2]
+
+    def counting_keys(self, place):
+        """First and end, in a tile, of its keys that queries see; for none first is above end."""
+        return self._last_entries(place)[2:]
+
+    def _own_entry(self, place, own_first_key: int, column: int):
+        """An entry of those that the 64 keys of a consumer have in the table of query blocks.
+
+        Behind those of the last one, at `block_kv`, are what else it holds of the tile.
+        """
+        return self.seeing(place, 2 + 4 * (own_first_key // CONSUMER_KEYS) + column)
+
+    def _last_entries(self, place):
+        return [self._own_entry(place, self.tiles.block_kv, n) for n in range(4)]
+
+    def blocks_of(self, place):
+        """First query block of a tile, and how many there are of each head of the group."""
+        first_block = self.first_block(place)
+        return first_block, self.end_block(place) - first_block
+
+    def steps(self, index):
+        """How many query blocks, of all heads of the group."""
+        return self.steps_of(self.locate(index))
+
+    def steps_of(self, place):
+        """The same of what `locate` gives."""
+        _, per_head = self.blocks_of(place)
+        return per_head * self.tiles.problem.group
+
+    def step_of(self, place, t):
+        """Query block of step t of a tile, and the query head's number in its group."""
+        _, per_head = self.blocks_of(place)
+        member = lax.div(t, per_head) if self.tiles.problem.group > 1 else 0
+        return self.end_block(place) - 1 - t + member * per_head, member
+
+    def advance(self, index, t):
+        """The step after step t of a tile: index of its tile and number in it.
+
+        After the last step of all, the index is `count()`, and the number means nothing.
+        """
+        is_last = (t + 1 == self.steps(index)) & (index < self.count())
+        return index + is_last, jnp.where(is_last, 0, t + 1)
+
+    @property
+    def has_elements_of_queries(self) -> bool:
+        return self.elements is not None and self.elements.any_of_queries
+
+    def load_elements(self, j, *, index, end, own_first_key: int) -> Loaded:
+        """Mask and bias of a consumer's part of step j, of a tile whose steps end before `end`."""
+        problem = self.tiles.problem
+        if self.elements is None or not problem.has_elements:
+            return NOTHING_LOADED
+        place = tile, kv_head_of_all = self.locate(index)
+        batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
+        query_block, member = self.step_of(place, j - end + self.steps(index))
+        head = kv_head * problem.group + member
+        first_key = tile * self.tiles.block_kv + own_first_key
+        block_q = self.tiles.block_q
+        return self.elements.load(batch, head, first_key, query_block * block_q, block_q)
+
+    def key_words(self, index, own_first_key: int) -> jax.Array | None:
+        """Words of dropout of a consumer's keys of a tile, `(64,)` int32; None without dropout."""
+        if self.key_words_ref is None:
+            return None
+        place = self.locate(index)
+        first_key = place[0] * self.tiles.block_kv + own_first_key
+        last_key = self.tiles.problem.key_length - 1
+        return load_rows(self.key_words_ref.at[self.batch_of(place)], first_key, last_key)
+
+    def own_first_block(self, index, own_first_key: int):
+        """The first query block of a head that sees any of a consumer's keys."""
+        tiles, problem = self.tiles, self.tiles.problem
+        place = tile, _ = self.locate(index)
+        if problem.by_batch:
+            return self._own_entry(place, own_first_key, 0)
+        first_block = self.first_block(place)
+        if problem.highest is None:
+            return first_block
+        query = jnp.maximum(tile * tiles.block_kv + (own_first_key - problem.highest), 0)
+        first = lax.div(query, jnp.int32(tiles.block_q))
+        return jnp.clip(first, first_block, self.end_block(place))
+
+    def own_end_block(self, index, own_first_key: int):
+        """The end of the query blocks of a head that see any of a consumer's keys."""
+        tiles, problem = self.tiles, self.tiles.problem
+        place = tile, _ = self.locate(index)
+        if problem.by_batch:
+            return self._own_entry(place, own_first_key, 1)
+        end_block = self.end_block(place)
+        if problem.lowest is None:
+            return end_block
+        end_key = tile * tiles.block_kv + (own_first_key + CONSUMER_KEYS)
+        queries = jnp.maximum(end_key - problem.lowest, 0)
+        end = lax.div(queries + (tiles.block_q - 1), jnp.int32(tiles.block_q))
+        return jnp.clip(end, self.first_block(place), end_block)
+
+    def first_unmasked_block(self, index, own_first_key: int):
+        """The query blocks of a head from there on need no mask, up to `end_unmasked_block`."""
+        tiles, problem = self.tiles, self.tiles.problem
+        place = tile, _ = self.locate(index)
+        if problem.dynamic and problem.has_bias:
+            return self.end_block(place)  # the bias of rows that see nothing may be NaN
+        if problem.by_batch:
+            return self._own_entry(place, own_first_key, 2)
+        unmasked = first_block = self.first_block(place)
+        end_block = self.end_block(place)
+        if problem.highest is not None:
+            last_key = tile * tiles.block_kv + (own_first_key + CONSUMER_KEYS - 1)
+            last_key = jnp.maximum(last_key - problem.highest, 0)
+            unmasked = lax.div(last_key + (tiles.block_q - 1), jnp.int32(tiles.block_q))
+        if tiles.ragged:
+            unmasked = jnp.where(tile == tiles.per_head - 1, end_block, unmasked)
+        return jnp.clip(unmasked, first_block, end_block)
+
+    def end_unmasked_block(self, index, own_first_key: int, first_unmasked):
+        """The query blocks of a head from there on need a mask for the lower bound."""
+        tiles, problem = self.tiles, self.tiles.problem
+        place = tile, _ = self.locate(index)
+        if problem.by_batch:
+            end = self._own_entry(place, own_first_key, 3)
+            return jnp.maximum(end, first_unmasked)
+        if problem.lowest is None:
+            return self.end_block(place)
+        first_key = tile * tiles.block_kv + own_first_key
+        queries = jnp.maximum(first_key + (1 - problem.lowest), 0)
+        end = lax.div(queries, jnp.int32(tiles.block_q))
+        return jnp.clip(end, first_unmasked, self.end_block(place))
+
+    def are_any_far(self) -> Callable[[], jax.Array]:
+        """What tells whether any row of all is far from 0; with dropout read anew each time."""
+        read = lambda: any_positive(self.any_far_ref.at[0])
+        if self.tiles.problem.dropout or self.tiles.problem.soft_cap is not None:
+            return read
+        is_far = read()
+        return lambda: is_far
+
+    def is_comparing(self, index):
+        """Whether steps of a tile that need a mask compare segment ids."""
+        place = self.locate(index)
+        return self._own_entry(place, self.tiles.block_kv, 0) > 0
