@@ -275,9 +275,9 @@ MISTAKES = [
             "end = -(-(last_key - p.lowest) // self.block_q)",
         ),
         (
-            "intervals: queries beyond the end are masked",
+            "intervals: the last query is not masked",
             "to_end = reach.common_end >= self.problem.query_length",
-            "to_end = reach.common_end > self.problem.query_length",
+            "to_end = reach.common_end >= self.problem.query_length - 1",
         ),
     ),
     *_in(
