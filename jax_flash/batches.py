@@ -66,7 +66,8 @@ def segment_ids(starts: ArrayLike, length: int) -> jax.Array:
     need(starts.ndim > 0, "starts", starts.shape, "[..., documents]")
     need_static("length", length)
     need(is_number(length, numbers.Integral) and length >= 0, "length", length, "0 or more")
-    begun = starts[..., None] <= jnp.arange(length, dtype=jnp.int32)
+    places = jnp.arange(length, dtype=jnp.int32).reshape((1,) * starts.ndim + (-1,))
+    begun = starts[..., None] <= places
     return begun.sum(-2, dtype=jnp.int32)
 
 

@@ -17,7 +17,7 @@ from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles
 from pallas_kernels.key_tiles_walk import Walk
 from tests import oracle
-from tests.support.cases import slow
+from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import (
     as_arrays,
@@ -186,7 +186,7 @@ def test_key_blocks_of_query_rows(T, S, seen, rows):
         slow(200, 130, 1, 1, 128, jnp.float16, dict(query_seq_lengths=[128, 77])),
         (130, 67, 1, 1, 256, jnp.bfloat16, dict(query_seq_lengths=[0, 130])),
         slow(67, 300, 2, 2, 64, jnp.float16, dict(is_causal=True, query_offset=[-20, 233])),
-        (
+        long(
             150,
             200,
             1,

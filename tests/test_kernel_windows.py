@@ -15,7 +15,7 @@ from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.ptx.barriers import BlockVote
-from tests.support.cases import slow
+from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import (
     check,
@@ -39,7 +39,7 @@ FAR = 10**9  # a side of a window that hides nothing
         (400, 400, 1, 1, 128, jnp.bfloat16, dict(is_causal=True, local_window_size=(280, 9))),
         # One side.
         slow(150, 256, 1, 1, 64, jnp.float16, dict(local_window_size=(0, 60))),
-        (101, 256, 1, 1, 128, jnp.bfloat16, dict(local_window_size=(60, FAR))),
+        long(101, 256, 1, 1, 128, jnp.bfloat16, dict(local_window_size=(60, FAR))),
         # Whole tiles hidden, T < S, T > S, offsets.
         slow(67, 300, 2, 1, 128, jnp.bfloat16, dict(local_window_size=(20, 10), query_offset=140)),
         (330, 70, 1, 1, 64, jnp.float16, dict(local_window_size=(64, 30), query_offset=-170)),

@@ -44,6 +44,7 @@ def test_twin(each):
         each.check(results, each.expected)
 
 
+@pytest.mark.long
 def test_lowers_for_cuda(each):
     lowered = jax.jit(each.run).trace(*each.arguments).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
