@@ -41,6 +41,7 @@ from pallas_kernels.config import BackwardQueryConfig, Problem
 from pallas_kernels.dropout import Words
 from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
+from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.ptx.barriers import HAND_ORDERED
 
@@ -107,8 +108,8 @@ def _build(
 
     def attention_backward_query(*refs, **scratch):
         block = ThreadBlock(plan, refs, **scratch)
-        pl.when(block.warpgroup < CONSUMERS)(lambda: consume(block))
-        pl.when(block.warpgroup == CONSUMERS)(lambda: _produce(block))
+        roles = functools.partial(consume, block), functools.partial(_produce, block)
+        warp_specialised(block.warpgroup, CONSUMERS, plan.config.registers, *roles)
 
     shape = problem.batch, query_rows, problem.heads, problem.width
     kernel = plgpu.kernel(
@@ -140,7 +141,6 @@ def _build(
 def _produce(block: ThreadBlock) -> None:
     """Loads Q and dO, and fills the buffers of K and V, each as it gets free."""
     plan, block_kv = block.plan, block.plan.config.block_kv
-    plgpu.set_max_registers(plan.config.registers[1], action="decrease")
     batch, head = block.batch_and_head()
     kv_head = lax.div(head, jnp.int32(plan.problem.group))
     k_stages, v_stages = plan.config.stages

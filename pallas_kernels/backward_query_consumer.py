@@ -26,7 +26,6 @@ from pallas_kernels.ptx.mlir import zero_tile
 
 def consume(block: ThreadBlock) -> None:
     plan, block_kv = block.plan, block.plan.config.block_kv
-    plgpu.set_max_registers(plan.config.registers[0], action="increase")
     pl.run_scoped(
         lambda *accumulators: _Consumer(block, *accumulators).run(),
         plgpu.ACC((ROWS, plan.dq_columns.size), jnp.float32),

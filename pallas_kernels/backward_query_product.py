@@ -31,6 +31,7 @@ from jax import lax
 from pallas_kernels import scheduler
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, FORWARD_SECTION_BYTES, SM_COUNT, Problem
+from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import KeyTiles, Section
 from pallas_kernels.ptx.arithmetic import div_rem
@@ -144,8 +145,8 @@ def _build(
 
     def attention_backward_query_product(*refs, **scratch):
         block = _ThreadBlock(problem, tiles, stored_heads, refs, **scratch)
-        pl.when(block.warpgroup < _CONSUMERS)(lambda: _consume(block))
-        pl.when(block.warpgroup == _CONSUMERS)(lambda: _produce(block))
+        roles = functools.partial(_consume, block), functools.partial(_produce, block)
+        warp_specialised(block.warpgroup, _CONSUMERS, _REGISTERS, *roles)
 
     d_query = jax.ShapeDtypeStruct((problem.batch, query_rows, problem.heads, problem.width), dtype)
     kernel = plgpu.kernel(
@@ -201,7 +202,6 @@ class _ThreadBlock:
 
 
 def _consume(block: _ThreadBlock) -> None:
-    plgpu.set_max_registers(_REGISTERS[0], action="increase")
 
     def compute(dq_acc):
         block.over_tiles(functools.partial(_consume_tile, block, dq_acc))
@@ -254,7 +254,6 @@ def _consume_tile(block: _ThreadBlock, dq_acc, index, j):
 
 
 def _produce(block: _ThreadBlock) -> None:
-    plgpu.set_max_registers(_REGISTERS[1], action="decrease")
     block.over_tiles(functools.partial(_load_tile, block))
 
 

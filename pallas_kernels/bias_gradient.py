@@ -52,6 +52,7 @@ from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.element_arrays import Elements
 from pallas_kernels.elements import ElementRefs, masked
 from pallas_kernels.far_rows import weights_by_query
+from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.ptx.arithmetic import div_rem
@@ -144,8 +145,8 @@ def _build(pieces: Pieces, interpret: bool):
 
     def attention_bias_gradient(*refs, **scratch):
         block = _ThreadBlock(pieces, with_steps, thread_blocks, free, refs, **scratch)
-        pl.when(block.warpgroup < CONSUMERS)(lambda: _consume(block))
-        pl.when(block.warpgroup == CONSUMERS)(lambda: _produce(block))
+        roles = functools.partial(_consume, block), functools.partial(_produce, block)
+        warp_specialised(block.warpgroup, CONSUMERS, _REGISTERS, *roles)
 
     kernel = plgpu.kernel(
         attention_bias_gradient,
@@ -228,7 +229,6 @@ class _ThreadBlock:
 
 
 def _consume(block: _ThreadBlock) -> None:
-    plgpu.set_max_registers(_REGISTERS[0], action="increase")
     accumulator = plgpu.ACC((ROWS, block.pieces.config.block_kv), jnp.float32)
     run = lambda s_acc, dp_acc: block.over_pieces(_Consumer(block, s_acc, dp_acc).whole_piece)
     pl.run_scoped(run, accumulator, accumulator)
@@ -339,7 +339,6 @@ class _Consumer:
 
 
 def _produce(block: _ThreadBlock) -> None:
-    plgpu.set_max_registers(_REGISTERS[1], action="decrease")
     problem, config = block.problem, block.pieces.config
 
     @block.over_pieces

@@ -54,6 +54,7 @@ from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_consumer import consume
 from pallas_kernels.forward_plan import BIAS_BOX, Plan
 from pallas_kernels.forward_tiles import Tiles
+from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
 
 
@@ -140,8 +141,8 @@ def _build(
 
     def attention_forward(*refs, **scratch):
         block = ThreadBlock(plan, refs, **scratch)
-        pl.when(block.warpgroup < consumers)(lambda: consume(block))
-        pl.when(block.warpgroup == consumers)(lambda: _produce(block))
+        roles = functools.partial(consume, block), functools.partial(_produce, block)
+        warp_specialised(block.warpgroup, consumers, config.registers, *roles)
 
     tiles, scratch = plan.tiles, plan.scratch(interpret)
     kernel = tiles.kernel(
@@ -154,7 +155,6 @@ def _build(
 
 
 def _produce(block: ThreadBlock) -> None:
-    plgpu.set_max_registers(block.plan.config.registers[1], action="decrease")
     block.rounds(lambda begin, steps: _Producer(block, begin).walk(steps))
 
 

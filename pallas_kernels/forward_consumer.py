@@ -22,7 +22,6 @@ from pallas_kernels.row_masks import ROWS
 
 def consume(block: ThreadBlock) -> None:
     plan = block.plan
-    plgpu.set_max_registers(plan.config.registers[0], action="increase")
     is_last = block.warpgroup == plan.config.consumers - 1
     pl.when(is_last)(block.pass_turn)  # warpgroup 0 begins
     accumulators = (

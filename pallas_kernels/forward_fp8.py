@@ -46,6 +46,7 @@ from pallas_kernels.config import ForwardFP8Config, Problem
 from pallas_kernels.forward_fp8_block import Plan, ThreadBlock
 from pallas_kernels.forward_fp8_consumer import consume
 from pallas_kernels.forward_tiles import Tiles
+from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.ptx.barriers import fence_async_shared
 from pallas_kernels.ptx.float8 import transpose_float8
@@ -123,8 +124,8 @@ def _build(
 
     def attention_forward_fp8(*refs, **scratch):
         block = ThreadBlock(plan, refs, **scratch)
-        pl.when(block.warpgroup < config.consumers)(lambda: consume(block))
-        pl.when(block.warpgroup == config.consumers)(lambda: _produce(block))
+        roles = functools.partial(consume, block), functools.partial(_produce, block)
+        warp_specialised(block.warpgroup, config.consumers, config.registers, *roles)
 
     kernel = plan.tiles.kernel(
         attention_forward_fp8, plan.scratch(), padded_query_length, out_dtype
@@ -136,7 +137,6 @@ def _build(
 
 
 def _produce(block: ThreadBlock) -> None:
-    plgpu.set_max_registers(block.plan.config.registers[1], action="decrease")
     _Producer(block).walk()
 
 

@@ -42,7 +42,6 @@ class _Carry(NamedTuple):
 
 def consume(block: ThreadBlock) -> None:
     plan, config = block.plan, block.plan.config
-    plgpu.set_max_registers(config.registers[0], action="increase")
     is_last = block.warpgroup == config.consumers - 1
     pl.when(is_last)(block.pass_turn)  # warpgroup 0 begins
     pl.run_scoped(

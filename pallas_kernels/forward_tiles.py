@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -14,6 +13,7 @@ from jax import lax
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments, tickets
 from pallas_kernels.config import ForwardConfig, Problem, sees_itself
+from pallas_kernels.hopper import kernel
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.row_masks import ROWS
 
@@ -247,20 +247,8 @@ class Tiles:
             of_rows((p.batch, p.heads, self.rows)),
             of_rows((p.batch, p.heads, 2, self.rows)),
         )
-        return plgpu.kernel(
-            body,
-            out_type=results if references else results[:2],
-            grid=(self.thread_blocks,),
-            grid_names=("block",),
-            num_threads=self.config.consumers + 1,
-            thread_name="warpgroup",
-            scratch_types=scratch,
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True,
-                lowering_semantics=plgpu.LoweringSemantics.Lane,
-                reduction_scratch_bytes=0,  # those here are of rows, which a quad of threads has
-            ),
-        )
+        wanted = results if references else results[:2]
+        return kernel(body, wanted, self.thread_blocks, self.config.consumers, scratch)
 
     def with_lists(self, kernel: Callable) -> Callable:
         """A function of the operands that runs a kernel whose schedule has lists of tiles.

@@ -106,24 +106,25 @@ def _twins(barriers: NamedBarriers) -> dict[str, Any]:
 
 
 def warp_specialised(
+    warpgroup: Any,
     consumers: int,
     registers: tuple[int, int],
-    consume: Callable[[Any], None],
+    consume: Callable[[], None],
     produce: Callable[[], None],
 ) -> None:
-    """Runs `consume(number)` in the first warpgroups, `produce()` in the one behind them.
+    """Runs `consume` in the first warpgroups, `produce` in the one behind them.
 
     Args:
+      warpgroup: number of this one.
       consumers: how many warpgroups consume.
       registers: of a thread of a consumer, and of the producer: multiples of 8.
       consume, produce: the roles.
     """
-    warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < consumers)
     def _():
         plgpu.set_max_registers(registers[0], action="increase")
-        consume(warpgroup)
+        consume()
 
     @pl.when(warpgroup == consumers)
     def _():

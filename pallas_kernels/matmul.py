@@ -145,7 +145,7 @@ def _build(plan: Plan, interpret: bool):
         lax.fori_loop(jnp.int32(0), count, run, jnp.int32(0))
 
     def matmul(a, b, c, *, c_smem, operands):
-        ring = Ring.of(_FREE, **operands)
+        ring, own = Ring.of(_FREE, **operands), lax.axis_index("warpgroup")
 
         def load_tile(step, first, end, split, row, column):
             @pl.loop(first, end)
@@ -154,7 +154,7 @@ def _build(plan: Plan, interpret: bool):
                 sources = a.at[pl.ds(row, plan.block_m), of_k], b.at[of_k, pl.ds(column, BLOCK_N)]
                 ring.load(step + j - first, *sources)
 
-        def multiply(own, acc, step, first, end, split, row, column):
+        def multiply(acc, step, first, end, split, row, column):
             row_part, column_part = (own, 0) if plan.by_rows else (0, own)
             rows = pl.ds(row_part * ROWS, ROWS)
             columns = pl.ds(column_part * plan.own_columns, plan.own_columns)
@@ -179,12 +179,12 @@ def _build(plan: Plan, interpret: bool):
                 part = pl.ds(row, ROWS), pl.ds(column + start, plan.staged)
                 plgpu.copy_smem_to_gmem(staged, target.at[part])
 
-        def consume(own):
-            run = lambda acc: over_tiles(functools.partial(multiply, own, acc))
+        def consume():
+            run = lambda acc: over_tiles(functools.partial(multiply, acc))
             pl.run_scoped(run, plgpu.ACC((ROWS, plan.own_columns), jnp.float32))
             plgpu.wait_smem_to_gmem(0)
 
-        warp_specialised(CONSUMERS, (240, 24), consume, lambda: over_tiles(load_tile))
+        warp_specialised(own, CONSUMERS, (240, 24), consume, lambda: over_tiles(load_tile))
 
     scratch = dict(
         c_smem=plgpu.SMEM(

@@ -58,6 +58,7 @@ def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
     schedule = scheduler.deal(head * blocks + block, cost[block], min(len(block), SM_COUNT))
 
     def causal_attention(schedule, q, k, v, o, *, o_smem, turns, **rings):
+        own = lax.axis_index("warpgroup")
         queries, keys, values = (Ring.of(free, **rings[name]) for name, free in _FREE.items())
 
         def locate(number):
@@ -79,7 +80,7 @@ def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
             values.load(step + block, v.at[rows(block)])
             return step + block + 1
 
-        def attend(own, turn, o_acc, s_acc, index, step, number):
+        def attend(turn, o_acc, s_acc, index, step, number):
             block, place = locate(number)
             (q_slot,) = queries.await_full(index)
 
@@ -134,17 +135,16 @@ def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
             plgpu.copy_smem_to_gmem(o_smem.at[own], o.at[place(block * BLOCK + own * ROWS, ROWS)])
             return step + block + 1
 
-        def consume(own):
-            run_tile = functools.partial(attend, own, Turns.of(_TURNS, own, **turns))
+        def consume():
+            run_tile = functools.partial(attend, Turns.of(_TURNS, own, **turns))
             run = lambda *accumulators: walk(schedule, functools.partial(run_tile, *accumulators))
             pl.run_scoped(run, *(plgpu.ACC((ROWS, n), jnp.float32) for n in (WIDTH, BLOCK)))
             plgpu.wait_smem_to_gmem(0)
 
-        warp_specialised(CONSUMERS, (240, 24), consume, lambda: walk(schedule, load_tile))
+        warp_specialised(own, CONSUMERS, (240, 24), consume, lambda: walk(schedule, load_tile))
 
     rings = {name: Ring.types(free, (BLOCK, WIDTH), dtype=dtype) for name, free in _FREE.items()}
     o_smem = plgpu.SMEM((CONSUMERS, ROWS, WIDTH), dtype, transforms=operands.OPERAND)
     scratch = dict(o_smem=o_smem, turns=Turns.types(_TURNS), **rings)
-    out = jax.ShapeDtypeStruct(shape, dtype)
-    run = kernel(causal_attention, out, len(schedule), CONSUMERS, scratch)
-    return functools.partial(run, schedule)
+    out, blocks_and_roles = jax.ShapeDtypeStruct(shape, dtype), (len(schedule), CONSUMERS)
+    return functools.partial(kernel(causal_attention, out, *blocks_and_roles, scratch), schedule)
