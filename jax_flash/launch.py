@@ -339,8 +339,8 @@ def _python_value(attribute: ir.Attribute) -> Any:
 
 def _python_type(of: ir.Type) -> jax.ShapeDtypeStruct:
     of = ir.RankedTensorType(of)
-    for dtype in map(np.dtype, _DTYPES):
-        if mlir.dtype_to_ir_type(dtype) == of.element_type:
+    for dtype in _DTYPES:
+        if mlir.dtype_to_ir_type(np.dtype(dtype)) == of.element_type:
             return jax.ShapeDtypeStruct(tuple(of.shape), dtype)
     raise TypeError(f"operands or results that are not known: {of.element_type}")
 
