@@ -116,9 +116,8 @@ def attention(
 
     The first arguments are those of `jax.nn.dot_product_attention`, and this function can take its
     place. It differs from it where a query sees no key (there the output is the mean of the
-    values, but beyond `query_seq_lengths`), in the LSE (there rounded to the input dtype, and not
-    differentiable), in taking no traced window, and in refusing what makes no sense (an integer
-    bias, a negative window, inputs of unlike ranks).
+    values, but beyond `query_seq_lengths`), in the LSE (there rounded to the input dtype, without
+    gradient), and in refusing a traced window and what makes no sense (an integer bias).
 
     It can be transformed by jit, grad, vmap over any axes, checkpoint, scan, shard_map and export,
     on "xla" also with symbolic sizes, of which all rows are computed at once, as by jax.nn's.
@@ -136,9 +135,9 @@ def attention(
 
     Args:
       query: `[B, T, N, H]`, or `[T, N, H]` without a batch; bfloat16, float16, float32 or float64.
-        Or all three are `jax_flash.Quantized`, of these shapes. Others may have any number of batch
-        axes, `[..., T, N, H]`: lengths and offsets are `[...]` then, segment ids `[..., T]` and
-        `[..., S]`, bias and mask broadcast to `[..., N, T, S]`; b below counts through them all.
+        Or all three are `jax_flash.Quantized`, of these shapes. Others may have more batch axes:
+        lengths and offsets are `[...]` then, segment ids `[..., T]` and `[..., S]`, and bias and
+        mask broadcast to `[..., N, T, S]`.
       key: `[B, S, K, H]`, N a multiple of K, of the query's rank and dtype.
       value: `[B, S, K, h]`, as key; h need not be H.
       bias: added to the scaled logits; floating, broadcastable to `[B, N, T, S]` (fewer axes are

@@ -12,9 +12,12 @@ from jax.typing import ArrayLike
 from jax_flash.checks import as_array, as_int32, is_number, need, need_static
 from jax_flash.quantization import Quantized
 
-_OF_HEADS = "query", "key", "value"
-_OF_ROWS = "query_segment_ids", "key_value_segment_ids"  # an axis behind those of the batch
-_OF_ENTRIES = "query_seq_lengths", "key_value_seq_lengths", "query_offset"
+# How many axes stand behind those of the batch, and in words.
+_BEHIND = {
+    **dict.fromkeys(("query", "key", "value"), (3, "length, heads and width behind ")),
+    **dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), (1, "a length behind ")),
+    **dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "query_offset"), (0, "")),
+}
 _OF_PAIRS = "bias", "mask"
 
 
@@ -26,13 +29,10 @@ def with_one_axis(arguments: dict[str, Any]) -> dict[str, Any]:
     """
     axes = np.shape(arguments["query"])[:-3]
     found = dict(arguments)
-    for name, behind in (*((x, 3) for x in _OF_HEADS), *((x, 1) for x in _OF_ROWS)):
-        if arguments[name] is not None:
-            found[name] = _flat(name, arguments[name], axes, behind)
-    for name in _OF_ENTRIES:
+    for name in _BEHIND:
         x = arguments[name]
-        if x is not None and np.ndim(x) > 0:
-            found[name] = _flat(name, x, axes, 0)
+        if x is not None and np.ndim(x) > 0:  # an offset may be one of all
+            found[name] = _flat(name, x, axes)
     for name in _OF_PAIRS:
         if arguments[name] is not None:
             found[name] = _flat_pairs(name, as_array(name, arguments[name]), axes)
@@ -71,12 +71,12 @@ def segment_ids(starts: ArrayLike, length: int) -> jax.Array:
     return begun.sum(-2, dtype=jnp.int32)
 
 
-def _flat(name: str, x: Any, axes: tuple[int, ...], behind: int) -> jax.Array:
+def _flat(name: str, x: Any, axes: tuple[int, ...]) -> jax.Array:
     need(not isinstance(x, Quantized), name, f"Quantized of {x.ndim} axes", "four at most")
     x = as_array(name, x)
+    behind, in_words = _BEHIND[name]
     fits = x.ndim == len(axes) + behind and x.shape[: len(axes)] == axes
-    own = {0: "", 1: "a length behind ", 3: "length, heads and width behind "}[behind]
-    need(fits, name, x.shape, f"{own}the batch axes of query, {axes}")
+    need(fits, name, x.shape, f"{in_words}the batch axes of query, {axes}")
     return x.reshape(math.prod(axes), *x.shape[len(axes) :])
 
 

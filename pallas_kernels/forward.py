@@ -137,12 +137,11 @@ def _build(
     interpret: bool,
 ):
     plan = Plan(problem, config, with_sinks, has_bias_of_keys, bias_dtype, batch_inside)
-    consumers = config.consumers
 
     def attention_forward(*refs, **scratch):
         block = ThreadBlock(plan, refs, **scratch)
         roles = functools.partial(consume, block), functools.partial(_produce, block)
-        warp_specialised(block.warpgroup, consumers, config.registers, *roles)
+        warp_specialised(block.warpgroup, config.consumers, config.registers, *roles)
 
     tiles, scratch = plan.tiles, plan.scratch(interpret)
     kernel = tiles.kernel(

@@ -146,5 +146,5 @@ def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
     rings = {name: Ring.types(free, (BLOCK, WIDTH), dtype=dtype) for name, free in _FREE.items()}
     o_smem = plgpu.SMEM((CONSUMERS, ROWS, WIDTH), dtype, transforms=operands.OPERAND)
     scratch = dict(o_smem=o_smem, turns=Turns.types(_TURNS), **rings)
-    out, blocks_and_roles = jax.ShapeDtypeStruct(shape, dtype), (len(schedule), CONSUMERS)
-    return functools.partial(kernel(causal_attention, out, *blocks_and_roles, scratch), schedule)
+    out, sizes = jax.ShapeDtypeStruct(shape, dtype), (len(schedule), CONSUMERS)
+    return functools.partial(kernel(causal_attention, out, *sizes, scratch), schedule)
