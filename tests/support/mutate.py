@@ -773,14 +773,9 @@ GPU_MISTAKES = [
 
 
 def copied(folder: pathlib.Path) -> None:
-    """The files that git knows, in another folder."""
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    for name in listed.stdout.splitlines():
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, target)
+    """The project in another folder, without environments, caches and results of a build."""
+    others = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info")
+    shutil.copytree(ROOT, folder, ignore=others, dirs_exist_ok=True)
 
 
 def caught(mistake: Mistake, folder: pathlib.Path, limit: float) -> str | None:
@@ -832,6 +827,8 @@ def main(argv: list[str] | None = None) -> int:
     words = options.words or [""]
     those = GPU_MISTAKES if options.gpu else MISTAKES
     mistakes = [x for x in those if any(word in x.name for word in words)]
+    if not mistakes:
+        parser.error(f"no mistake has one of {words} in its name; --list gives the names")
     if options.list:
         print(*(x.name for x in mistakes), sep="\n")
         return 0
