@@ -260,22 +260,17 @@ def longest(result: dict[str, Any], options: argparse.Namespace, memory: int) ->
     """
     name, devices = result["method"], result["devices"]
 
+    @functools.lru_cache(1)
     def compiled(length: int) -> jax.stages.Compiled:
         row = row_of(options, "causal", length)
         return lowered(name, row, devices, options.implementation).compile()
 
     measured = options.length * devices
-    fits, run, planned = measured, None, result["bytes_a_device"]
-    wanted = int(fits * memory / planned) // measured * measured
-    while wanted != fits and wanted >= measured:  # planned memory may grow faster than the length
-        fits, run = wanted, compiled(wanted)
-        planned = bytes_of(run)
-        if planned > memory:
-            wanted = min(fits - measured, int(fits * memory / planned) // measured * measured)
+    plan = lambda length: bytes_of(compiled(length))
+    fits, planned = fitting(plan, measured, result["bytes_a_device"], memory)
     found = {"method": name, "devices": devices, "fits": fits, "bytes_a_device": planned}
     ran = min(fits, measured * times_as_long(result["milliseconds"], options.seconds))
-    if ran != fits or run is None:
-        run = compiled(ran)
+    run = compiled(ran)
     inputs = sharded_inputs(row_of(options, "causal", ran), devices)
     start = time.perf_counter()
     outputs = jax.block_until_ready(run(*inputs))
@@ -283,6 +278,27 @@ def longest(result: dict[str, Any], options: argparse.Namespace, memory: int) ->
     finite = all(bool(jnp.isfinite(x).all()) for x in outputs)
     error = error_of_last(inputs, outputs, "zigzag" in name)
     return found | {"ran": ran, "seconds": seconds, "finite": finite, "error": error}
+
+
+def fitting(plan: Callable[[int], int], unit: int, planned: int, memory: int) -> tuple[int, int]:
+    """The longest multiple of a length whose planned bytes memory has, and these.
+
+    Args:
+      plan: of a length, which need not be proportional to it.
+      unit: the length.
+      planned: bytes for `unit`, which has a place in memory.
+      memory: bytes.
+    """
+    fits, too_long, estimate = unit, math.inf, unit * memory / planned
+    while too_long - fits > unit:
+        length = int(min(max(estimate, fits + unit), too_long - unit)) // unit * unit
+        needed = plan(length)
+        if needed > memory:
+            too_long = length
+        else:
+            fits, planned = length, needed
+        estimate = length * memory / needed
+    return fits, planned
 
 
 def times_as_long(milliseconds: float, seconds: float) -> int:

@@ -185,6 +185,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "distributed": functools.partial(
         scaling,
         (
+            "distributed-4-nvidia-h200-2026-11-28",
+            "distributed-4-window-documents-nvidia-h200-2026-11-28",
             "distributed-4-causal-window-documents-nvidia-h200-2026-11-28",
             "distributed-2-nvidia-h200-2026-11-22",
             "distributed-2-all-gather-nvidia-h200-2026-11-22",

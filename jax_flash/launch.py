@@ -297,7 +297,8 @@ class _Kernel:
             {each.name: _python_value(each.attr) for each in attributes},
             [_python_type(x.type) for x in call.operands],
             [_python_type(x.type) for x in call.results],
-            {x.operand_index: x.output_tuple_indices[0] for x in aliases},
+            # A single result is no tuple, and has no index there.
+            {x.operand_index: next(iter(x.output_tuple_indices), 0) for x in aliases},
         )
 
     def __call__(self, *operands: jax.Array) -> Sequence[jax.Array]:

@@ -542,6 +542,25 @@ def _parts(x, starts: tuple[int, ...], size: int):
     return jnp.concatenate([lax.slice_in_dim(x, i, i + size, axis=1) for i in starts])
 
 
+def _by_kind(arrays) -> list[list[int]]:
+    """Indices of arrays `[count, ...]` which can be one along that axis but for their dtypes."""
+    kinds: dict[Any, list[int]] = {}
+    for index, x in enumerate(arrays):
+        kind = x.shape[1:], jax.typeof(x).sharding, jnp.issubdtype(x.dtype, jnp.floating)
+        kinds.setdefault(kind, []).append(index)
+    return list(kinds.values())
+
+
+def _stacked(key, value) -> tuple[jax.Array, ...]:
+    """Both as one array `[2, B, S, K, H]`, or each as `[1, ...]` where they are of two kinds."""
+    both = key[None], value[None]
+    return (jnp.concatenate(both),) if len(_by_kind(both)) == 1 else both
+
+
+def _unstacked(stacks) -> list[jax.Array]:
+    return [x[index] for x in stacks for index in range(len(x))]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Ring:
     """What of a ring attention is no array; see `ring_attention`."""
@@ -630,12 +649,26 @@ class _Ring:
         )
 
     def sent(self, arrays, distance: int):
-        """What the device `distance` before this one has."""
+        """What the device `distance` before this one has of a tree of arrays `[count, ...]`.
+
+        XLA lets one transfer be under way beside kernels. So arrays that differ in count and dtype
+        alone travel as one, in the widest of the dtypes.
+        """
         if distance % self.devices == 0:
             return arrays
         axis_name, place = _in_order_of_mesh(self.axis_name)
         pairs = list(zip(place, np.roll(place, -distance), strict=True))
-        return jax.tree.map(lambda x: lax.ppermute(x, axis_name, pairs), arrays)
+        leaves, tree = jax.tree.flatten(arrays)
+        for alike in _by_kind(leaves):
+            parts = [leaves[index] for index in alike]
+            dtype = jnp.result_type(*parts)
+            arrived = lax.ppermute(
+                jnp.concatenate([x.astype(dtype) for x in parts]), axis_name, pairs
+            )
+            ends = itertools.accumulate(len(x) for x in parts[:-1])
+            for index, x in zip(alike, jnp.split(arrived, list(ends)), strict=True):
+                leaves[index] = x.astype(leaves[index].dtype)
+        return jax.tree.unflatten(tree, leaves)
 
     def steps(self, T: int, S: int) -> list[tuple[int, int]]:
         """The shift of each hop, and how much further the keys of the next come from, 0 if none."""
@@ -676,16 +709,30 @@ def _attend(ring: _Ring, query, key, value, ids):
 
 def _attend_forward(ring: _Ring, query, key, value, ids):
     steps = ring.steps(query.shape[1], key.shape[1])
-    there = ring.sent((key, value, *ids[1:]), steps[0][0])
+    there = ring.sent(_own(key, value, ids), steps[0][0])
     results: Any = None
     for shift, further in steps:
         coming = ring.sent(there, further)
         forward = functools.partial(_forward_hop, ring, further == 0)
-        results = ring.of_hop(forward, shift, query, there, ids[:1], results)
+        results = ring.of_hop(forward, shift, query, _taken(there), ids[:1], results)
         # What arrives is sent on once this hop is done: one is here and one on its way.
         there, results = lax.optimization_barrier((coming, results))
     out, lse = named(*results)
     return (out, lse), (query, key, value, ids, out, lse)
+
+
+def _own(key, value, ids):
+    """This device's keys, values and ids of keys, as they travel."""
+    return lax.optimization_barrier((*_stacked(key, value), *(x[None] for x in ids[1:])))
+
+
+def _taken(there) -> list[jax.Array]:
+    """Keys, values and ids that have travelled, in copies.
+
+    They give the next transfer the time to begin. Attention takes all SMs: a transfer that begins
+    after it waits for its end, and keeps SMs of the device that waits for the transfer.
+    """
+    return lax.optimization_barrier(_unstacked(there))
 
 
 def _forward_hop(ring: _Ring, is_last: bool, hop: _Hop, query, there, query_ids, results):
@@ -711,23 +758,29 @@ def _attend_backward(ring: _Ring, residuals, cotangents):
     # send keys while that pass sends its own.
     key, value, *_ = lax.optimization_barrier((key, value, out, cotangents))
     steps = ring.steps(query.shape[1], key.shape[1])
-    there = ring.sent((key, value, *ids[1:]), steps[0][0])
+    there = ring.sent(_own(key, value, ids), steps[0][0])
     before = steps[0][0]
     d_query: Any = None
-    d_there: Any = (None, None)
+    d_there: Any = None
     for shift, further in steps:
         # Gradients of a hop go after their keys while those of the next hop are made.
-        coming, d_there = ring.sent(there, further), ring.sent(d_there, shift - before)
+        if further == shift - before:
+            coming, d_there = ring.sent((there, d_there), further)
+        else:
+            coming, d_there = ring.sent(there, further), ring.sent(d_there, shift - before)
         backward = functools.partial(_backward_hop, ring, further == 0)
         of_rows = out, lse, *cotangents
-        d_query, d_part = ring.of_hop(backward, shift, query, there, ids[:1], of_rows, d_query)
+        d_query, d_part = ring.of_hop(
+            backward, shift, query, _taken(there), ids[:1], of_rows, d_query
+        )
         # Not in the hop, which would wait for what is on its way.
-        d_there = [_merged(_sum, *parts) for parts in zip(d_there, d_part, strict=True)]
+        d_part = _stacked(*d_part)
+        d_there = [_sum(*both) for both in zip(d_there, d_part, strict=True)] if d_there else d_part
         if further == 0:
             d_there = [d.astype(query.dtype) for d in d_there]
         there, d_there, d_query = lax.optimization_barrier((coming, d_there, d_query))
         before = shift
-    return d_query, *ring.sent(d_there, ring.devices - before), None
+    return d_query, *_unstacked(ring.sent(d_there, ring.devices - before)), None
 
 
 def _backward_hop(ring: _Ring, is_last: bool, hop: _Hop, query, there, query_ids, of_rows, d_query):

@@ -52,16 +52,14 @@ def matmul(a: jax.Array, b: jax.Array, *, splits: int | None = None) -> jax.Arra
             f"got {a.dtype} {a.shape} and {b.dtype} {b.shape}; needs [M, K] and [K, N] of one"
             " dtype, of multiples of 8"
         )
-    # TMA takes whole boxes of 64 columns here; columns.py has how to do without. And a result of
-    # one tile of TMA, 8 rows by 64, came out as zeros (H200, jax 0.11.2), so A has a block of rows.
-    least_rows = ROWS if m <= ROWS else CONSUMERS * ROWS
-    a = jnp.pad(a, ((0, max(0, least_rows - m)), (0, -k % BLOCK_K)))
+    # TMA takes whole boxes of 64 columns here; columns.py has how to do without.
+    a = jnp.pad(a, ((0, 0), (0, -k % BLOCK_K)))
     b = jnp.pad(b, ((0, -k % BLOCK_K), (0, -n % _BOX)))
     plan = Plan(a.shape[0], b.shape[1], a.shape[1], np.dtype(a.dtype), splits or 0)
     c = _build(plan, interpreting())(a, b)
     if plan.splits > 1:
         c = c.sum(0).astype(a.dtype)
-    return c[:m, :n]
+    return c[:, :n]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +175,10 @@ def _build(plan: Plan, interpret: bool):
                 staged[...] = total[:, start : start + plan.staged].astype(plan.out_dtype)
                 plgpu.commit_smem()
                 part = pl.ds(row, ROWS), pl.ds(column + start, plan.staged)
-                plgpu.copy_smem_to_gmem(staged, target.at[part])
+                store = functools.partial(plgpu.copy_smem_to_gmem, staged, target.at[part])
+                # Mosaic drops the index of a box where C is one wide: to store one of those beyond
+                # it would be to store that one.
+                pl.when(column + start < plan.n)(store)
 
         def consume():
             run = lambda acc: over_tiles(functools.partial(multiply, acc))

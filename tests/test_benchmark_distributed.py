@@ -119,6 +119,22 @@ def test_longest(tmp_path, capsys):
     assert f"{found['fits']} positions fit in 0.0 GB" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "plan", [lambda n: 100 * n, lambda n: 300 + 70 * n, lambda n: int(60 * n**1.1)]
+)
+def test_longest_that_fits(plan):
+    """Also where the plan of a longer one has less, or more, for each position."""
+    plans = []
+
+    def counted(length):
+        plans.append(length)
+        return plan(length)
+
+    fits, planned = distributed.fitting(counted, 8, plan(8), 100_000)
+    assert fits % 8 == 0 and planned == plan(fits) <= 100_000 < plan(fits + 8)
+    assert len(plans) == len(set(plans)) < 10
+
+
 def test_longest_is_as_long_as_seconds_allow():
     assert distributed.times_as_long(milliseconds=100, seconds=1) == 3
     assert distributed.times_as_long(milliseconds=100, seconds=0) == 1

@@ -148,6 +148,14 @@ def test_kernels_compile_by_themselves_and_are_known_in_any_program():
     assert support.compile_kernels(gradients, shapes, sass=False) == []  # none once more
 
 
+def test_a_kernel_whose_only_result_is_in_the_place_of_an_operand_is_known():
+    call = jax.ffi.ffi_call("mosaic_gpu", X, input_output_aliases={1: 0})
+    program = jax.jit(lambda *xs: call(*xs, module=b"")).trace(X, X)
+    program = program.lower(lowering_platforms=("cuda",))
+    (kernel,) = launch._kernels(program.compiler_ir("stablehlo"))
+    assert kernel.aliases == {1: 0}
+
+
 @pytest.fixture
 def begun(monkeypatch):
     """What is to compile meanwhile: functions, none of which runs."""
