@@ -52,9 +52,11 @@ def matmul(a: jax.Array, b: jax.Array, *, splits: int | None = None) -> jax.Arra
             f"got {a.dtype} {a.shape} and {b.dtype} {b.shape}; needs [M, K] and [K, N] of one"
             " dtype, of multiples of 8"
         )
-    # TMA takes whole boxes of 64 columns here; columns.py has how to do without.
+    # TMA takes whole boxes of 64 columns here; columns.py has how to do without. Two at least: in
+    # an array of one Mosaic drops the index of boxes, and stores those beyond it there too.
+    columns = max(2 * _BOX, -(-n // _BOX) * _BOX)
     a = jnp.pad(a, ((0, 0), (0, -k % BLOCK_K)))
-    b = jnp.pad(b, ((0, -k % BLOCK_K), (0, -n % _BOX)))
+    b = jnp.pad(b, ((0, -k % BLOCK_K), (0, columns - n)))
     plan = Plan(a.shape[0], b.shape[1], a.shape[1], np.dtype(a.dtype), splits or 0)
     c = _build(plan, interpreting())(a, b)
     if plan.splits > 1:
@@ -175,10 +177,7 @@ def _build(plan: Plan, interpret: bool):
                 staged[...] = total[:, start : start + plan.staged].astype(plan.out_dtype)
                 plgpu.commit_smem()
                 part = pl.ds(row, ROWS), pl.ds(column + start, plan.staged)
-                store = functools.partial(plgpu.copy_smem_to_gmem, staged, target.at[part])
-                # Mosaic drops the index of a box where C is one wide: to store one of those beyond
-                # it would be to store that one.
-                pl.when(column + start < plan.n)(store)
+                plgpu.copy_smem_to_gmem(staged, target.at[part])
 
         def consume():
             run = lambda acc: over_tiles(functools.partial(multiply, acc))
