@@ -11,7 +11,7 @@ import pytest
 import jax_flash
 from jax_flash import device
 from pallas_kernels.interpret import interpreting
-from tests.support.pages import PAGES, sections
+from tests.support.pages import PAGES, block_that_imports, sections
 
 H100 = device.Device("gpu", "NVIDIA H100", (9, 0))
 ATTENTION = [name for name in jax_flash.__all__ if name.endswith("attention") or "fp8" in name]
@@ -91,9 +91,14 @@ CALLS = {
 
 GO_ON = "FP8", "Decoding and serving"  # with the names of the front page's example
 
+# Each block is run by the test of the framework that it imports.
+ELSEWHERE = {"In Equinox, Haiku and Keras": ("equinox", "haiku", "keras")}
+
 
 def test_every_section_is_run():
-    assert set(CALLS) == set(sections())
+    assert {*CALLS, *ELSEWHERE} == set(sections())
+    for section, modules in ELSEWHERE.items():
+        assert [block_that_imports(x) for x in modules] == sections()[section]
     blocks = sum(page.read_text().count("```python") for page in PAGES)
     assert blocks == sum(map(len, sections().values()))
 

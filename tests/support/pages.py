@@ -28,3 +28,9 @@ def sections() -> dict[str, list[Block]]:
             above = "\n" * text.count("\n", 0, block.start(1))
             found.setdefault(heading, []).append(Block(above + block[1], page))
     return found
+
+
+def block_that_imports(module: str) -> Block:
+    """The one block that does, which tests of that module run."""
+    (block,) = (x for blocks in sections().values() for x in blocks if f"import {module}" in x.code)
+    return block
