@@ -565,6 +565,7 @@ def test_public_names():
         "explain",
         "explain_decode",
         "from_zigzag",
+        "install",
         "quantize_fp8",
         "ring_attention",
         "segment_ids",
