@@ -4,6 +4,7 @@ from jax_flash.api import attention, explain
 from jax_flash.batches import segment_ids
 from jax_flash.call import CHECKPOINT_NAMES
 from jax_flash.decode import decode_attention, explain_decode, update_cache
+from jax_flash.drop_in import install
 from jax_flash.fp8 import attention_fp8
 from jax_flash.quantization import Quantized, quantize_fp8
 from jax_flash.ring import (
@@ -26,6 +27,7 @@ __all__ = [
     "explain",
     "explain_decode",
     "from_zigzag",
+    "install",
     "quantize_fp8",
     "ring_attention",
     "segment_ids",

@@ -83,13 +83,14 @@ class OnHopper:
 CALLS = {
     "Use it": {"attention": 3},
     "FP8": {"attention": 1, "attention_fp8": 1},
+    "Drop-in": {},
     "Decoding and serving": {"decode_attention": 1},
     "Over several devices": {"jax.jit": 3},
     "How accurate FP8 is": {"attention": 1},
     "Contribute": {},
 }
 
-GO_ON = "FP8", "Decoding and serving"  # with the names of the front page's example
+GO_ON = "FP8", "Drop-in", "Decoding and serving"  # with the names of the front page's example
 
 # Each block is run by the test of the framework that it imports.
 ELSEWHERE = {"In Equinox, Haiku and Keras": ("equinox", "haiku", "keras")}
