@@ -86,7 +86,11 @@ def build(
     with_query_gradient: bool,
     interpret: bool,
 ):
-    """The main kernel, or without dQ one that gives dK and dV alone."""
+    """The main kernel, or without dQ one that gives dK and dV alone.
+
+    Of a problem whose groups are shared out, it gives dK and dV of each share, in float32:
+    `[B, S, K * shares, H]` and the same of values, S and H up to what tiles take.
+    """
     plan = Plan(problem, config, with_query_gradient)
 
     def attention_backward(*refs, **scratch):
@@ -103,7 +107,7 @@ def build(
     return gradient_kernel(
         plan.tiles,
         attention_backward,
-        key_rows,
+        plan.key_gradients(key_rows),
         config.thread_blocks,
         plan.scratch(interpret),
         from_end=True,
@@ -259,6 +263,8 @@ class _Producer:
     def load_keys(self, ref, buffer, columns: Columns, full, index) -> None:
         tile, kv_head_of_all = self.block.walk.locate(index)
         batch, kv_head = div_rem(kv_head_of_all, self.plan.problem.kv_heads)
+        if self.plan.shares > 1:
+            kv_head = lax.div(kv_head, jnp.int32(self.plan.shares))
         source = ref.at[batch, pl.ds(tile * BLOCK_KV, BLOCK_KV), kv_head]
         columns.load(source, buffer, full)
 
@@ -337,6 +343,8 @@ class _Producer:
         tile, kv_head_of_all = block.walk.locate(index)
         batch, kv_head = div_rem(kv_head_of_all, plan.problem.kv_heads)
         block.gradients_staged.wait(0)
+        if plan.shares > 1:  # consumers have stored them
+            return
         for consumer in range(CONSUMERS):
             own = pl.ds(consumer * KEYS, KEYS)
             rows = pl.ds(tile * BLOCK_KV + consumer * KEYS, KEYS)

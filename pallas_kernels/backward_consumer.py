@@ -18,10 +18,12 @@ from pallas_kernels.far_rows import shared_by_key, weights_by_key
 from pallas_kernels.key_tiles_loops import loop_over_steps
 from pallas_kernels.key_tiles_masks import masked
 from pallas_kernels.online_softmax import spread
+from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import fence_async_shared
 from pallas_kernels.ptx.compiler import code_fence, fresh_rows, fresh_zero
 from pallas_kernels.ptx.fragments import store_fragment
 from pallas_kernels.ptx.mlir import zero_tile
+from pallas_kernels.ptx.stores import store_tile
 from pallas_kernels.transposed import load_per_query, load_words, per_query
 
 
@@ -362,6 +364,10 @@ class _Consumer:
         self.dv_acc[...] = zero_tile(KEYS, plan.value_columns.size)
         block.ds_stored.arrive(2 * parity + self.number)
         block.ds_stored.wait(2 * parity + (1 - self.number))
+        if plan.shares > 1:
+            self.store_share(index, dk, dv)
+            block.gradients_staged.arrive(0)
+            return
         dk = dk.astype(problem.dtype)
         k = block.k_smem.at[block.k_slot(index) + fresh_zero(), :, self.own]
         plan.key_columns.put(k, dk, anew=True)  # or addresses are kept over all steps
@@ -371,3 +377,12 @@ class _Consumer:
             columns.put(staging, d_value, anew=True)
         fence_async_shared()
         block.gradients_staged.arrive(0)
+
+    def store_share(self, index, dk, dv) -> None:
+        """dK and dV of a share of the group, in float32, for a sum over shares."""
+        block = self.block
+        tile, kv_head_of_all = block.walk.locate(index)
+        batch, share = div_rem(kv_head_of_all, self.plan.problem.kv_heads)
+        rows = pl.ds(tile * BLOCK_KV + KEYS * self.number, KEYS)
+        store_tile(block.dk.at[batch, rows, share], dk)
+        store_tile(block.dv.at[batch, rows, share], dv)

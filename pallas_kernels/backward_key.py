@@ -55,7 +55,7 @@ from pallas_kernels.dropout import Words
 from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import Section
-from pallas_kernels.key_tiles_kernel import gradient_kernel
+from pallas_kernels.key_tiles_kernel import gradient_kernel, key_gradients
 from pallas_kernels.ptx.arithmetic import div_rem
 
 
@@ -142,7 +142,7 @@ def _build(
     return gradient_kernel(
         plan.tiles,
         attention_backward_key,
-        key_rows,
+        key_gradients(problem, key_rows),
         config.thread_blocks,
         plan.scratch(interpret),
         more_results=more_results,

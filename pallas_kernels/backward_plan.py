@@ -4,20 +4,25 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels import scheduler
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
     DQ_TILE,
+    SM_COUNT,
     BackwardConfig,
     Problem,
     whole_tiles,
 )
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles
+from pallas_kernels.key_tiles_kernel import key_gradients
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of
 from pallas_kernels.ptx.fragments import fragment_shape
 from pallas_kernels.ptx.operands import SharedZeros, operand_form
@@ -26,6 +31,9 @@ CONSUMERS = BACKWARD_CONSUMERS
 KEYS = 64  # of a consumer: the M of a wgmma
 BLOCK_KV = CONSUMERS * KEYS
 K_SLOTS = 2
+# Of shares: tiles an SM from which there are none, what their sum takes, in steps, and how much
+# later fewer of them may end.
+_MANY_TILES, _SUM, _AS_EARLY = 8, 4.0, 1.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +76,36 @@ class Plan:
     """The main kernel, or without dQ one that gives dK and dV alone.
 
     Attributes:
-      problem: static description.
+      whole: static description.
       config: tile sizes.
       with_query_gradient: whether it gives dQ.
     """
 
-    problem: Problem
+    whole: Problem
     config: BackwardConfig
     with_query_gradient: bool = True
+
+    @functools.cached_property
+    def shares(self) -> int:
+        """In how many shares a group is dealt out."""
+        return shares_of(self.whole, self.config)
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The same with a key head for each share of a group."""
+        return dataclasses.replace(self.whole, kv_heads=self.whole.kv_heads * self.shares)
+
+    def key_gradients(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of dK and dV of keys padded to so many rows; of shares, of whole tiles."""
+        p = self.problem
+        if self.shares == 1:
+            return key_gradients(p, rows)
+        return tuple(
+            jax.ShapeDtypeStruct(
+                (p.batch, self.tiles.per_head * BLOCK_KV, p.kv_heads, columns.size), jnp.float32
+            )
+            for columns in (self.key_columns, self.value_columns)
+        )
 
     @functools.cached_property
     def dq(self) -> QueryGradient:
@@ -299,6 +329,26 @@ class Plan:
         if interpret:
             found["twins"] = twins_of(self.barriers)
         return found
+
+
+def shares_of(problem: Problem, config: BackwardConfig) -> int:
+    """In how many shares to deal out a group of query heads, each with tiles of keys of its own.
+
+    As few as end early: where there are many tiles, one.
+    """
+    possible = [n for n in range(1, problem.group + 1) if problem.group % n == 0]
+    if config.shares is not None:
+        return max(n for n in possible if n <= config.shares)
+    tiles = KeyTiles(problem, BLOCK_KV, config.block_q, row_bytes=1)
+    if tiles.count >= _MANY_TILES * SM_COUNT:
+        return 1
+
+    def steps(shares: int) -> float:
+        costs = np.tile(tiles.steps() / shares + TILE_OVERHEAD, len(tiles.kv_heads) * shares)
+        return scheduler.time_of_deal(-np.sort(-costs), SM_COUNT) + (_SUM if shares > 1 else 0)
+
+    found = {n: steps(n) for n in possible}
+    return next(n for n in possible if found[n] <= _AS_EARLY * min(found.values()))
 
 
 def size_of(columns: slice) -> int:

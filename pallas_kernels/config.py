@@ -351,14 +351,19 @@ class BackwardConfig:
       registers: registers a thread of a consumer and of the producer.
       thread_blocks: how many to launch at most; None for as many as there are SMs, or one a tile
         where tiles are long and are not drawn (`scheduler.thread_blocks`).
+      shares: in how many shares a group of query heads is dealt out, each a tile of keys of its
+        own, of which the nearest divisor of the group below is taken; None for what keeps all SMs
+        at work (`backward_plan.shares_of`).
     """
 
     block_q: int
     stages: int
     registers: tuple[int, int] = (240, 24)
     thread_blocks: int | None = None
+    shares: int | None = 1
 
     def __post_init__(self):
+        _need(self.shares is None or self.shares >= 1, "shares", self.shares, "at least 1, or None")
         _check_multiple_of_64("block_q", self.block_q)
         # Named barriers, and shared memory, are used up with 2.
         _need(self.stages in (1, 2), "stages", self.stages, "1 or 2")

@@ -153,13 +153,23 @@ def attention_gradients(
     main = functools.partial(
         main, intervals, ids, dropout_words, *elements_of_keys, *operands_of_keys
     )
+    of_shares = functools.partial(map, _summed, (key, value))
     if deterministic:
-        return of_query_alone(), *main(), *d_bias
+        return of_query_alone(), *of_shares(main()), *d_bias
     dq_ref = jax.new_ref(*zeros)
-    gradients = main(dq_ref)
+    gradients = of_shares(main(dq_ref))
     cast = cast_dq.build(problem, padded_rows, query.shape[1], interpreting())
     starts = (start,) if problem.backward_ignores_unseen else ()  # then there is no dropout
     return cast(jax.freeze(dq_ref), *starts), *gradients, *d_bias
+
+
+def _summed(like: jax.Array, gradient: jax.Array) -> jax.Array:
+    """dK or dV of key heads, from those of shares of their groups: see `backward.build`."""
+    if gradient.shape == like.shape:
+        return gradient
+    rows, kv_heads, width = like.shape[1:]
+    of_heads = gradient.reshape(*gradient.shape[:2], kv_heads, -1, gradient.shape[3])
+    return of_heads.sum(3)[:, :rows, :, :width].astype(like.dtype)
 
 
 def _by_sections(

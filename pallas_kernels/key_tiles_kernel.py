@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import scheduler, segments
-from pallas_kernels.config import BACKWARD_CONSUMERS
+from pallas_kernels.config import BACKWARD_CONSUMERS, Problem
 from pallas_kernels.dropout import Words
 from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles
 from pallas_kernels.ptx.barriers import HAND_ORDERED
@@ -24,18 +24,19 @@ _DRAWING = dataclasses.replace(HAND_ORDERED, reduction_scratch_bytes=0)
 def gradient_kernel(
     tiles: KeyTiles,
     body: Callable,
-    key_rows: int,
+    gradients: tuple[jax.ShapeDtypeStruct, ...],
     most_thread_blocks: int | None,
     scratch: dict[str, Any],
     from_end: bool = False,
     draws: bool = False,
     more_results: tuple[jax.ShapeDtypeStruct, ...] = (),
 ) -> Callable:
-    """The kernel that makes dK and dV, `[batch, key_rows, kv_heads, width or value_width]`.
+    """The kernel that makes dK and dV.
 
     Args:
       body: takes the refs that `Walk.of_refs` takes, those of the operands, and of dK, dV and
         more results.
+      gradients: shapes of dK and dV.
       most_thread_blocks: as `KeyTiles.thread_blocks` takes it.
       from_end: thread blocks walk their lists from the end.
       draws: thread blocks draw their tiles, of all heads, and have no lists.
@@ -52,16 +53,12 @@ def gradient_kernel(
     seeing_blocks = tiles.seeing_blocks()
     if more_results:
         seeing_blocks = np.append(seeing_blocks, tiles.first_steps()[None], axis=0)
-    d_key, d_value = (
-        jax.ShapeDtypeStruct((p.batch, key_rows, p.kv_heads, width), p.dtype)
-        for width in (p.width, p.value_width)
-    )
 
     @functools.lru_cache
     def kernel_of(thread_blocks: int, has_results: bool) -> Callable:
         kernel = plgpu.kernel(
             body,
-            out_type=() if has_results else (d_key, d_value, *more_results),
+            out_type=() if has_results else (*gradients, *more_results),
             grid=(thread_blocks,),
             grid_names=("block",),
             num_threads=BACKWARD_CONSUMERS + 1,
@@ -105,6 +102,15 @@ def gradient_kernel(
         return kernel(*tables, *operands)
 
     return run
+
+
+def key_gradients(problem: Problem, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes of dK and dV of keys that are padded to so many."""
+    p = problem
+    return tuple(
+        jax.ShapeDtypeStruct((p.batch, rows, p.kv_heads, width), p.dtype)
+        for width in (p.width, p.value_width)
+    )
 
 
 def with_words(words: Words | None, start: jax.Array, *statistics: jax.Array) -> jax.Array:

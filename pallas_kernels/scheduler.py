@@ -137,6 +137,14 @@ def deal(pieces: np.ndarray, costs: np.ndarray, blocks: int, reverse: bool = Fal
     return table
 
 
+def time_of_deal(costs: np.ndarray, blocks: int) -> float:
+    """When the last of the thread blocks ends to which `deal` gives pieces of these costs."""
+    free = [0.0] * blocks
+    for cost in costs.tolist():
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
 def deals_by_rank(
     pieces: np.ndarray, ranks: np.ndarray, tiles: int, blocks: int, reverse: bool = False
 ) -> np.ndarray:

@@ -20,7 +20,14 @@ from tests.support.elements import (
     random_mask,
     shape_of,
 )
-from tests.support.kernel_calls import as_arrays, check, few_thread_blocks, inputs, with_a_jump
+from tests.support.kernel_calls import (
+    as_arrays,
+    check,
+    few_thread_blocks,
+    inputs,
+    with_a_jump,
+    with_shares,
+)
 from tests.support.segment_ids import at_random, packed
 
 pytestmark = pytest.mark.gpu
@@ -93,6 +100,14 @@ def test_sections_of_heads(H, mask):
         head_bytes = 2 * 15 * 11 * 64 * 64 * 2  # two query heads, tiles of 64 keys by 64 queries
         backward = config.BackwardKeyConfig(d_logits_bytes=heads * head_bytes)
         check(arrays, **mask, config=dataclasses.replace(config.default(H), backward=backward))
+
+
+@all_masks
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("H", "shares"), [(64, 8), (80, 2), (128, 4)])
+def test_shares_of_a_group(H, shares, deterministic, mask):
+    arrays = inputs(1, 700, 900, 16, 2, H, jnp.bfloat16)
+    check(arrays, **mask, config=with_shares(H, shares), deterministic=deterministic)
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "documents", "lengths"])

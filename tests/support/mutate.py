@@ -243,11 +243,16 @@ MISTAKES = [
     *_in(
         "pallas_kernels",
         "backward",
-        "kernels kernel_dropout kernel_segments",
+        "kernel_shares kernels kernel_dropout kernel_segments",
         (
             "backward: dQ of the step after",
             "self.add_dq(index, number, t - 1)",
             "self.add_dq(index, number, t)",
+        ),
+        (
+            "backward: keys of another head for a share of a group",
+            "lax.div(kv_head, jnp.int32(self.plan.shares))",
+            "lax.rem(kv_head, jnp.int32(self.plan.shares))",
         ),
         (
             "backward: queries of the group's first head",
