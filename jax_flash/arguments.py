@@ -29,8 +29,9 @@ from jax_flash.checks import (
 )
 from jax_flash.masks import Visibility
 from jax_flash.quantization import DTYPES, FLOAT8, LARGEST, Quantized, accumulator, key_words
-from pallas_kernels.config import DROPOUT_STEPS, Config
+from pallas_kernels.config import Config
 from pallas_kernels.dropout_words import steps_of
+from pallas_kernels.problem import DROPOUT_STEPS
 
 # Beyond these float32 loses what logits and caps are divided by each other to.
 _SOFT_CAPS = (1e-30, 1e30)

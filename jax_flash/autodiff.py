@@ -37,15 +37,9 @@ from jax_flash.kernel_operands import (
 from jax_flash.launch import launch
 from jax_flash.sharding import over_devices, vary_alike
 from pallas_kernels import dropout_words
-from pallas_kernels.config import (
-    SUPPORTED_WIDTHS,
-    Config,
-    Problem,
-    check_backward,
-    default,
-    sees_itself,
-)
+from pallas_kernels.config import Config, check_backward, default
 from pallas_kernels.element_arrays import Elements
+from pallas_kernels.problem import SUPPORTED_WIDTHS, Problem, sees_itself
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 _SOFT_CAPS = (1e-3, 1e6)

@@ -23,7 +23,8 @@ from jax_flash.launch import launch
 from jax_flash.quantization import halvings
 from jax_flash.sharding import over_devices, vary_alike
 from pallas_kernels import config
-from pallas_kernels.config import LOG2E, SUPPORTED_WIDTHS, ForwardFP8Config, Problem
+from pallas_kernels.config import ForwardFP8Config
+from pallas_kernels.problem import LOG2E, SUPPORTED_WIDTHS, Problem
 
 # TMA steps over heads, and rows of one head, in multiples of 16 bytes.
 _WIDTHS = [width for width in SUPPORTED_WIDTHS if width % 16 == 0]

@@ -12,11 +12,9 @@ from jax_flash.masks import Visibility
 from jax_flash.sharding import mapped_zero_times, vary_alike
 from pallas_kernels import dropout_words
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels.config import (
-    ForwardConfig,
-    Problem,
-)
+from pallas_kernels.config import ForwardConfig
 from pallas_kernels.element_arrays import BIAS_DTYPES, Elements
+from pallas_kernels.problem import Problem
 
 SCALES = (1e-30, 1e4)  # of logits, that kernels take
 _ROW_MULTIPLE = 8  # TMA tiles are 8 rows high: other lengths are padded here

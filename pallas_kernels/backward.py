@@ -69,8 +69,9 @@ from pallas_kernels.backward_block import ThreadBlock
 from pallas_kernels.backward_consumer import consume
 from pallas_kernels.backward_plan import BLOCK_KV, CONSUMERS, K_SLOTS, KEYS, Plan, fragment_of
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import BackwardConfig, Problem
+from pallas_kernels.config import BackwardConfig
 from pallas_kernels.key_tiles_kernel import gradient_kernel
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.compiler import fresh_zero, own_warpgroup
 from pallas_kernels.ptx.counters import add_when_stored, await_count

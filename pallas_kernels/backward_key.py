@@ -50,12 +50,13 @@ from pallas_kernels.backward_key_block import ThreadBlock
 from pallas_kernels.backward_key_consumer import LEFT, RIGHT, DLogits, Weights, consume
 from pallas_kernels.backward_key_plan import CONSUMERS, STAGES, Parts, Plan
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import BackwardKeyConfig, Problem
+from pallas_kernels.config import BackwardKeyConfig
 from pallas_kernels.dropout import Words
 from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import Section
 from pallas_kernels.key_tiles_kernel import gradient_kernel, key_gradients
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 
 

@@ -9,14 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import (
-    BACKWARD_CONSUMERS,
-    BackwardKeyConfig,
-    Problem,
-    box_width,
-    whole_tiles,
-)
+from pallas_kernels.config import BACKWARD_CONSUMERS, BackwardKeyConfig
 from pallas_kernels.key_tiles import KeyTiles, Section
+from pallas_kernels.problem import Problem, box_width, whole_tiles
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.mail import mail_shape

@@ -12,17 +12,11 @@ import numpy as np
 
 from pallas_kernels import scheduler
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import (
-    BACKWARD_CONSUMERS,
-    DQ_TILE,
-    SM_COUNT,
-    BackwardConfig,
-    Problem,
-    whole_tiles,
-)
+from pallas_kernels.config import BACKWARD_CONSUMERS, DQ_TILE, SM_COUNT, BackwardConfig
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles
 from pallas_kernels.key_tiles_kernel import key_gradients
+from pallas_kernels.problem import Problem, whole_tiles
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of
 from pallas_kernels.ptx.fragments import fragment_shape
 from pallas_kernels.ptx.operands import SharedZeros, operand_form

@@ -37,12 +37,13 @@ from pallas_kernels import segments
 from pallas_kernels.backward_query_block import CONSUMERS, Plan, ThreadBlock, key_parts
 from pallas_kernels.backward_query_consumer import consume
 from pallas_kernels.backward_query_masks import ROWS
-from pallas_kernels.config import BackwardQueryConfig, Problem
+from pallas_kernels.config import BackwardQueryConfig
 from pallas_kernels.dropout import Words
 from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
 from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import HAND_ORDERED
 
 

@@ -19,10 +19,10 @@ from pallas_kernels.config import (
     FORWARD_SECTION_BYTES,
     SM_COUNT,
     BackwardQueryConfig,
-    Problem,
 )
 from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of, with_twins
 from pallas_kernels.ptx.compiler import fresh_zero

@@ -12,12 +12,12 @@ from jax import lax
 from pallas_kernels import soft_cap
 from pallas_kernels.backward_query_block import ThreadBlock
 from pallas_kernels.backward_query_masks import PER_ROW, ROWS, KeyBlocks, hide, key_blocks
-from pallas_kernels.config import LOG2E
 from pallas_kernels.dropout import d_logits
 from pallas_kernels.elements import NOTHING_LOADED
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.far_rows import start_and_share_of_marks, weights_by_query
 from pallas_kernels.online_softmax import spread
+from pallas_kernels.problem import LOG2E
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.loads import load_intervals, load_rows
 from pallas_kernels.ptx.masks import equal_columns, keep_bits

@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import segments
-from pallas_kernels.config import Problem
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.masks import keep_columns_from, keep_columns_to
 
 ROWS = 64  # query rows of a consumer: the M of a wgmma

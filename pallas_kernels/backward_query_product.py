@@ -30,10 +30,11 @@ from jax import lax
 
 from pallas_kernels import scheduler
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import BACKWARD_CONSUMERS, FORWARD_SECTION_BYTES, SM_COUNT, Problem
+from pallas_kernels.config import BACKWARD_CONSUMERS, FORWARD_SECTION_BYTES, SM_COUNT
 from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import KeyTiles, Section
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import HAND_ORDERED, NamedBarriers
 from pallas_kernels.ptx.mlir import zero_tile

@@ -46,7 +46,7 @@ from pallas_kernels import segments, soft_cap
 from pallas_kernels.backward_query_masks import hide
 from pallas_kernels.bias_gradient_pieces import BLOCK_Q, CONSUMERS, ROWS, WARPS, Pieces
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import BIAS_GRADIENT, Problem
+from pallas_kernels.config import BIAS_GRADIENT
 from pallas_kernels.dropout import DropoutRefs, Words, d_logits
 from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.element_arrays import Elements
@@ -55,6 +55,7 @@ from pallas_kernels.far_rows import weights_by_query
 from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.online_softmax import spread
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import HAND_ORDERED, NamedBarriers
 from pallas_kernels.ptx.compiler import fresh_zero

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.config import BACKWARD_CONSUMERS, BiasGradientConfig, Problem
+from pallas_kernels.config import BACKWARD_CONSUMERS, BiasGradientConfig
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 
 CONSUMERS = BACKWARD_CONSUMERS

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backward_plan import QueryGradient, fragment_of, size_of
-from pallas_kernels.config import DQ_TILE, Problem
+from pallas_kernels.config import DQ_TILE
 from pallas_kernels.online_softmax import spread
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import HAND_ORDERED
 from pallas_kernels.ptx.fragments import load_fragment

@@ -2,7 +2,7 @@
 
 Where it is one, an operand is one tile in shared memory, and a TMA copy moves it as a whole. So it
 is with some widths that are multiples of 16 or 32, in tiles that are swizzled that narrow
-(`config.box_width`). Of others the tiles of 64 columns stand one after the other, and TMA moves
+(`problem.box_width`). Of others the tiles of 64 columns stand one after the other, and TMA moves
 each as a box of its own, which may reach beyond the last column: loads fill it with zeros there,
 and stores leave it out. Nothing is read from the columns behind, which are another head's, and no
 array is padded in global memory. Zeros add nothing to logits, and make columns of zeros in outputs
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.config import box_width
 from pallas_kernels.interpret import interpreting
+from pallas_kernels.problem import box_width
 from pallas_kernels.ptx.operands import operand_form, store_operand
 
 

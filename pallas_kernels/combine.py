@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.config import LOG2E
 from pallas_kernels.interpret import interpreting
+from pallas_kernels.problem import LOG2E
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.mlir import WARPGROUP_THREADS
 

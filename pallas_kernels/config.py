@@ -1,13 +1,13 @@
 """Tile sizes, stages and warpgroups of each kernel, as data with the reason beside each row."""
 
 import dataclasses
-import math
-from typing import Any
 
-import jax
-import numpy as np
+from pallas_kernels.problem import (
+    box_width,
+    need,
+    whole_tiles,
+)
 
-LOG2E = math.log2(math.e)
 SM_COUNT = 132  # H100 SXM and H200
 BACKWARD_CONSUMERS = 2  # how they share a tile is in the backward*.py
 DQ_TILE = 64  # dQ is accumulated in tiles of 64 rows by up to 64 columns
@@ -15,255 +15,32 @@ DQ_TILE = 64  # dQ is accumulated in tiles of 64 rows by up to 64 columns
 # queries, and Q, dO and dQ where it owns keys.
 FORWARD_SECTION_BYTES = 12 << 20
 BACKWARD_SECTION_BYTES = 12 << 20
-SUPPORTED_WIDTHS = range(8, 257, 8)  # TMA takes strides that are multiples of 16 bytes
-DROPOUT_STEPS = 1 << 15  # rates are multiples of one over this
-_LEAST_SCALE_OF_BEGINNINGS = 2.0**-10
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """The static part of one attention call: what a kernel is built for.
-
-    Query is `[batch, query_length, heads, width]`, key `[batch, key_length, kv_heads, width]`, and
-    value `[batch, key_length, kv_heads, value_width]`. Query i sees keys i + lowest <= j <= i +
-    highest, where None is no bound: causal attention has a highest alone, a sliding window has
-    both. Or, if it is `dynamic`, it sees an interval of keys that kernels get as an array
-    (`intervals.py`). If it is `segmented`, it sees only those of them that have its segment id
-    (`segments.py`). Kernels of one that `has_mask` or `has_bias` get these as arrays too
-    (`element_arrays.py`). With a soft cap, logits with their bias become soft_cap * tanh(logits /
-    soft_cap) before all that hides keys. With dropout, kernels get words that say which weights are
-    dropped after the softmax (`dropout_words.py`).
-
-    Attributes:
-      value_width: as width if it is 0.
-      dropout: how many of `DROPOUT_STEPS` weights are dropped.
-    """
-
-    batch: int
-    query_length: int
-    key_length: int
-    heads: int
-    kv_heads: int
-    width: int
-    dtype: np.dtype
-    scale: float
-    lowest: int | None = None
-    highest: int | None = None
-    dynamic: bool = False
-    segmented: bool = False
-    value_width: int = 0
-    has_mask: bool = False
-    has_bias: bool = False
-    soft_cap: float | None = None
-    dropout: int = 0
-
-    def __post_init__(self):
-        object.__setattr__(self, "value_width", self.value_width or self.width)
-        for name in ("width", "value_width"):
-            got = getattr(self, name)
-            _need(got in SUPPORTED_WIDTHS, name, got, "a multiple of 8, up to 256")
-        if self.dynamic:
-            bounds = (self.lowest, self.highest)
-            _need(bounds == (None, None), "lowest, highest", bounds, "None where dynamic")
-        if self.lowest is not None and self.highest is not None:
-            # Then the queries that see any key are an interval, and so are the keys that are seen.
-            needs = f"at most highest, {self.highest}"
-            _need(self.lowest <= self.highest, "lowest", self.lowest, needs)
-        needs = f"at least 0 and less than {DROPOUT_STEPS}"
-        _need(0 <= self.dropout < DROPOUT_STEPS, "dropout", self.dropout, needs)
-
-    @classmethod
-    def of(cls, query: jax.Array, key: jax.Array, value: jax.Array, **static: Any) -> "Problem":
-        """That of arrays, with all that is not in their shapes."""
-        batch, query_length, heads, width = query.shape
-        return cls(
-            batch=batch,
-            query_length=query_length,
-            key_length=key.shape[1],
-            heads=heads,
-            kv_heads=key.shape[2],
-            width=width,
-            dtype=np.dtype(query.dtype),
-            value_width=value.shape[-1],
-            **static,
-        )
-
-    @property
-    def logit_unit(self) -> float:
-        """What kernels count logits in: products of query and key, or tanh with a soft cap."""
-        return self.scale if self.soft_cap is None else self.soft_cap
-
-    @property
-    def has_cap(self) -> bool:
-        return self.soft_cap is not None
-
-    @property
-    def has_dropout(self) -> bool:
-        return self.dropout > 0
-
-    @property
-    def adds_bias(self) -> bool:
-        """Whether logits are no more than what a bias is added to: the cap bounds all others."""
-        return self.has_bias and self.soft_cap is None
-
-    @property
-    def has_shares(self) -> bool:
-        """Whether rows far from 0 have a share in the backward (`far_rows.py`)."""
-        return self.soft_cap is None and not self.has_marks
-
-    @property
-    def has_marks(self) -> bool:
-        """Whether they have marks there."""
-        return self.soft_cap is None and (self.has_bias or self.dropout > 0 or self.segmented)
-
-    @property
-    def bias_shift(self) -> int:
-        """By how many powers of 2 a bias far from 0 comes nearer (`element_arrays.compressed`)."""
-        lowest = 2  # in log2 units it stays within float32
-        if self.scale < _LEAST_SCALE_OF_BEGINNINGS:
-            return lowest
-        return max(lowest, math.ceil(math.log2(1.0 / self.scale) + 0.6))
-
-    @property
-    def may_begin_with_bias(self) -> bool:
-        """Whether the bias can be what the products of query and key are added to, over scale."""
-        return self.has_bias and self.scale >= _LEAST_SCALE_OF_BEGINNINGS
-
-    @property
-    def kept_share(self) -> float:
-        """Of weights, by dropout; those that are kept are divided by it."""
-        return 1.0 - self.dropout / DROPOUT_STEPS
-
-    @property
-    def delta_unit(self) -> float:
-        """What backward kernels have delta multiplied with (`dropout.py`)."""
-        return 2.0 * self.kept_share if self.dropout else 1.0
-
-    @property
-    def d_logit_unit(self) -> float:
-        """What the gradients of logits that backward kernels compute must be multiplied with."""
-        return 1.0 / self.delta_unit
-
-    @property
-    def has_far_edge(self) -> bool:
-        """Whether a query may be without the first keys."""
-        return self.by_batch or self.lowest is not None
-
-    @property
-    def by_batch(self) -> bool:
-        """Whether what a tile needs is known at run time only, for each batch entry."""
-        return self.dynamic or self.segmented
-
-    @property
-    def forward_ignores_unseen(self) -> bool:
-        """Whether queries that see no key, and keys that none sees, may be NaN in `forward.py`."""
-        spills = self.dropout > 0 and self.widest <= 64
-        return self.dynamic and not (self.segmented or self.has_elements or spills)
-
-    @property
-    def backward_ignores_unseen(self) -> bool:
-        """Whether they may be NaN in `backward.py` too, of all three gradients."""
-        spills = self.dropout > 0
-        return self.forward_ignores_unseen and self.widest <= 128 and not spills
-
-    @property
-    def has_elements(self) -> bool:
-        """Whether anything is known of single pairs of query and key alone."""
-        return self.has_mask or self.has_bias
-
-    @property
-    def seeing_queries(self) -> slice:
-        """The queries that see any key, as far as is static."""
-        first = 0 if self.highest is None else max(0, -self.highest)
-        end = self.query_length
-        if self.lowest is not None:
-            end = min(end, self.key_length - self.lowest)
-        return slice(first, max(first, end))
-
-    @property
-    def seen_keys(self) -> slice:
-        """The keys that any query sees, as far as is static."""
-        first = 0 if self.lowest is None else max(0, self.lowest)
-        end = self.key_length
-        if self.highest is not None:
-            end = min(end, self.query_length + self.highest)
-        return slice(first, max(first, end))
-
-    @property
-    def group(self) -> int:
-        """Query heads that share one key head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def widest(self) -> int:
-        """The width of the wider of key and value, in whole tiles."""
-        return whole_tiles(max(self.width, self.value_width))
-
-    @property
-    def pair_bytes(self) -> int:
-        """Of a row of a head's key and value, or of its query and dO."""
-        return (self.width + self.value_width) * self.dtype.itemsize
-
-    def query(self) -> jax.ShapeDtypeStruct:
-        shape = (self.batch, self.query_length, self.heads, self.width)
-        return jax.ShapeDtypeStruct(shape, self.dtype)
-
-    def key(self) -> jax.ShapeDtypeStruct:
-        shape = (self.batch, self.key_length, self.kv_heads, self.width)
-        return jax.ShapeDtypeStruct(shape, self.dtype)
-
-
-def sees_itself(lowest: int | None, highest: int | None) -> bool:
-    """Whether by `Problem`'s bounds every query sees the key of its own number."""
-    return (lowest is None or lowest <= 0) and (highest is None or highest >= 0)
-
-
-def whole_tiles(width: int) -> int:
-    """Columns rounded up to a multiple of 64, by which settings are chosen."""
-    return -(-width // 64) * 64
-
-
-# Columns that are swizzled together, where they are not the 64 that TMA and wgmma like best but do
-# without columns of zeros. TFLOP/s* of the forward, b4 s4096 16 heads full, so and with 64: H80 627
-# and 504, H96 718 and 600, H160 776 and 670. With 32 H144 604 and 631, H72 336 and 430, where they
-# do not divide the width; with 16 H112 540 and 668, as TMA is slow with rows of 32 bytes.
-_BOX_WIDTHS = {32: 32, 80: 16, 96: 32, 160: 32, 224: 32}
-
-
-def box_width(width: int) -> int:
-    """Columns of a box of an operand of 16 bits (`columns.py`)."""
-    return _BOX_WIDTHS.get(width, 64)
-
-
-def _need(holds: bool, name: str, got, needs: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}: got {got}, needs {needs}")
 
 
 def _check_multiple_of_64(name: str, got: int) -> None:
-    _need(got > 0 and got % 64 == 0, name, got, "a multiple of 64")
+    need(got > 0 and got % 64 == 0, name, got, "a multiple of 64")
 
 
 def _check_stages(stages: tuple[int, int]) -> None:
     two = len(stages) == 2 and min(stages) >= 1
-    _need(two, "stages", stages, "two numbers, at least 1 each")
+    need(two, "stages", stages, "two numbers, at least 1 each")
 
 
 def _check_thread_blocks(most: int | None) -> None:
-    _need(most is None or most >= 1, "thread_blocks", most, "None, or at least 1")
+    need(most is None or most >= 1, "thread_blocks", most, "None, or at least 1")
 
 
 def _check_registers(registers: tuple[int, int], consumers: int) -> None:
     """The warpgroups of a block share what it was launched with: asking for more waits forever."""
-    _need(len(registers) == 2, "registers", registers, "two numbers, of consumers and producer")
+    need(len(registers) == 2, "registers", registers, "two numbers, of consumers and producer")
     for count in registers:
-        _need(
+        need(
             24 <= count <= 256 and count % 8 == 0, "registers", count, "a multiple of 8, 24 to 256"
         )
     warpgroups = consumers + 1
     launched = 65536 // (128 * warpgroups) // 8 * 8 * warpgroups
     wanted = consumers * registers[0] + registers[1]
-    _need(wanted <= launched, "registers", f"{wanted} for all warpgroups", f"at most {launched}")
+    need(wanted <= launched, "registers", f"{wanted} for all warpgroups", f"at most {launched}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,14 +79,14 @@ class ForwardConfig:
     products_first: bool = False
 
     def __post_init__(self):
-        _need(self.consumers >= 2, "consumers", self.consumers, "at least 2, to take turns")
+        need(self.consumers >= 2, "consumers", self.consumers, "at least 2, to take turns")
         _check_multiple_of_64("block_kv", self.block_kv)
-        _need(self.stages >= 2, "stages", self.stages, "at least 2")
-        _need(self.query_buffers in (1, 2), "query_buffers", self.query_buffers, "1 or 2")
+        need(self.stages >= 2, "stages", self.stages, "at least 2")
+        need(self.query_buffers in (1, 2), "query_buffers", self.query_buffers, "1 or 2")
         holds = self.staged_columns > 0 and self.staged_columns % 32 == 0
-        _need(holds, "staged_columns", self.staged_columns, "a multiple of 32")
-        _need(self.section_bytes >= 0, "section_bytes", self.section_bytes, "at least 0")
-        _need(self.thread_blocks >= 1, "thread_blocks", self.thread_blocks, "at least 1")
+        need(holds, "staged_columns", self.staged_columns, "a multiple of 32")
+        need(self.section_bytes >= 0, "section_bytes", self.section_bytes, "at least 0")
+        need(self.thread_blocks >= 1, "thread_blocks", self.thread_blocks, "at least 1")
         _check_registers(self.registers, self.consumers)
 
     @property
@@ -337,8 +114,8 @@ class ForwardFP8Config(ForwardConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        _need(self.block_kv <= 256, "block_kv", self.block_kv, "at most 256, what TMA loads")
-        _need(self.value_stages >= 2, "value_stages", self.value_stages, "at least 2")
+        need(self.block_kv <= 256, "block_kv", self.block_kv, "at most 256, what TMA loads")
+        need(self.value_stages >= 2, "value_stages", self.value_stages, "at least 2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,10 +140,10 @@ class BackwardConfig:
     shares: int | None = 1
 
     def __post_init__(self):
-        _need(self.shares is None or self.shares >= 1, "shares", self.shares, "at least 1, or None")
+        need(self.shares is None or self.shares >= 1, "shares", self.shares, "at least 1, or None")
         _check_multiple_of_64("block_q", self.block_q)
         # Named barriers, and shared memory, are used up with 2.
-        _need(self.stages in (1, 2), "stages", self.stages, "1 or 2")
+        need(self.stages in (1, 2), "stages", self.stages, "1 or 2")
         _check_thread_blocks(self.thread_blocks)
         _check_registers(self.registers, BACKWARD_CONSUMERS)
 
@@ -392,7 +169,7 @@ class BackwardKeyConfig:
     def __post_init__(self):
         _check_thread_blocks(self.thread_blocks)
         _check_registers(self.registers, BACKWARD_CONSUMERS)
-        _need(self.d_logits_bytes >= 0, "d_logits_bytes", self.d_logits_bytes, "at least 0")
+        need(self.d_logits_bytes >= 0, "d_logits_bytes", self.d_logits_bytes, "at least 0")
 
     @property
     def block_q(self) -> int:
@@ -443,8 +220,8 @@ class BiasGradientConfig:
 
     def __post_init__(self):
         _check_multiple_of_64("block_kv", self.block_kv)
-        _need(self.stages >= 1, "stages", self.stages, "at least 1")
-        _need(self.thread_blocks >= 1, "thread_blocks", self.thread_blocks, "at least 1")
+        need(self.stages >= 1, "stages", self.stages, "at least 1")
+        need(self.thread_blocks >= 1, "thread_blocks", self.thread_blocks, "at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -479,7 +256,7 @@ def check_backward(config: BackwardConfig | BackwardKeyConfig, widest: int) -> N
         # A tile of dQ for each consumer.
         block_q = BACKWARD_CONSUMERS * DQ_TILE**2 // widest
         name, needs = "block_q", f"{block_q} at width {widest}"
-        _need(config.block_q == block_q, name, f"{config.block_q} at width {widest}", needs)
+        need(config.block_q == block_q, name, f"{config.block_q} at width {widest}", needs)
 
 
 _TWO_CONSUMERS = ForwardConfig(

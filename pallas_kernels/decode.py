@@ -56,11 +56,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import combine
-from pallas_kernels.config import LOG2E
 from pallas_kernels.decode_block import ThreadBlock
 from pallas_kernels.decode_config import DecodeProblem
 from pallas_kernels.decode_plan import Plan
 from pallas_kernels.interpret import interpreting
+from pallas_kernels.problem import LOG2E
 
 
 def attention(

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import online_softmax
-from pallas_kernels.config import LOG2E
 from pallas_kernels.decode_config import BLOCK_KV
 from pallas_kernels.decode_plan import Plan
 from pallas_kernels.decode_products import Float8Products, Products, spread
+from pallas_kernels.problem import LOG2E
 from pallas_kernels.ptx.arithmetic import column_maxima, column_sums, div_rem
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.float8_parts import store_queries_float8

@@ -7,8 +7,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import online_softmax
-from pallas_kernels.config import LOG2E
 from pallas_kernels.decode_config import BLOCK_KV, DecodeProblem
+from pallas_kernels.problem import LOG2E
 from pallas_kernels.ptx.operands import OPERAND, float8_operand
 
 _MOST_PART = 4096  # elements of an output of float8 that are one product, of 64 registers

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.config import DROPOUT_STEPS, Problem
 from pallas_kernels.online_softmax import spread
+from pallas_kernels.problem import DROPOUT_STEPS, Problem
 from pallas_kernels.ptx.dropout import (
     dropped_bytes,
     kept_operand,

@@ -22,7 +22,7 @@ the other, pairs of rows were off by 25 standard deviations.)
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.config import DROPOUT_STEPS
+from pallas_kernels.problem import DROPOUT_STEPS
 
 _ODD = 0x9E3779B9  # 2**32 over the golden ratio
 _OTHER = 0x85EBCA6B  # where columns begin

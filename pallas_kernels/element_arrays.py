@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.config import Problem
+from pallas_kernels.problem import Problem
 
 BIAS_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _WORD = 32

@@ -19,8 +19,8 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.config import LOG2E, Problem
 from pallas_kernels.element_arrays import compressed
+from pallas_kernels.problem import LOG2E, Problem
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.elements import keep_where, load_bits, load_elements
 

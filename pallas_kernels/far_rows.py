@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.config import LOG2E, Problem
 from pallas_kernels.element_arrays import compressed
 from pallas_kernels.elements import Loaded, biased
 from pallas_kernels.online_softmax import Range, bounds_of, is_far, spread, weight_range
+from pallas_kernels.problem import LOG2E, Problem
 from pallas_kernels.ptx.loads import load_rows
 from pallas_kernels.ptx.marks import (
     any_far,

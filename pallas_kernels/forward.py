@@ -46,7 +46,7 @@ from jax import lax
 
 from pallas_kernels import segments
 from pallas_kernels.columns import Columns, as_rows
-from pallas_kernels.config import LOG2E, ForwardConfig, Problem
+from pallas_kernels.config import ForwardConfig
 from pallas_kernels.dropout import Words
 from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
@@ -56,6 +56,7 @@ from pallas_kernels.forward_plan import BIAS_BOX, Plan
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
+from pallas_kernels.problem import LOG2E, Problem
 
 
 def attention(

@@ -42,12 +42,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import segments
-from pallas_kernels.config import ForwardFP8Config, Problem
+from pallas_kernels.config import ForwardFP8Config
 from pallas_kernels.forward_fp8_block import Plan, ThreadBlock
 from pallas_kernels.forward_fp8_consumer import consume
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import fence_async_shared
 from pallas_kernels.ptx.float8 import transpose_float8
 

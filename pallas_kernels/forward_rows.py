@@ -7,13 +7,13 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_kernels import online_softmax
-from pallas_kernels.config import LOG2E
 from pallas_kernels.dropout import kept
 from pallas_kernels.element_arrays import expanded
 from pallas_kernels.elements import NOTHING_LOADED, Loaded
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.online_softmax import RowState
+from pallas_kernels.problem import LOG2E
 from pallas_kernels.ptx.masks import all_columns, keep_bits
 from pallas_kernels.ptx.stores import store_rows
 from pallas_kernels.row_masks import ROWS, in_each_row

@@ -12,8 +12,9 @@ from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments, tickets
-from pallas_kernels.config import ForwardConfig, Problem, sees_itself
+from pallas_kernels.config import ForwardConfig
 from pallas_kernels.hopper import kernel
+from pallas_kernels.problem import Problem, sees_itself
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.row_masks import ROWS
 

@@ -31,7 +31,6 @@ from pallas_kernels.config import (
     BackwardConfig,
     BackwardKeyConfig,
     BackwardQueryConfig,
-    Problem,
     check_backward,
 )
 from pallas_kernels.dropout import Words
@@ -39,6 +38,7 @@ from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import Section
 from pallas_kernels.key_tiles_kernel import with_words
+from pallas_kernels.problem import Problem
 
 
 def attention_gradients(

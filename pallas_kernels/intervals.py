@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.config import Problem
+from pallas_kernels.problem import Problem
 
 FAR = np.iinfo(np.int32).max  # the first of nothing
 

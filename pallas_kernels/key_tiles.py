@@ -13,7 +13,8 @@ import numpy as np
 
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments, tickets
-from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT, Problem
+from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 
 CONSUMER_KEYS = 64  # of one consumer: the M of a wgmma

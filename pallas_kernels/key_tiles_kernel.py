@@ -12,9 +12,10 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import scheduler, segments
-from pallas_kernels.config import BACKWARD_CONSUMERS, Problem
+from pallas_kernels.config import BACKWARD_CONSUMERS
 from pallas_kernels.dropout import Words
 from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import HAND_ORDERED
 
 # Their entries have no room beside what sums over rows might need, of which there are none here.

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.config import LOG2E
+from pallas_kernels.problem import LOG2E
 
 # Stands for the maximum of a row that has seen nothing: finite, so that -inf minus it is -inf.
 NOTHING_SEEN = -3e38

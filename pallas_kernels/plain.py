@@ -22,10 +22,11 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import online_softmax, scheduler
-from pallas_kernels.config import FORWARD_SECTION_BYTES, LOG2E, SM_COUNT
+from pallas_kernels.config import FORWARD_SECTION_BYTES, SM_COUNT
 from pallas_kernels.hopper import Ring, Turns, kernel, walk, warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.online_softmax import NOTHING_SEEN, partial_sums, spread
+from pallas_kernels.problem import LOG2E
 from pallas_kernels.ptx import arithmetic, barriers, compiler, masks, mlir, operands
 
 CONSUMERS, ROWS, WIDTH = 2, 64, 128

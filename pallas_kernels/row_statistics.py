@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import far_rows
-from pallas_kernels.config import Problem
 from pallas_kernels.interpret import interpreting
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import HAND_ORDERED
 from pallas_kernels.ptx.counters import add_to

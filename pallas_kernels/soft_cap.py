@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.config import LOG2E, Problem
 from pallas_kernels.dropout import as_operand, negated_transposed
 from pallas_kernels.elements import Loaded, biased
 from pallas_kernels.online_softmax import spread
+from pallas_kernels.problem import LOG2E, Problem
 from pallas_kernels.ptx.arithmetic import rsqrt
 from pallas_kernels.ptx.votes import any_beyond
 

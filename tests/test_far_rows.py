@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import config, element_arrays
+from pallas_kernels import element_arrays
+from pallas_kernels.problem import Problem
 from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
 
@@ -157,7 +158,7 @@ def test_infinite_sinks():
 
 @pytest.mark.parametrize("scale", [1e4, 1.0, 0.125, 0.0625, 1e-3, 1e-9])
 def test_compressed_biases_keep_their_order(scale):
-    problem = config.Problem(1, 8, 8, 1, 1, 64, np.dtype(jnp.bfloat16), scale, has_bias=True)
+    problem = Problem(1, 8, 8, 1, 1, 64, np.dtype(jnp.bfloat16), scale, has_bias=True)
     largest = float(jnp.finfo(jnp.float32).max)
     sizes = np.float32(np.geomspace(1e-3, 0.999 * largest, 5000))
     sizes = np.append(sizes, np.float32(largest))

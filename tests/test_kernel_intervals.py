@@ -16,6 +16,7 @@ from pallas_kernels.backward_query_masks import key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles
 from pallas_kernels.key_tiles_walk import Walk
+from pallas_kernels.problem import Problem
 from tests import oracle
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
@@ -72,9 +73,7 @@ def visible(seen: np.ndarray, S) -> np.ndarray:
 
 
 def dynamic(T, S, N=4, K=2):
-    return config.Problem(
-        BATCH, T, S, N, K, 128, np.dtype(jnp.bfloat16), 1.0, None, None, dynamic=True
-    )
+    return Problem(BATCH, T, S, N, K, 128, np.dtype(jnp.bfloat16), 1.0, None, None, dynamic=True)
 
 
 @every_case
@@ -470,4 +469,4 @@ def test_one_compilation_serves_all_lengths():
 
 def test_bounds_beside_intervals_are_refused():
     with pytest.raises(ValueError, match="None where dynamic"):
-        config.Problem(1, 10, 10, 1, 1, 64, np.dtype(jnp.bfloat16), 1.0, highest=0, dynamic=True)
+        Problem(1, 10, 10, 1, 1, 64, np.dtype(jnp.bfloat16), 1.0, highest=0, dynamic=True)

@@ -14,6 +14,7 @@ from pallas_kernels.backward_query_masks import key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles
 from pallas_kernels.key_tiles_walk import Walk
+from pallas_kernels.problem import Problem
 from tests.support.cases import long, slow
 from tests.support.elements import random_bias, random_mask, shape_of
 from tests.support.interpret import interpret_mode
@@ -65,9 +66,9 @@ CASES = [
 by_ids = pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
 
 
-def problem(ids, bounds=(None, None), dynamic=False, N=4, K=2) -> config.Problem:
+def problem(ids, bounds=(None, None), dynamic=False, N=4, K=2) -> Problem:
     (B, T), (_, S) = (x.shape for x in ids)
-    return config.Problem(
+    return Problem(
         B, T, S, N, K, 64, np.dtype(jnp.bfloat16), 1.0, *bounds, dynamic=dynamic, segmented=True
     )
 
@@ -329,7 +330,7 @@ def test_packed_documents_are_worked_on_alone():
 def test_thread_blocks_have_as_much_to_do(T, N, K, H, documents):
     """Every tile is dealt once, and drawn once, and no list has 15% more steps than the mean."""
     ids = (jnp.arange(T, dtype=jnp.int32)[None] // (T // documents),) * 2
-    p = config.Problem(1, T, T, N, K, H, np.dtype(jnp.bfloat16), 1.0, highest=0, segmented=True)
+    p = Problem(1, T, T, N, K, H, np.dtype(jnp.bfloat16), 1.0, highest=0, segmented=True)
     forward = Tiles(p, config.default(H, segmented=True).forward)
     backward = KeyTiles(p, 128, config.BACKWARD[H].block_q, row_bytes=8 * H)
     blocks = backward.seeing_blocks_of(backward.seeing(None), ids)[:-1]

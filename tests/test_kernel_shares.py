@@ -8,7 +8,8 @@ import pytest
 
 from pallas_kernels import scheduler
 from pallas_kernels.backward_plan import Plan, shares_of
-from pallas_kernels.config import BACKWARD, BackwardConfig, Problem
+from pallas_kernels.config import BACKWARD, BackwardConfig
+from pallas_kernels.problem import Problem
 from tests.support.cases import long
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import check, inputs, with_shares

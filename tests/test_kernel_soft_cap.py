@@ -10,7 +10,7 @@ import pytest
 
 import jax_flash
 from pallas_kernels import soft_cap
-from pallas_kernels.config import Problem
+from pallas_kernels.problem import Problem
 from tests.support.cases import long, slow
 from tests.support.elements import random_bias, random_mask, shape_of, with_lengths
 from tests.support.interpret import interpret_mode

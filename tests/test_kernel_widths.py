@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import config
 from pallas_kernels.columns import Columns
+from pallas_kernels.problem import Problem
 from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import check, few_thread_blocks, inputs, with_a_jump
@@ -128,7 +128,7 @@ def test_vmap_and_grad():
 @pytest.mark.parametrize(("H", "h", "name"), [(100, 64, "width"), (64, 264, "value_width")])
 def test_problems_that_cannot_be(H, h, name):
     with pytest.raises(ValueError, match=f"^{name}: got .*, needs a multiple of 8, up to 256"):
-        config.Problem(1, 8, 8, 1, 1, H, np.dtype(jnp.bfloat16), 1.0, value_width=h)
+        Problem(1, 8, 8, 1, 1, H, np.dtype(jnp.bfloat16), 1.0, value_width=h)
 
 
 @pytest.mark.parametrize(

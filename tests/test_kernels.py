@@ -12,6 +12,7 @@ import pytest
 import jax_flash
 from pallas_kernels import backward_key_plan, config, scheduler
 from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import NamedBarriers
 from tests import oracle
 from tests.support import launches
@@ -214,7 +215,7 @@ def test_sections_of_heads_at_width_256(sections, options):
     head_bytes = 2 * 2 * 3 * step_bytes  # two query heads, two key tiles, three query blocks
     most = {(1, 1, 1): head_bytes, (2, 1): 3 * head_bytes - 1, (): step_bytes}[sections]
     backward = config.BackwardKeyConfig(d_logits_bytes=most)
-    problem = config.Problem(3, 140, 70, 2, 1, 256, np.dtype(jnp.bfloat16), scale=1.0)
+    problem = Problem(3, 140, 70, 2, 1, 256, np.dtype(jnp.bfloat16), scale=1.0)
     made = backward_key_plan.d_logits_sections(problem, backward)
     assert tuple(len(section.kv_heads) for section in made) == sections
     settings = dataclasses.replace(config.default(256), backward=backward)
@@ -584,7 +585,7 @@ def test_long_tiles_have_a_thread_block_each(pieces, steps, is_known, expected):
 )
 def test_thread_blocks_of_the_backward(length, bounds, dynamic, segmented, expected):
     """By the most steps that tiles can have, which is how all are dealt, longest first."""
-    p = config.Problem(
+    p = Problem(
         *(1, length, length, 20, 20, 128, np.dtype(jnp.bfloat16), 1.0),
         **bounds,
         dynamic=dynamic,
@@ -646,7 +647,7 @@ def test_an_explicit_number_of_thread_blocks_is_kept(H, kernel, block_kv):
 )
 def test_tiles_prepare_for_the_section_after_their_own(B, T, S, K, bounds, options, heads):
     """All that do are drawn before any tile that waits for them, and all counters are there."""
-    p = config.Problem(B, T, S, 2 * K, K, 128, np.dtype(jnp.bfloat16), 1.0, **bounds, **options)
+    p = Problem(B, T, S, 2 * K, K, 128, np.dtype(jnp.bfloat16), 1.0, **bounds, **options)
     tiles = KeyTiles(p, 128, 64, row_bytes=1024)
     section, prepared = tiles.prepared(132)
     assert len(prepared) == heads

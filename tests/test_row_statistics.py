@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import config
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.fragments import fragment_shape
 from pallas_kernels.row_statistics import row_statistics
 from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
 
 
-def problem(B, T, N, H, dtype) -> config.Problem:
-    return config.Problem(B, T, 8, N, N, H, np.dtype(dtype), scale=0.3)
+def problem(B, T, N, H, dtype) -> Problem:
+    return Problem(B, T, 8, N, N, H, np.dtype(dtype), scale=0.3)
 
 
 def inputs(B, T, N, H, dtype, unseen=0, more_lse_rows=0):

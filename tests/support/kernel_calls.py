@@ -11,6 +11,7 @@ import numpy as np
 import jax_flash
 from jax_flash.masks import dropout_keep
 from pallas_kernels import config
+from pallas_kernels.problem import Problem
 from tests import oracle
 from tests.support.interpret import interpret_mode
 from tests.support.nonzero import assert_none_is_zero
@@ -241,7 +242,7 @@ def check_that_keys_do_not_count(S, H, poisoned, unseen, **options):
 
 
 def problem(T, S, N=4, K=2, B=2, lowest=None, highest=None):
-    return config.Problem(B, T, S, N, K, 128, np.dtype(jnp.bfloat16), 1.0, lowest, highest)
+    return Problem(B, T, S, N, K, 128, np.dtype(jnp.bfloat16), 1.0, lowest, highest)
 
 
 def as_arrays(options):

@@ -1,0 +1,233 @@
+"""What is asked of kernels: shapes, widths, dtype, what is visible; nothing about registers."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+LOG2E = math.log2(math.e)
+SUPPORTED_WIDTHS = range(8, 257, 8)  # TMA takes strides that are multiples of 16 bytes
+DROPOUT_STEPS = 1 << 15  # rates are multiples of one over this
+_LEAST_SCALE_OF_BEGINNINGS = 2.0**-10
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The static part of one attention call: what a kernel is built for.
+
+    Query is `[batch, query_length, heads, width]`, key `[batch, key_length, kv_heads, width]`, and
+    value `[batch, key_length, kv_heads, value_width]`. Query i sees keys i + lowest <= j <= i +
+    highest, where None is no bound: causal attention has a highest alone, a sliding window has
+    both. Or, if it is `dynamic`, it sees an interval of keys that kernels get as an array
+    (`intervals.py`). If it is `segmented`, it sees only those of them that have its segment id
+    (`segments.py`). Kernels of one that `has_mask` or `has_bias` get these as arrays too
+    (`element_arrays.py`). With a soft cap, logits with their bias become soft_cap * tanh(logits /
+    soft_cap) before all that hides keys. With dropout, kernels get words that say which weights are
+    dropped after the softmax (`dropout_words.py`).
+
+    Attributes:
+      value_width: as width if it is 0.
+      dropout: how many of `DROPOUT_STEPS` weights are dropped.
+    """
+
+    batch: int
+    query_length: int
+    key_length: int
+    heads: int
+    kv_heads: int
+    width: int
+    dtype: np.dtype
+    scale: float
+    lowest: int | None = None
+    highest: int | None = None
+    dynamic: bool = False
+    segmented: bool = False
+    value_width: int = 0
+    has_mask: bool = False
+    has_bias: bool = False
+    soft_cap: float | None = None
+    dropout: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "value_width", self.value_width or self.width)
+        for name in ("width", "value_width"):
+            got = getattr(self, name)
+            need(got in SUPPORTED_WIDTHS, name, got, "a multiple of 8, up to 256")
+        if self.dynamic:
+            bounds = (self.lowest, self.highest)
+            need(bounds == (None, None), "lowest, highest", bounds, "None where dynamic")
+        if self.lowest is not None and self.highest is not None:
+            # Then the queries that see any key are an interval, and so are the keys that are seen.
+            needs = f"at most highest, {self.highest}"
+            need(self.lowest <= self.highest, "lowest", self.lowest, needs)
+        needs = f"at least 0 and less than {DROPOUT_STEPS}"
+        need(0 <= self.dropout < DROPOUT_STEPS, "dropout", self.dropout, needs)
+
+    @classmethod
+    def of(cls, query: jax.Array, key: jax.Array, value: jax.Array, **static: Any) -> "Problem":
+        """That of arrays, with all that is not in their shapes."""
+        batch, query_length, heads, width = query.shape
+        return cls(
+            batch=batch,
+            query_length=query_length,
+            key_length=key.shape[1],
+            heads=heads,
+            kv_heads=key.shape[2],
+            width=width,
+            dtype=np.dtype(query.dtype),
+            value_width=value.shape[-1],
+            **static,
+        )
+
+    @property
+    def logit_unit(self) -> float:
+        """What kernels count logits in: products of query and key, or tanh with a soft cap."""
+        return self.scale if self.soft_cap is None else self.soft_cap
+
+    @property
+    def has_cap(self) -> bool:
+        return self.soft_cap is not None
+
+    @property
+    def has_dropout(self) -> bool:
+        return self.dropout > 0
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether logits are no more than what a bias is added to: the cap bounds all others."""
+        return self.has_bias and self.soft_cap is None
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether rows far from 0 have a share in the backward (`far_rows.py`)."""
+        return self.soft_cap is None and not self.has_marks
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether they have marks there."""
+        return self.soft_cap is None and (self.has_bias or self.dropout > 0 or self.segmented)
+
+    @property
+    def bias_shift(self) -> int:
+        """By how many powers of 2 a bias far from 0 comes nearer (`element_arrays.compressed`)."""
+        lowest = 2  # in log2 units it stays within float32
+        if self.scale < _LEAST_SCALE_OF_BEGINNINGS:
+            return lowest
+        return max(lowest, math.ceil(math.log2(1.0 / self.scale) + 0.6))
+
+    @property
+    def may_begin_with_bias(self) -> bool:
+        """Whether the bias can be what the products of query and key are added to, over scale."""
+        return self.has_bias and self.scale >= _LEAST_SCALE_OF_BEGINNINGS
+
+    @property
+    def kept_share(self) -> float:
+        """Of weights, by dropout; those that are kept are divided by it."""
+        return 1.0 - self.dropout / DROPOUT_STEPS
+
+    @property
+    def delta_unit(self) -> float:
+        """What backward kernels have delta multiplied with (`dropout.py`)."""
+        return 2.0 * self.kept_share if self.dropout else 1.0
+
+    @property
+    def d_logit_unit(self) -> float:
+        """What the gradients of logits that backward kernels compute must be multiplied with."""
+        return 1.0 / self.delta_unit
+
+    @property
+    def has_far_edge(self) -> bool:
+        """Whether a query may be without the first keys."""
+        return self.by_batch or self.lowest is not None
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether what a tile needs is known at run time only, for each batch entry."""
+        return self.dynamic or self.segmented
+
+    @property
+    def forward_ignores_unseen(self) -> bool:
+        """Whether queries that see no key, and keys that none sees, may be NaN in `forward.py`."""
+        spills = self.dropout > 0 and self.widest <= 64
+        return self.dynamic and not (self.segmented or self.has_elements or spills)
+
+    @property
+    def backward_ignores_unseen(self) -> bool:
+        """Whether they may be NaN in `backward.py` too, of all three gradients."""
+        spills = self.dropout > 0
+        return self.forward_ignores_unseen and self.widest <= 128 and not spills
+
+    @property
+    def has_elements(self) -> bool:
+        """Whether anything is known of single pairs of query and key alone."""
+        return self.has_mask or self.has_bias
+
+    @property
+    def seeing_queries(self) -> slice:
+        """The queries that see any key, as far as is static."""
+        first = 0 if self.highest is None else max(0, -self.highest)
+        end = self.query_length
+        if self.lowest is not None:
+            end = min(end, self.key_length - self.lowest)
+        return slice(first, max(first, end))
+
+    @property
+    def seen_keys(self) -> slice:
+        """The keys that any query sees, as far as is static."""
+        first = 0 if self.lowest is None else max(0, self.lowest)
+        end = self.key_length
+        if self.highest is not None:
+            end = min(end, self.query_length + self.highest)
+        return slice(first, max(first, end))
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def widest(self) -> int:
+        """The width of the wider of key and value, in whole tiles."""
+        return whole_tiles(max(self.width, self.value_width))
+
+    @property
+    def pair_bytes(self) -> int:
+        """Of a row of a head's key and value, or of its query and dO."""
+        return (self.width + self.value_width) * self.dtype.itemsize
+
+    def query(self) -> jax.ShapeDtypeStruct:
+        shape = (self.batch, self.query_length, self.heads, self.width)
+        return jax.ShapeDtypeStruct(shape, self.dtype)
+
+    def key(self) -> jax.ShapeDtypeStruct:
+        shape = (self.batch, self.key_length, self.kv_heads, self.width)
+        return jax.ShapeDtypeStruct(shape, self.dtype)
+
+
+def sees_itself(lowest: int | None, highest: int | None) -> bool:
+    """Whether by `Problem`'s bounds every query sees the key of its own number."""
+    return (lowest is None or lowest <= 0) and (highest is None or highest >= 0)
+
+
+def whole_tiles(width: int) -> int:
+    """Columns rounded up to a multiple of 64, by which settings are chosen."""
+    return -(-width // 64) * 64
+
+
+# Columns that are swizzled together, where they are not the 64 that TMA and wgmma like best but do
+# without columns of zeros. TFLOP/s* of the forward, b4 s4096 16 heads full, so and with 64: H80 627
+# and 504, H96 718 and 600, H160 776 and 670. With 32 H144 604 and 631, H72 336 and 430, where they
+# do not divide the width; with 16 H112 540 and 668, as TMA is slow with rows of 32 bytes.
+_BOX_WIDTHS = {32: 32, 80: 16, 96: 32, 160: 32, 224: 32}
+
+
+def box_width(width: int) -> int:
+    """Columns of a box of an operand of 16 bits (`columns.py`)."""
+    return _BOX_WIDTHS.get(width, 64)
+
+
+def need(holds: bool, name: str, got, needs: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}: got {got}, needs {needs}")
