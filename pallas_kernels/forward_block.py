@@ -11,6 +11,7 @@ from pallas_kernels import tickets
 from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
 from pallas_kernels.forward_plan import Plan
+from pallas_kernels.hopper import Turns
 from pallas_kernels.ptx.barriers import with_twins
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.row_masks import ROWS, RowMasks, in_each_row
@@ -22,7 +23,7 @@ class Block:
     Attributes:
       plan: of the kernel.
       q, q_smem, q_full, q_free: of queries, in global memory and in buffers.
-      turn: a named barrier a consumer.
+      turns: of the consumers.
       warpgroup: index of this one; the consumers come first.
       schedule, key_blocks: refs of what `Tiles.with_lists` or `with_tickets` gives.
       number: of the thread block.
@@ -33,7 +34,7 @@ class Block:
     q_smem: Any
     q_full: Any
     q_free: Any
-    turn: Any
+    turns: Turns
     warpgroup: Any
     schedule: Any
     key_blocks: Any
@@ -61,12 +62,6 @@ class Block:
         """The end of the first key block of a tile, in blocks."""
         return self.needs(tile, batch, 3 if self.plan.problem.has_far_edge else 0)
 
-    def take_turn(self) -> None:
-        self.turn.wait(self.warpgroup)
-
-    def pass_turn(self) -> None:
-        self.turn.arrive(lax.rem(self.warpgroup + 1, jnp.int32(self.plan.config.consumers)))
-
     def load_queries(self, index, place) -> None:
         """Those of a tile, when their buffer is free.
 
@@ -92,7 +87,7 @@ class ThreadBlock(Block):
       dropout, elements, masks: of rows and keys.
       q_smem, k_smem, v_smem, bias_smem: buffers that TMA fills; o_smem, one that it stores.
       q_full, k_full, v_full: mbarriers a buffer, completed by TMA.
-      turn, q_free, k_free, v_free, block_vote, unseen_values: see `Plan.barriers`.
+      q_free, k_free, v_free, block_vote, unseen_values: see `Plan.barriers`.
       warpgroup: index of this one; the consumers come first.
       no_rows: 0 for each of 64.
       drawn: tiles that are drawn, None where they are listed.
@@ -108,7 +103,7 @@ class ThreadBlock(Block):
         self.bias_smem = bias_smem
         self.q_full, self.k_full, self.v_full = q_full, k_full, v_full
         (
-            self.turn, self.k_free, self.v_free, self.q_free, self.block_vote, self.unseen_values
+            turn, self.k_free, self.v_free, self.q_free, self.block_vote, self.unseen_values
         ) = with_twins(plan.barriers, twins)  # fmt: skip
 
         self.schedule, *rest = refs
@@ -132,6 +127,7 @@ class ThreadBlock(Block):
         )
 
         self.warpgroup = lax.axis_index("warpgroup")
+        self.turns = Turns(turn, self.warpgroup)
         self.number = lax.axis_index("block")
         self.no_rows = in_each_row(jnp.int32(0))
         self.drawn = None

@@ -22,8 +22,7 @@ from pallas_kernels.row_masks import ROWS
 
 def consume(block: ThreadBlock) -> None:
     plan = block.plan
-    is_last = block.warpgroup == plan.config.consumers - 1
-    pl.when(is_last)(block.pass_turn)  # warpgroup 0 begins
+    block.turns.begin()
     accumulators = (
         plgpu.ACC((ROWS, plan.value_columns.size), jnp.float32),
         plgpu.ACC((ROWS, plan.config.block_kv), jnp.float32),
@@ -145,16 +144,16 @@ class _Consumer(Products):
         looks = exact or plan.exact_throughout  # for maxima
         plgpu.barrier_wait(block.k_full.at[k_slot])
         self.put_bias(k_slot, exact=looks)
-        block.take_turn()
+        block.turns.take()
         self.issue_logits(block.query_buffer(index), k_slot)
         self.issue_output(weights, v_slot)
         if not config.products_first:
-            block.pass_turn()
+            block.turns.pass_on()
         loaded = rows.load_elements(lambda: number, j)
         products = self.load_logits()
         if config.products_first:
             output = self.load_output()
-            block.pass_turn()
+            block.turns.pass_on()
             block.k_free.arrive(k_slot)
             block.v_free.arrive(v_slot)
             code_fence(end_block)
@@ -299,10 +298,10 @@ class _Consumer(Products):
             plgpu.barrier_wait(block.k_full.at[k_slot])
 
         self.put_bias(k_slot)
-        block.take_turn()
+        block.turns.take()
         self.issue_logits(buffer, k_slot)
         self.issue_output(weights, v_slot)
-        block.pass_turn()
+        block.turns.pass_on()
         loaded = rows.load_elements(lambda: following, jnp.int32(0), is_first=True)
         logits = self.load_logits()
         pl.when(there())(lambda: block.k_free.arrive(k_slot))
@@ -330,9 +329,9 @@ class _Consumer(Products):
         block.q_free.arrive(0)
         inverse, too_low = self.rows.finish(state, too_low, tile, batch, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        block.take_turn()
+        block.turns.take()
         self.issue_output(weights, block.slot(steps - 1))
-        block.pass_turn()
+        block.turns.pass_on()
         output = self.load_output()
         block.v_free.arrive(block.slot(steps - 1))
         self.store_output(output, inverse, tile, batch, head)

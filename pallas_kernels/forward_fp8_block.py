@@ -14,6 +14,7 @@ from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardFP8Config
 from pallas_kernels.forward_block import Block
 from pallas_kernels.forward_tiles import Tiles
+from pallas_kernels.hopper import Turns
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of, with_twins
 from pallas_kernels.ptx.operands import float8_operand
@@ -116,7 +117,8 @@ class ThreadBlock(Block):
       q_smem, k_smem, v_smem: buffers that TMA fills; o_smem, one that it stores.
       turned_smem: V, turned.
       q_full, k_full, v_full, turned_full: mbarriers a buffer.
-      turn, k_free, v_free, q_free: see `Plan.barriers`.
+      turns: of the consumers.
+      k_free, v_free, q_free: see `Plan.barriers`.
       warpgroup: index of this one; the consumers come first.
     """
 
@@ -139,8 +141,9 @@ class ThreadBlock(Block):
             intervals_ref=optional[0] if problem.dynamic else None,
             ids_refs=optional[int(problem.dynamic) :] if problem.segmented else None,
         )
-        self.turn, self.k_free, self.v_free, self.q_free = with_twins(plan.barriers, twins)
+        turn, self.k_free, self.v_free, self.q_free = with_twins(plan.barriers, twins)
         self.warpgroup = lax.axis_index("warpgroup")
+        self.turns = Turns(turn, self.warpgroup)
         self.number = lax.axis_index("block")
 
     def tile_count(self):

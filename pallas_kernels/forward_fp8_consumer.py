@@ -42,8 +42,7 @@ class _Carry(NamedTuple):
 
 def consume(block: ThreadBlock) -> None:
     plan, config = block.plan, block.plan.config
-    is_last = block.warpgroup == config.consumers - 1
-    pl.when(is_last)(block.pass_turn)  # warpgroup 0 begins
+    block.turns.begin()
     pl.run_scoped(
         lambda *accumulators: _Consumer(block, *accumulators).walk(),
         plgpu.ACC((ROWS, plan.value_columns.size), jnp.float32),
@@ -185,18 +184,18 @@ class _Consumer:
             ids = block.masks.load_ids(batch, first_row, first_key)
         k_slot, v_slot = block.slot(steps + j), block.value_slot(steps + j - 1)
         plgpu.barrier_wait(block.k_full.at[k_slot])
-        block.take_turn()
+        block.turns.take()
         self.issue_logits(block.query_buffer(index), k_slot)
         self.issue_output(carry.weights, v_slot)
         if config.products_first:
             logits = self.load_logits(wait_n=0)
             output = self.end_output(carry)
-            block.pass_turn()
+            block.turns.pass_on()
             block.k_free.arrive(k_slot)
             block.v_free.arrive(v_slot)
             code_fence(key_block)
         else:
-            block.pass_turn()
+            block.turns.pass_on()
             logits = self.load_logits(wait_n=1)
             block.k_free.arrive(k_slot)
         if near or far:
@@ -282,10 +281,10 @@ class _Consumer:
             plgpu.barrier_wait(block.q_full.at[buffer])
             plgpu.barrier_wait(block.k_full.at[k_slot])
 
-        block.take_turn()
+        block.turns.take()
         self.issue_logits(buffer, k_slot)
         self.issue_output(carry.weights, v_slot)
-        block.pass_turn()
+        block.turns.pass_on()
         row_scales = self.load_row_scales(next_tile, next_batch, next_head)
         inverse = self.end_rows(carry.state, tile, batch, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -306,9 +305,9 @@ class _Consumer:
         block.q_free.arrive(0)
         inverse = self.end_rows(carry.state, tile, batch, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        block.take_turn()
+        block.turns.take()
         self.issue_output(carry.weights, block.value_slot(steps - 1))
-        block.pass_turn()
+        block.turns.pass_on()
         output = self.end_output(carry)
         block.v_free.arrive(block.value_slot(steps - 1))
         self.store_output(output, inverse, tile, batch, head)

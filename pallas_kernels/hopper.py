@@ -91,8 +91,12 @@ class Turns:
     def of(cls, barriers: NamedBarriers, own, *, twins=None) -> "Turns":
         """With the first turn at warpgroup 0."""
         turns = cls(dataclasses.replace(barriers, twins=twins), own)
-        pl.when(own == barriers.count - 1)(turns.pass_on)
+        turns.begin()
         return turns
+
+    def begin(self) -> None:
+        """Warpgroup 0 has the first turn."""
+        pl.when(self.own == self.barriers.count - 1)(self.pass_on)
 
     def take(self) -> None:
         self.barriers.wait(self.own)
