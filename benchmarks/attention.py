@@ -625,21 +625,39 @@ def best(result: dict) -> tuple[float, float]:
 
 
 def summarize(results: list[dict]) -> dict[str, dict]:
-    """For each pass, the speedup over the best peer in the rows that have both."""
+    """For each pass, the speedup over the best peer in the rows that have both.
+
+    Of the rows it says how many there are, in how many ours is ahead, the geometric mean, the
+    smallest, and the WORST rows with the smallest first.
+    """
     summary = {}
     for kind in dict.fromkeys(result["passes"] for result in results):
         speeds = {r["row"]: best(r) for r in results if r["passes"] == kind}
         ratios = {row: ours / peer for row, (ours, peer) in speeds.items()}
         ratios = {row: ratio for row, ratio in ratios.items() if not math.isnan(ratio)}
         if ratios:
-            lowest = min(ratios, key=lambda row: ratios[row])
+            rising = sorted(ratios, key=lambda row: ratios[row])
             summary[kind] = {
                 "rows": len(ratios),
+                "ahead": sum(ratio > 1 for ratio in ratios.values()),
                 "geometric_mean": statistics.geometric_mean(ratios.values()),
-                "smallest": ratios[lowest],
-                "smallest_row": lowest,
+                "smallest": ratios[rising[0]],
+                "smallest_row": rising[0],
+                "worst": {row: ratios[row] for row in rising[:WORST]},
             }
     return summary
+
+
+def conclusion(kind: str, summary: dict, rows: int) -> str:
+    """What `summarize` finds of a pass, in words; rows are those that there are."""
+    ahead = summary["ahead"] / summary["rows"]
+    lines = [
+        f"{kind}: speedup over best peer {summary['geometric_mean']:.3f}, the geometric mean of"
+        f" {summary['rows']} of {rows} rows; ahead in {summary['ahead']} ({ahead:.0%}); the"
+        f" smallest are"
+    ]
+    lines += [f"  {ratio:.3f}  {row}" for row, ratio in summary["worst"].items()]
+    return "\n".join(lines)
 
 
 def over_16_bits(result: dict) -> float:
@@ -727,14 +745,10 @@ def report(record: dict, candidates: list[str], calls: str) -> str:
         ]
     if any(map(is_fp8, candidates)):
         parts.append(fp8_table(results))
-    parts.append(
-        "\n".join(
-            f"{kind}: speedup over best peer {s['geometric_mean']:.3f}, the geometric mean of"
-            f" {s['rows']} of {[r['passes'] for r in results].count(kind)} rows; smallest"
-            f" {s['smallest']:.3f}, {s['smallest_row']}"
-            for kind, s in record["summary"].items()
-        )
-    )
+    passes = [result["passes"] for result in results]
+    parts += [
+        conclusion(kind, summary, passes.count(kind)) for kind, summary in record["summary"].items()
+    ]
     parts.append("\n".join(itertools.chain(*problems(results).values())))
     return "\n\n".join(filter(None, parts))
 
