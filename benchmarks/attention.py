@@ -837,20 +837,21 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv, __doc__)
     matmul = timing.matmul_teraflops(8192 if timing.on_gpu() else 512)
     results: list[dict] = []
-    built = compile_all(options.rows, options.passes, options.candidates)
-    for row, programs in timing.progress(zip(options.rows, built, strict=True), "attention"):
-        results += benchmark(row, programs, options.rounds, options.iterations)
-        programs.clear()
-        results.sort(key=lambda result: options.passes.index(result["passes"]))
-        record = reporting.provenance() | {
-            "dtype": "fp8 and bf16" if any(map(is_fp8, options.candidates)) else "bf16",
-            "matmul_teraflops": matmul,
-            "notes": NOTES,
-            "summary": summarize(results),
-            "results": results,
-        }
-        # After each row, so that a run that is cut short leaves what it found.
-        path = reporting.write(options.results, f"attention {options.suite}", record)
+    for rows in itertools.batched(options.rows, BATCH):
+        built = compile_all([*rows], options.passes, options.candidates)
+        for row, programs in timing.progress(zip(rows, built, strict=True), "attention"):
+            results += benchmark(row, programs, options.rounds, options.iterations)
+            programs.clear()
+            results.sort(key=lambda result: options.passes.index(result["passes"]))
+            record = reporting.provenance() | {
+                "dtype": dtypes(options.rows, options.candidates),
+                "matmul_teraflops": matmul,
+                "notes": NOTES,
+                "summary": summarize(results),
+                "results": results,
+            }
+            # After each row, so that a run that is cut short leaves what it found.
+            path = reporting.write(options.results, f"attention {options.suite}", record)
 
     print(report(record, options.candidates, f"{options.rounds} x {options.iterations}"))
 
