@@ -4,13 +4,17 @@ Every candidate is checked against float32 before it is timed, in each of three 
 backward (from what the candidate kept of its forward), and both in one program. TFLOP/s count
 4*B*N*T*S*H for the forward pass, half of that if causal, with a window or packed documents 4*B*N*H
 for each pair of a query and a key that it sees, 2.5 times that for the backward and 3.5 times that
-for both.
+for both. A bias has a gradient too, which is not counted.
 
 The suite "fp8" is of the forward pass alone. Its inputs are quantised before, which is timed
 apart. Errors are those of quantisation, for cuDNN also of its output, which is float8.
 
+The suites "models" (benchmarks/models.py) and "random" (benchmarks/rows.py) are of shapes that
+nobody chose for the kernels. What a candidate cannot do is left out, and the record says why.
+
 Peers: cuDNN through jax.nn, and FlashAttention-3 where the package dew_flash_attn is importable
-(PyPI dew-flash-attn-cu13: Dao-AILab's kernels bound to JAX).
+(PyPI dew-flash-attn-cu13: Dao-AILab's kernels bound to JAX). For "models" and "random" also XLA,
+and the Mosaic GPU kernels of tokamax where that is importable (PyPI tokamax 0.0.17).
 """
 
 import argparse
@@ -33,95 +37,27 @@ import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo
 
 import jax_flash
-from benchmarks import reporting, timing
+from benchmarks import models, reporting, timing
 from benchmarks.reporting import figure, markdown
+from benchmarks.rows import PASSES, Row, drawn
 from pallas_kernels import config
 
 # Relative error of a right result: bf16 output and weights give 2e-3 to 3e-3.
 TOLERANCE = 1e-2
 # float8 has 4 significant bits: query, key, value and weights, and the output of cuDNN, give 6e-2.
 FP8_TOLERANCE = 1e-1
+# What XLA is asked to hold at most: 8 GiB in float32, some of them at a time.
+XLA_LOGITS = 2**31
+REFERENCE_LOGITS = 2**28  # of some rows of a head: 1 GiB
 
-# How many products of a pass have the query's width, and how many the value's.
-PASSES = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
+RANDOM = "random"
+# Their rows were not chosen for the kernels: another set of passes and candidates by default.
+BROAD = ("models", RANDOM)
 
+# Rows that are compiled before the first of them is timed, and what a run that is cut short loses.
+BATCH = 16
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One shape: query `[batch, length, heads, width]`, key and value with key_heads.
-
-    Attributes:
-      window: None, or how many keys before its own a query sees; needs causal.
-      documents: None, or how many the batch entry is packed of; needs causal, a batch of 1 and no
-        window. Their lengths are random.
-      value_width: of values and output; as width if it is 0.
-      drawn_in: dtype that inputs are drawn in, before they are rounded to bf16. A bf16 normal
-        distribution has 128 values, which are not symmetric, and rounding them to FP8 not either.
-    """
-
-    batch: int
-    length: int
-    heads: int
-    key_heads: int
-    width: int
-    causal: bool
-    window: int | None = None
-    documents: int | None = None
-    value_width: int = 0
-    drawn_in: str = "bfloat16"
-
-    @property
-    def name(self) -> str:
-        grouped = "" if self.heads == self.key_heads else f" {self.heads}/{self.key_heads} heads"
-        mask = "causal" if self.causal else "full"
-        if self.window is not None:
-            mask += f" window {self.window}"
-        if self.documents is not None:
-            mask += f" {self.documents} documents"
-        widths = f"H{self.width}" + (f"/{self.value_width}" if self.value_width else "")
-        return f"b{self.batch} s{self.length}{grouped} {widths} {mask}"
-
-    @property
-    def document_lengths(self) -> tuple[int, ...] | None:
-        if self.documents is None:
-            return None
-        positions = np.random.default_rng(0).permutation(self.length - 1) + 1
-        ends = [0, *sorted(positions[: self.documents - 1].tolist()), self.length]
-        return tuple(end - start for start, end in itertools.pairwise(ends))
-
-    @property
-    def mask(self) -> dict[str, Any]:
-        """What candidates are told of the mask."""
-        more = {"window": self.window, "documents": self.document_lengths}
-        return {"causal": self.causal} | {k: v for k, v in more.items() if v is not None}
-
-    def flops(self, passes: str) -> float:
-        pairs = self.length**2 * (0.5 if self.causal else 1)
-        if self.window is not None:
-            seen = min(self.window, self.length - 1) + 1
-            pairs = seen * (self.length - seen) + seen * (seen + 1) / 2
-        if self.document_lengths is not None:
-            pairs = sum(length * (length + 1) for length in self.document_lengths) / 2
-        of_width, of_value_width = PASSES[passes]
-        columns = of_width * self.width + of_value_width * (self.value_width or self.width)
-        return 2 * self.batch * self.heads * columns * pairs
-
-    def inputs(self) -> tuple[jax.Array, ...]:
-        """Query, key, value and the cotangent of the output, random in bf16."""
-        value_width = self.value_width or self.width
-        queries = (self.batch, self.length, self.heads)
-        keys = (self.batch, self.length, self.key_heads)
-        names = jax.random.split(jax.random.key(0), 4)
-        shapes = (
-            (*queries, self.width),
-            (*keys, self.width),
-            (*keys, value_width),
-            (*queries, value_width),
-        )
-        return tuple(
-            jax.random.normal(name, shape, self.drawn_in).astype(jnp.bfloat16)
-            for name, shape in zip(names, shapes, strict=True)
-        )
+WORST = 5  # rows that the summary names
 
 
 def _row(batch: int, length: int, width: int, causal: bool, **more: Any) -> Row:
@@ -129,7 +65,7 @@ def _row(batch: int, length: int, width: int, causal: bool, **more: Any) -> Row:
     return Row(batch, length, 2048 // width, 2048 // width, width, causal, **more)
 
 
-SUITES = {
+SUITES: dict[str, list[Row]] = {
     "train": [
         *(
             _row(16384 // length, length, width, causal)
@@ -161,6 +97,8 @@ SUITES = {
         ),
         *(Row(4, 4096, 32, 8, 128, causal, drawn_in="float32") for causal in (False, True)),
     ],
+    "models": models.rows(),
+    RANDOM: [],  # what its options say: `select`
     # Small enough for a CPU.
     "fp8-small": [Row(1, 256, 4, 2, 64, c, drawn_in="float32") for c in (False, True)],
     "small": [
@@ -177,47 +115,61 @@ def segment_ids(documents: tuple[int, ...]) -> jax.Array:
     return jax.lax.optimization_barrier(jnp.asarray(ids[None]))
 
 
+def _window(causal: bool, window: int | None) -> tuple[int, int] | None:
+    """Keys before and after its own that a query sees."""
+    return None if window is None else (window, 0 if causal else window)
+
+
 def jax_flash_with(implementation: str, **options) -> Callable:
     """A candidate of ours; options are those of `jax_flash.attention`."""
 
-    def attention(query, key, value, causal, window=None, documents=None):
-        more = dict(options)
+    def attention(query, key, value, causal, window=None, documents=None, **more):
         if window is not None:
-            more["local_window_size"] = (window, 0)
+            more["local_window_size"] = _window(causal, window)
         if documents is not None:
             ids = segment_ids(documents)
             more |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
         return jax_flash.attention(
-            query, key, value, is_causal=causal, implementation=implementation, **more
+            query,
+            key,
+            value,
+            is_causal=causal,
+            implementation=implementation,
+            **options,
+            **more,
         )
 
     return attention
 
 
 def _jax_nn(implementation: Literal["cudnn", "xla"]) -> Callable:
-    def attention(query, key, value, causal, window=None, documents=None):
-        mask = None
+    def attention(query, key, value, causal, window=None, documents=None, **more):
+        batch, length, heads, _ = query.shape
+        if implementation == "xla" and batch * heads * length * key.shape[1] > XLA_LOGITS:
+            raise NotImplementedError("logits [B, N, T, S] take too much memory")
         if documents is not None:
             if implementation == "cudnn":
                 raise NotImplementedError("jax.nn has packed documents as a dense mask only")
             ids = segment_ids(documents)
-            mask = (ids[:, :, None] == ids[:, None, :])[:, None]
+            more["mask"] = (ids[:, :, None] == ids[:, None, :])[:, None]
         return jax.nn.dot_product_attention(
             query,
             key,
             value,
-            mask=mask,
             is_causal=causal,
-            local_window_size=None if window is None else (window, 0),
+            local_window_size=_window(causal, window),
             implementation=implementation,
+            **more,
         )
 
     return attention
 
 
-def _fa3(query, key, value, causal, window=None, documents=None):
+def _fa3(query, key, value, causal, window=None, documents=None, **more):
     from dew_flash_attn import flash_mha, flash_mha_varlen
 
+    if more:
+        raise NotImplementedError(f"flash_mha has no {', '.join(more)}")
     scale = query.shape[-1] ** -0.5
     if documents is not None:
         starts = jnp.asarray(np.cumsum([0, *documents]), jnp.int32)
@@ -225,8 +177,22 @@ def _fa3(query, key, value, causal, window=None, documents=None):
         packed = (x[0] for x in (query, key, value))
         return flash_mha_varlen(*packed, starts, max(documents), scale, causal)[None]
     # Its causal mask is aligned bottom-right, which is top-left where T == S.
-    window_size = (-1, -1) if window is None else (window, 0)
-    return flash_mha(query, key, value, scale, causal, window_size)
+    return flash_mha(query, key, value, scale, causal, _window(causal, window) or (-1, -1))
+
+
+def _tokamax(query, key, value, causal, window=None, documents=None, **more):
+    tokamax = importlib.import_module("tokamax")
+    if documents is not None:
+        raise NotImplementedError("tokamax has packed documents as a dense mask only")
+    return tokamax.dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=causal,
+        local_window_size=_window(causal, window),
+        implementation="mosaic",
+        **more,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +266,7 @@ CANDIDATES: dict[str, Callable | FP8] = {
     "jax_flash xla": jax_flash_with("xla"),
     "cuDNN": _jax_nn("cudnn"),
     "FA3": _fa3,
+    "tokamax": _tokamax,
     "jax.nn xla": _jax_nn("xla"),  # holds [B, N, T, S]: short rows only
     "jax_flash fp8": _fp8_with("mosaic_gpu"),
     # Sums in float32, not in the products' own precision.
@@ -336,7 +303,16 @@ def default_candidates(suite: str = "train") -> list[str]:
     if not timing.on_gpu():
         return ["jax_flash xla", "jax.nn xla"]
     fa3 = ["FA3"] if importlib.util.find_spec("dew_flash_attn") else []
+    if suite in BROAD:
+        tokamax = ["tokamax"] if importlib.util.find_spec("tokamax") else []
+        return ["jax_flash", "cuDNN", *fa3, *tokamax, "jax.nn xla"]
     return ["jax_flash", DETERMINISTIC, "cuDNN", *fa3]
+
+
+def default_passes(suite: str) -> list[str]:
+    if suite.startswith("fp8"):
+        return ["forward"]
+    return ["forward", "both"] if suite in BROAD else list(PASSES)
 
 
 def taking_part(candidates: list[str], passes: str) -> list[str]:
@@ -351,32 +327,45 @@ def build(candidate: Callable | FP8, row: Row, passes: str) -> list[jax.stages.C
     """Compiles a pass of a candidate; threads may compile at the same time.
 
     Args:
-      candidate: the output of query, key, value and `row.mask`, as in CANDIDATES.
+      candidate: the output of query, key, value, `row.mask` and `row.named`, as in CANDIDATES.
       row: the shape.
       passes: one of PASSES.
 
     Returns:
       Programs, the first of `row.inputs()` and each next one of what the one before returns. The
-      last is the pass. It returns the output and dquery, dkey, dvalue, or its part of them.
+      last is the pass. It returns the output and dquery, dkey, dvalue, and dbias if the row has a
+      bias, or its part of them.
     """
     if isinstance(candidate, FP8):
         return _build_fp8(candidate, row, passes)
-    attention = functools.partial(candidate, **row.mask)
     inputs = jax.eval_shape(row.inputs)
 
-    def forward(query, key, value, dout):
-        return (attention(query, key, value),)
+    def split(query, key, value, dout, *more):
+        """Attention, what it takes that has a gradient, and the cotangent of its output."""
+        named = row.named(more)
+        bias = {"bias": named.pop("bias")} if row.biased else {}
 
-    def residuals(query, key, value, dout):
-        _, vjp = jax.vjp(attention, query, key, value)
+        def attention(query, key, value, bias):
+            return candidate(query, key, value, **row.mask, **named, **bias)
+
+        return attention, (query, key, value, bias), dout
+
+    def forward(*inputs):
+        attention, arrays, _ = split(*inputs)
+        return (attention(*arrays),)
+
+    def residuals(*inputs):
+        attention, arrays, dout = split(*inputs)
+        _, vjp = jax.vjp(attention, *arrays)
         return vjp, dout
 
     def backward(vjp, dout):
-        return vjp(dout)
+        return tuple(jax.tree.leaves(vjp(dout)))
 
-    def both(query, key, value, dout):
-        out, vjp = jax.vjp(attention, query, key, value)
-        return (out, *vjp(dout))
+    def both(*inputs):
+        attention, arrays, dout = split(*inputs)
+        out, vjp = jax.vjp(attention, *arrays)
+        return (out, *backward(vjp, dout))
 
     with _TRACING:
         if passes == "backward":
@@ -404,56 +393,100 @@ def _build_fp8(candidate: FP8, row: Row, passes: str) -> list[jax.stages.Compile
 # To find the fastest matmul for each shape would take longer than these are used.
 @functools.partial(
     jax.jit,
-    static_argnames=("causal", "window", "documents"),
+    static_argnames=("causal", "window", "documents", "logits_soft_cap"),
     compiler_options={"xla_gpu_autotune_level": 0},
 )
+@jax.default_matmul_precision("highest")
 def reference(
     query,
     key,
     value,
     dout,
+    bias=None,
+    mask=None,
+    key_value_seq_lengths=None,
+    *,
     causal: bool,
     window: int | None = None,
     documents: tuple[int, ...] | None = None,
+    logits_soft_cap: float | None = None,
 ):
-    """The output and dquery, dkey, dvalue in float32, one head at a time."""
+    """The output, dquery, dkey, dvalue and any dbias in float32, some rows of a head at a time."""
     batch, length, heads, width = query.shape
-    key_heads = key.shape[2]
+    key_length, key_heads = key.shape[1:3]
+    chunks = -(-length // max(1, REFERENCE_LOGITS // key_length))
+    chunk = -(-length // chunks)
+    positions = jnp.arange(key_length)
+    before, after = _window(causal, window) or (length, key_length)
 
-    def one_head(arrays):
-        q, k, v, do = (x.astype(jnp.float32) for x in arrays)
-        dot = functools.partial(jnp.matmul, precision="highest")
-        scale = width**-0.5
-        logits = scale * dot(q, k.T)
-        if causal:
-            logits = jnp.where(jnp.tri(length, dtype=bool), logits, -jnp.inf)
-        if window is not None:
-            too_early = jnp.tri(length, k=-window - 1, dtype=bool)
-            logits = jnp.where(too_early, -jnp.inf, logits)
+    def attend(row, is_real, query, key, value, bias):
+        logits = width**-0.5 * query @ key.T + bias
+        if logits_soft_cap is not None:
+            logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+        behind = row[:, None] - positions
+        seen = is_real & (behind <= before) & (behind >= (0 if causal else -after))
         if documents is not None:
             ids = segment_ids(documents)[0]
-            logits = jnp.where(ids[:, None] == ids, logits, -jnp.inf)
-        p = jax.nn.softmax(logits)
-        out = dot(p, v)
-        dp = dot(do, v.T)
-        ds = scale * p * (dp - jnp.sum(do * out, axis=-1, keepdims=True))
-        return out, dot(ds, k), dot(ds.T, q), dot(p.T, do)
+            seen &= ids[row][:, None] == ids
+        return jax.nn.softmax(jnp.where(seen, logits, -jnp.inf)) @ value
+
+    def one_head(arrays):
+        is_real, key, value, *of_rows = arrays
+        key, value = key.astype(jnp.float32), value.astype(jnp.float32)
+
+        def some_rows(sums, part):
+            row, *part = part
+            query, dout, bias = (x.astype(jnp.float32) for x in part)
+            out, vjp = jax.vjp(functools.partial(attend, row, is_real), query, key, value, bias)
+            d_query, *of_keys, d_bias = vjp(dout)
+            return jax.tree.map(jnp.add, sums, of_keys), (out, d_query, d_bias)
+
+        # Rows that fill the last chunk are again the last row, with a cotangent of 0.
+        def chunked(x):
+            return jnp.pad(x, ((0, chunks * chunk - length), (0, 0))).reshape(chunks, chunk, -1)
+
+        row = jnp.minimum(jnp.arange(chunks * chunk), length - 1).reshape(chunks, chunk)
+        sums, of_rows = jax.lax.scan(
+            some_rows, [jnp.zeros_like(key), jnp.zeros_like(value)], (row, *map(chunked, of_rows))
+        )
+        out, d_query, d_bias = (x.reshape(chunks * chunk, -1)[:length] for x in of_rows)
+        return out, d_query, *sums, d_bias
 
     def heads_first(x):
         x = jnp.repeat(x, heads // x.shape[2], axis=2)
-        return x.transpose(0, 2, 1, 3).reshape(batch * heads, length, -1)
+        return x.transpose(0, 2, 1, 3).reshape(batch * heads, x.shape[1], -1)
 
     def heads_third(x):
-        return x.reshape(batch, heads, length, -1).transpose(0, 2, 1, 3)
-
-    out, dq, dk, dv = map(
-        heads_third, jax.lax.map(one_head, tuple(map(heads_first, (query, key, value, dout))))
-    )
+        return x.reshape(batch, heads, x.shape[1], -1).transpose(0, 2, 1, 3)
 
     def sum_groups(x):
-        return x.reshape(batch, length, key_heads, heads // key_heads, -1).sum(axis=3)
+        return x.reshape(batch, key_length, key_heads, heads // key_heads, -1).sum(axis=3)
 
-    return out, dq, sum_groups(dk), sum_groups(dv)
+    is_real = jnp.ones((batch, key_length), bool) if mask is None else mask[:, 0, 0]
+    if key_value_seq_lengths is not None:
+        is_real &= positions < key_value_seq_lengths[:, None]
+    # A column of zeros stands for no bias, so that every head has the same arrays.
+    biases = jnp.zeros((1, heads, length, 1)) if bias is None else bias
+    biases = jnp.broadcast_to(biases, (batch, *biases.shape[1:]))
+    out, dq, dk, dv, d_bias = jax.lax.map(
+        one_head,
+        (
+            jnp.repeat(is_real, heads, axis=0),
+            *map(heads_first, (key, value, query, dout)),
+            biases.reshape(batch * heads, length, -1),
+        ),
+    )
+    out, dq, dk, dv = map(heads_third, (out, dq, dk, dv))
+    gradients = (dq, sum_groups(dk), sum_groups(dv))
+    if bias is None:
+        return out, *gradients
+    d_bias = d_bias.reshape(batch, heads, length, key_length).sum(axis=0, keepdims=True)
+    return out, *gradients, d_bias
+
+
+def expected(row: Row, inputs: tuple) -> tuple[jax.Array, ...]:
+    """What "both" of a row returns, in float32."""
+    return reference(*inputs[:4], **row.named(inputs[4:]), **row.mask)
 
 
 @jax.jit
@@ -557,10 +590,10 @@ def compile_all(
 def benchmark(row: Row, built: dict[str, dict], rounds: int, iterations: int) -> list[dict]:
     """Checks and times one row that `compile_all` compiles: a result of `measure` for each pass."""
     inputs = row.inputs()
-    out, *gradients = reference(*inputs, **row.mask)
-    expected = {"forward": (out,), "backward": (*gradients,), "both": (out, *gradients)}
+    out, *gradients = expected(row, inputs)
+    right = {"forward": (out,), "backward": (*gradients,), "both": (out, *gradients)}
     return [
-        measure(row, kind, programs, inputs, expected[kind], rounds, iterations)
+        measure(row, kind, programs, inputs, right[kind], rounds, iterations)
         for kind, programs in built.items()
     ]
 
@@ -592,21 +625,39 @@ def best(result: dict) -> tuple[float, float]:
 
 
 def summarize(results: list[dict]) -> dict[str, dict]:
-    """For each pass, the speedup over the best peer in the rows that have both."""
+    """For each pass, the speedup over the best peer in the rows that have both.
+
+    Of the rows it says how many there are, in how many ours is ahead, the geometric mean, the
+    smallest, and the WORST rows with the smallest first.
+    """
     summary = {}
     for kind in dict.fromkeys(result["passes"] for result in results):
         speeds = {r["row"]: best(r) for r in results if r["passes"] == kind}
         ratios = {row: ours / peer for row, (ours, peer) in speeds.items()}
         ratios = {row: ratio for row, ratio in ratios.items() if not math.isnan(ratio)}
         if ratios:
-            lowest = min(ratios, key=lambda row: ratios[row])
+            rising = sorted(ratios, key=lambda row: ratios[row])
             summary[kind] = {
                 "rows": len(ratios),
+                "ahead": sum(ratio > 1 for ratio in ratios.values()),
                 "geometric_mean": statistics.geometric_mean(ratios.values()),
-                "smallest": ratios[lowest],
-                "smallest_row": lowest,
+                "smallest": ratios[rising[0]],
+                "smallest_row": rising[0],
+                "worst": {row: ratios[row] for row in rising[:WORST]},
             }
     return summary
+
+
+def conclusion(kind: str, summary: dict, rows: int) -> str:
+    """What `summarize` finds of a pass, in words; rows are those that there are."""
+    ahead = summary["ahead"] / summary["rows"]
+    lines = [
+        f"{kind}: speedup over best peer {summary['geometric_mean']:.3f}, the geometric mean of"
+        f" {summary['rows']} of {rows} rows; ahead in {summary['ahead']} ({ahead:.0%}); the"
+        f" smallest are"
+    ]
+    lines += [f"  {ratio:.3f}  {row}" for row, ratio in summary["worst"].items()]
+    return "\n".join(lines)
 
 
 def over_16_bits(result: dict) -> float:
@@ -668,6 +719,12 @@ def memory_table(results: list[dict], candidates: list[str]) -> str:
     return markdown(lines)
 
 
+def dtypes(rows: list[Row], candidates: list[str]) -> str:
+    """What inputs are in, in words."""
+    names = {"bf16" if row.dtype == "bfloat16" else "fp16" for row in rows}
+    return " and ".join([*(["fp8"] if any(map(is_fp8, candidates)) else []), *sorted(names)])
+
+
 def heading(record: dict[str, Any], calls: str) -> str:
     """What stands above a table: where and when it was measured, and what its figures are."""
     dtype = record.get("dtype", "bf16")
@@ -688,14 +745,10 @@ def report(record: dict, candidates: list[str], calls: str) -> str:
         ]
     if any(map(is_fp8, candidates)):
         parts.append(fp8_table(results))
-    parts.append(
-        "\n".join(
-            f"{kind}: speedup over best peer {s['geometric_mean']:.3f}, the geometric mean of"
-            f" {s['rows']} of {[r['passes'] for r in results].count(kind)} rows; smallest"
-            f" {s['smallest']:.3f}, {s['smallest_row']}"
-            for kind, s in record["summary"].items()
-        )
-    )
+    passes = [result["passes"] for result in results]
+    parts += [
+        conclusion(kind, summary, passes.count(kind)) for kind, summary in record["summary"].items()
+    ]
     parts.append("\n".join(itertools.chain(*problems(results).values())))
     return "\n\n".join(filter(None, parts))
 
@@ -725,19 +778,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that say which rows to time, how often, and where results go."""
     parser.add_argument("--quick", action="store_true", help="the rows of length 4096 alone")
     parser.add_argument("--rows", default="", help="regular expression that names of rows match")
+    parser.add_argument("--seed", type=int, default=0, help=f"of --suite {RANDOM}")
+    parser.add_argument("--count", type=int, default=48, help=f"rows of --suite {RANDOM}")
     parser.add_argument("--rounds", type=int, default=timing.ROUNDS, help="turns of each")
     parser.add_argument("--iterations", type=int, default=10, help="calls in a round")
     reporting.add_results(parser)
 
 
-def named(suite: str) -> str:
-    """The names of its rows, in words."""
-    return ", ".join(row.name for row in SUITES[suite])
-
-
 def select(suite: str, options: argparse.Namespace) -> list[Row]:
     """The rows of a suite that the options of `add_arguments` ask for."""
-    rows = [row for row in SUITES[suite] if re.search(options.rows, row.name)]
+    rows = drawn(options.seed, options.count) if suite == RANDOM else SUITES[suite]
+    rows = [row for row in rows if re.search(options.rows, row.name)]
     if options.quick and suite == "train":
         rows = [row for row in rows if row.length == 4096]
     return rows
@@ -749,31 +800,36 @@ def parse(argv: list[str] | None, doc: str | None) -> argparse.Namespace:
     suite = "train" if timing.on_gpu() else "small"
     parser.add_argument("--suite", choices=SUITES, default=suite, help="which rows")
     parser.add_argument(
-        "--passes", help=f"of {','.join(PASSES)} (default: all; forward for suites of FP8)"
+        "--passes",
+        help=f"of {','.join(PASSES)} (default: all; forward,both for {' and '.join(BROAD)}; forward"
+        " for suites of FP8)",
     )
     parser.add_argument(
         "--candidates",
         help=f"of {', '.join(CANDIDATES)}, separated by commas (default:"
-        f" {','.join(default_candidates())}; for suites of FP8"
-        f" {','.join(default_candidates('fp8'))})",
+        f" {','.join(default_candidates())}; for {' and '.join(BROAD)}"
+        f" {','.join(default_candidates(RANDOM))}; for suites of FP8"
+        f" {','.join(default_candidates('fp8'))}). FA3 needs dew_flash_attn, tokamax itself, 0.0.17"
+        ' of it, whose implementation is "mosaic": where they cannot be imported they are not'
+        " among the defaults. What a candidate cannot do is left out, and the record says why.",
     )
     add_arguments(parser)
     options = parser.parse_args(argv)
 
     names = options.candidates
     options.candidates = names.split(",") if names else default_candidates(options.suite)
-    every_pass = "forward" if options.suite.startswith("fp8") else ",".join(PASSES)
-    options.passes = (options.passes or every_pass).split(",")
+    passes = options.passes
+    options.passes = passes.split(",") if passes else default_passes(options.suite)
     if unknown := {*options.candidates} - {*CANDIDATES} | {*options.passes} - {*PASSES}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     for kind in options.passes:
         if not taking_part(options.candidates, kind):
             parser.error(f"no candidate for {kind}: {DETERMINISTIC} has the forward of jax_flash")
-    options.rows = select(options.suite, options)
+    wanted, options.rows = options.rows, select(options.suite, options)
     if not options.rows:
-        parser.error(
-            f"rows: no row of {options.suite} has {options.rows!r}: {named(options.suite)}"
-        )
+        options.rows = ""
+        there_are = ", ".join(row.name for row in select(options.suite, options))
+        parser.error(f"rows: no row of {options.suite} has {wanted!r}: {there_are}")
     return options
 
 
@@ -781,20 +837,21 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv, __doc__)
     matmul = timing.matmul_teraflops(8192 if timing.on_gpu() else 512)
     results: list[dict] = []
-    built = compile_all(options.rows, options.passes, options.candidates)
-    for row, programs in timing.progress(zip(options.rows, built, strict=True), "attention"):
-        results += benchmark(row, programs, options.rounds, options.iterations)
-        programs.clear()
-        results.sort(key=lambda result: options.passes.index(result["passes"]))
-        record = reporting.provenance() | {
-            "dtype": "fp8 and bf16" if any(map(is_fp8, options.candidates)) else "bf16",
-            "matmul_teraflops": matmul,
-            "notes": NOTES,
-            "summary": summarize(results),
-            "results": results,
-        }
-        # After each row, so that a run that is cut short leaves what it found.
-        path = reporting.write(options.results, f"attention {options.suite}", record)
+    for rows in itertools.batched(options.rows, BATCH):
+        built = compile_all([*rows], options.passes, options.candidates)
+        for row, programs in timing.progress(zip(rows, built, strict=True), "attention"):
+            results += benchmark(row, programs, options.rounds, options.iterations)
+            programs.clear()
+            results.sort(key=lambda result: options.passes.index(result["passes"]))
+            record = reporting.provenance() | {
+                "dtype": dtypes(options.rows, options.candidates),
+                "matmul_teraflops": matmul,
+                "notes": NOTES,
+                "summary": summarize(results),
+                "results": results,
+            }
+            # After each row, so that a run that is cut short leaves what it found.
+            path = reporting.write(options.results, f"attention {options.suite}", record)
 
     print(report(record, options.candidates, f"{options.rounds} x {options.iterations}"))
 

@@ -30,6 +30,7 @@ COLORS = {
     "cuDNN": "#2ca02c",
     "cuDNN fp8": "#98b954",
     "FA3": "#d62728",
+    "tokamax": "#ff7f0e",
     "jax.nn xla": "#7f7f7f",
     "quantised, in float64": "#000000",
 }

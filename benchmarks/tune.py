@@ -112,7 +112,7 @@ def benchmark(
             )
             for config in configs
         }
-        out, *_ = attention.reference(*inputs, **row.mask)
+        out, *_ = attention.expected(row, inputs)
         for future in timing.progress(built.values(), f"compile {row.name}"):
             concurrent.futures.wait([future])
     return attention.measure(row, "forward", built, inputs, (out,), rounds, iterations)

@@ -327,9 +327,11 @@ def test_summary_is_of_the_rows_that_can_be_compared():
     summary = attention.summarize(results)
     assert summary["forward"] == {
         "rows": 2,
+        "ahead": 1,
         "geometric_mean": pytest.approx(1.0),
         "smallest": 0.5,
         "smallest_row": "b",
+        "worst": {"b": 0.5, "a": 2.0},
     }
     assert summary["both"]["geometric_mean"] == pytest.approx(1.5)
     assert summary.keys() == {"forward", "both"}
