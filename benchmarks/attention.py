@@ -181,7 +181,8 @@ def _fa3(query, key, value, causal, window=None, documents=None, **more):
 
 
 def _tokamax(query, key, value, causal, window=None, documents=None, **more):
-    tokamax = importlib.import_module("tokamax")
+    import tokamax
+
     if documents is not None:
         raise NotImplementedError("tokamax has packed documents as a dense mask only")
     return tokamax.dot_product_attention(
