@@ -14,11 +14,13 @@ from jax_flash.ring import (
     to_zigzag,
     ulysses_attention,
 )
+from pallas_kernels.config import Config
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CHECKPOINT_NAMES",
+    "Config",
     "Quantized",
     "all_gather_attention",
     "attention",

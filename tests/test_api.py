@@ -496,6 +496,7 @@ def test_explain_has_the_signature_of_attention():
 def test_public_names():
     assert jax_flash.__all__ == [
         "CHECKPOINT_NAMES",
+        "Config",
         "Quantized",
         "all_gather_attention",
         "attention",
@@ -512,3 +513,8 @@ def test_public_names():
         "ulysses_attention",
         "update_cache",
     ]
+
+
+def test_settings_are_those_of_the_kernels():
+    assert jax_flash.Config is config.Config
+    assert isinstance(config.default(64), jax_flash.Config)

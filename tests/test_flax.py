@@ -13,6 +13,7 @@ pytest.importorskip("flax", reason="needs the extra flax")
 from flax import linen, nnx
 
 from jax_flash.flax import attention_fn
+from tests.support.pages import block_that_imports
 
 B, T, N, WIDTH = 2, 12, 4, 32
 X = jax.random.normal(jax.random.key(0), (B, T, WIDTH))
@@ -129,3 +130,11 @@ def test_what_cannot_be_done_is_said():
         of_nnx(attention_fn)(X, sow_weights=True)
     with pytest.raises(NotImplementedError, match="einsums"):
         attention_fn(X, X, X, einsum_dot_general=jnp.einsum)
+
+
+def test_the_guide():
+    names: dict = {}
+    block_that_imports("nnx").run(names)
+    x = nnx.Rngs(1).normal((2, 16, 64))
+    module = nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
+    chex.assert_trees_all_close(names["out"], module(x, is_causal=True), atol=1e-5)

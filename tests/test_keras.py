@@ -13,6 +13,7 @@ pytest.importorskip("keras", reason="needs the extra keras")
 import keras
 
 import jax_flash
+from jax_flash import drop_in
 from tests.support.pages import block_that_imports
 
 B, T, S, WIDTH = 2, 7, 12, 32
@@ -44,7 +45,7 @@ NEVER = {
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Calls of `jax_flash.attention`, none of them before `use` is called."""
+    """Calls of `jax_flash.attention`, none of them before the guide is run."""
     found: list[dict] = []
     attention = jax_flash.attention
 
@@ -52,9 +53,10 @@ def calls(monkeypatch):
         found.append(kwargs)
         return attention(*args, **kwargs)
 
-    monkeypatch.setattr(jax_flash, "attention", recorded)
-    monkeypatch.setattr(jax.nn, "dot_product_attention", jax.nn.dot_product_attention)
-    return found
+    monkeypatch.setattr(drop_in, "attention", recorded)
+    yield found
+    while drop_in._installed:
+        drop_in._installed[-1].undo()
 
 
 def run_the_guide() -> dict:
@@ -137,6 +139,6 @@ def test_an_error_is_logged_and_keras_goes_on(calls, monkeypatch, caplog):
     def refuse(*args, **kwargs):
         raise NotImplementedError("not here")
 
-    monkeypatch.setattr(jax_flash, "attention", refuse)
+    monkeypatch.setattr(drop_in, "attention", refuse)
     chex.assert_trees_all_close(layer(QUERY, VALUE), expected, atol=1e-5)
     assert "not here" in caplog.text

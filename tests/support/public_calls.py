@@ -23,6 +23,7 @@ DEVICES = 2
 
 # Of `jax_flash.__all__`, what runs nothing on arrays.
 NOT_CALLED: dict[str, str] = {
+    "Config": "settings of the kernels, where they have been: tests/test_api.py",
     "Quantized": "a container: attention-quantized has three",
     "install": "it takes no array: tests/test_drop_in.py",
 }

@@ -21,6 +21,10 @@ def of_attention(x: jax.Array, quantized: jax_flash.Quantized, residual: bool) -
     assert_type(jax_flash.explain(x, x, x, is_causal=True).implementation, str)
 
 
+def of_settings(x: jax.Array, settings: jax_flash.Config) -> None:
+    assert_type(jax_flash.attention(x, x, x, config=settings), jax.Array)
+
+
 def of_fp8(x: jax.Array, residual: bool) -> None:
     assert_type(jax_flash.attention_fp8(x, x, x, incoherent_key=x, mask=x), jax.Array)
     out, lse = jax_flash.attention_fp8(x, x, x, return_residual=True, block_size=64)
