@@ -661,7 +661,7 @@ class _Ring:
         leaves, tree = jax.tree.flatten(arrays)
         for alike in _by_kind(leaves):
             parts = [leaves[index] for index in alike]
-            dtype = jnp.result_type(*parts)
+            dtype = max((x.dtype for x in parts), key=lambda dtype: dtype.itemsize)
             arrived = lax.ppermute(
                 jnp.concatenate([x.astype(dtype) for x in parts]), axis_name, pairs
             )
