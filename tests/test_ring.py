@@ -357,13 +357,11 @@ def test_a_window_is_sent_no_further_than_it_reaches():
 
 def test_what_travels_as_one_has_dtypes_of_its_own():
     """Keys in bfloat16 with gradients in float32, where JAX is to promote nothing."""
-    arrays = operands(64, 64, dtype=jnp.bfloat16)
     attend = functools.partial(sharded, jax_flash.ring_attention, mesh_of((4,)), is_causal=True)
-    run = jax.jit(functools.partial(with_gradients, attend(implementation="xla")))
-    expected = run(*arrays)
-    jax.clear_caches()
+    run = functools.partial(with_gradients, attend(implementation="xla"))
     with jax.numpy_dtype_promotion("strict"):
-        chex.assert_trees_all_equal(run(*arrays), expected)
+        results = jax.eval_shape(run, *operands(64, 64, dtype=jnp.bfloat16))
+    assert [x.dtype for x in results] == [jnp.bfloat16, jnp.float32, *3 * [jnp.bfloat16]]
 
 
 @pytest.mark.compiler
