@@ -56,7 +56,8 @@ def segment_ids(starts: ArrayLike, length: int) -> jax.Array:
     Args:
       starts: integers `[..., documents]`, the position where each begins, in any order. The end of
         the last one may be among them, as in the `cu_seqlens` of other libraries: what lies behind
-        it is a document of its own. So is what lies before the first.
+        it is a document of its own. So is what lies before the first. A position may stand
+        more than once, where batch entries have unlike numbers of documents.
       length: of the sequence.
 
     Returns:

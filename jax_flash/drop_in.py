@@ -1,5 +1,6 @@
 """install(): attention in the place of the functions of JAX and Flax that models call."""
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -30,6 +31,7 @@ _OF_FLAX_ALONE |= {"qk_attn_weights_einsum", "attn_weights_value_einsum"}
 _ABSENT = object()
 _installed: list["Installed"] = []
 _before: list[tuple[Any, str, Any]] = []  # what each name of each holder was
+_replaced: list[str] = []
 
 
 def install(*, honour_implementation: bool = False) -> "Installed":
@@ -38,8 +40,8 @@ def install(*, honour_implementation: bool = False) -> "Installed":
         with jax_flash.install():
             ...  # jax.nn.dot_product_attention is attention here, and Flax's modules run it
 
-    `jax.nn.dot_product_attention` becomes `jax_flash.attention`. `dot_product_attention` of
-    `flax.nnx` and of `flax.linen`, as far as these are imported, becomes
+    `jax.nn.dot_product_attention` runs `jax_flash.attention`. `dot_product_attention` of
+    `flax.nnx` and of `flax.linen`, as far as these are imported, runs
     `jax_flash.flax.attention_fn`, also as the `attention_fn` of their modules, whether made before
     or after. Not reached is a function that was bound elsewhere before, as by
     `from jax.nn import dot_product_attention` or in a functools.partial.
@@ -75,26 +77,32 @@ def install(*, honour_implementation: bool = False) -> "Installed":
     """
     is_bool = isinstance(honour_implementation, bool)
     need(is_bool, "honour_implementation", honour_implementation, "True or False", TypeError)
-    replaced = []
+    known = len(_replaced)
     for package in ("jax.nn", *_MODULES):
         module = sys.modules.get(package)
         if module is not None and all(holder is not module for holder, _, _ in _before):
             for holder, name, ours in _places(package, module):
                 _before.append((holder, name, vars(holder).get(name, _ABSENT)))
                 setattr(holder, name, ours)
-            replaced.append(f"{package}.dot_product_attention")
-    if replaced:
-        _logger.info("install: attention in the place of %s", ", ".join(replaced))
-    _installed.append(Installed(honour_implementation))
+            _replaced.append(f"{package}.dot_product_attention")
+    if _replaced[known:]:
+        _logger.info("install: attention in the place of %s", ", ".join(_replaced[known:]))
+    _installed.append(Installed(honour_implementation, tuple(_replaced)))
     jax.clear_caches()
     return _installed[-1]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Installed:
-    """What `install` returns: a context manager, in force from the start."""
+    """What `install` returns: a context manager, in force from the start.
 
-    def __init__(self, honour_implementation: bool):
-        self.honour_implementation = honour_implementation
+    Attributes:
+      honour_implementation: as it was given.
+      replaced: the functions in whose place attention was by then.
+    """
+
+    honour_implementation: bool
+    replaced: tuple[str, ...]
 
     def undo(self) -> None:
         """Undoes the call of `install`, in any order with others; once undone, nothing."""
@@ -102,6 +110,7 @@ class Installed:
             return
         _installed.remove(self)
         if not _installed:
+            _replaced.clear()
             while _before:
                 holder, name, value = _before.pop()
                 if value is _ABSENT:

@@ -248,4 +248,5 @@ def test_the_guide():
     names: dict = {}
     block_that_imports("equinox").run(names)
     out = jnp.concatenate([names["prompt"], names["token"]], axis=1)
-    chex.assert_trees_all_close(out, names["out"], atol=1e-5)
+    out, expected = (x.astype(jnp.float32) for x in (out, names["out"]))
+    chex.assert_trees_all_close(out, expected, atol=2e-2)

@@ -135,6 +135,8 @@ def test_what_cannot_be_done_is_said():
 def test_the_guide():
     names: dict = {}
     block_that_imports("nnx").run(names)
-    x = nnx.Rngs(1).normal((2, 16, 64))
-    module = nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
-    chex.assert_trees_all_close(names["out"], module(x, is_causal=True), atol=1e-5)
+    module = nnx.MultiHeadAttention(4, 256, decode=False, rngs=nnx.Rngs(0))
+    expected = module(names["x"], is_causal=True)
+    as_float32 = lambda x: x.astype(jnp.float32)
+    chex.assert_trees_all_close(as_float32(names["out"]), expected, atol=3e-2)
+    chex.assert_trees_all_close(as_float32(names["token"]), expected[:, -1:], atol=3e-2)
