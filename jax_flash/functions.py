@@ -73,7 +73,8 @@ class Function:
         def of_pair(*inputs):
             seen, inputs = (None, inputs) if visible is None else (inputs[0], inputs[1:])
             values = [_Value(x, False) for x in captured] + [_Value(x, True) for x in inputs]
-            (result,) = _results(self.program.steps, values, seen)
+            pair = _Pair(seen, inputs[0] if len(inputs) == 5 else None)
+            (result,) = _results(self.program.steps, values, pair)
             return result.x
 
         return _over_axes(of_pair, inputs if visible is None else (visible, *inputs))
@@ -191,6 +192,45 @@ class _Value(NamedTuple):
     x: Any
     varies: bool
 
+    @property
+    def is_floating(self) -> bool:
+        return jnp.issubdtype(jnp.result_type(self.x), jnp.floating)
+
+
+class _Pair(NamedTuple):
+    """Of one pair, whether its result counts, or None, and its score, or None of a mask_mod."""
+
+    visible: jax.Array | None
+    score: jax.Array | None
+
+
+def _results(steps: _Steps, values: list[_Value], pair: _Pair) -> list[_Value]:
+    """What they give of arguments, all of one pair."""
+    known = dict(zip(steps.arguments, values, strict=True))
+    read = lambda v: _Value(v.val, False) if isinstance(v, Literal) else known[v]
+    for eqn in steps.equations:
+        operands = list(map(read, eqn.invars))
+        if eqn.primitive.name == "jit":
+            inner = eqn.params["jaxpr"]
+            consts = [_Value(x, False) for x in inner.consts]
+            found = _results(_Steps.of(inner.jaxpr), consts + operands, pair)
+        else:
+            varies = any(x.varies for x in operands)
+            if varies and pair.visible is not None and eqn.primitive.name not in _SAFE:
+                operands = [_replaced(eqn.primitive.name, x, pair.visible) for x in operands]
+            if varies and pair.score is not None:
+                out = _summed_wide(eqn, operands, pair.score)
+            else:
+                out = _bound(eqn, [x.x for x in operands])
+            found = [_Value(x, varies) for x in out]
+        known.update(zip(eqn.outvars, found, strict=True))
+    return list(map(read, steps.results))
+
+
+def _bound(eqn, operands: list[Any]) -> list[Any]:
+    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return out if eqn.primitive.multiple_results else [out]
+
 
 # Linear operations, and those without a derivative: no product with 0 comes of them. dot_general is
 # not one, but there a replacement would be as large as all its products.
@@ -203,34 +243,46 @@ _SAFE = {
 }
 
 
-def _results(steps: _Steps, values: list[_Value], visible: jax.Array | None) -> list[_Value]:
-    """What they give of arguments, all of one pair."""
-    known = dict(zip(steps.arguments, values, strict=True))
-    read = lambda v: _Value(v.val, False) if isinstance(v, Literal) else known[v]
-    for eqn in steps.equations:
-        operands = list(map(read, eqn.invars))
-        varies = any(x.varies for x in operands)
-        if eqn.primitive.name == "jit":
-            inner = eqn.params["jaxpr"]
-            consts = [_Value(x, False) for x in inner.consts]
-            found = _results(_Steps.of(inner.jaxpr), consts + operands, visible)
-        else:
-            if visible is not None and eqn.primitive.name not in _SAFE:
-                operands = [_replaced(eqn.primitive.name, x, visible) for x in operands]
-            params = eqn.primitive.get_bind_params(eqn.params)
-            out = eqn.primitive.bind(*(x.x for x in operands), **params)
-            found = [_Value(x, varies) for x in (out if eqn.primitive.multiple_results else [out])]
-        known.update(zip(eqn.outvars, found, strict=True))
-    return list(map(read, steps.results))
-
-
 def _replaced(name: str, value: _Value, visible: jax.Array) -> _Value:
     """A value that has a derivative where nothing is visible."""
-    if not (value.varies and jnp.issubdtype(jnp.result_type(value.x), jnp.floating)):
+    if not (value.varies and value.is_floating):
         return value
     # One half is inside of the domain of all elementwise functions but one.
     instead = jnp.asarray(2.0 if name == "acosh" else 0.5, value.x.dtype)
-    return _Value(jnp.where(visible, value.x, instead), True)
+    return value._replace(x=jnp.where(visible, value.x, instead))
+
+
+def _summed_wide(eqn, operands: list[_Value], score: jax.Array) -> list[Any]:
+    """What an operation gives; gradients of what is the same for all pairs are sums in float32.
+
+    They are sums over the pairs that read a number, which in bfloat16 would soon grow no more.
+    """
+
+    def of_pair(x, dtype):
+        # To narrow before it is that of a pair would be to sum what is narrow.
+        return (jnp.where(jnp.isnan(score), x, x) if x.size == 1 else x).astype(dtype)
+
+    is_narrow = [
+        x.is_floating and not x.varies and jnp.result_type(x.x).itemsize < 4 for x in operands
+    ]
+    values = [x.x for x in operands]
+    if not any(is_narrow):
+        return _bound(eqn, values)
+    dtypes = [jnp.result_type(x) for x in values]
+    wide = [
+        jnp.asarray(x, jnp.float32) if narrow else x
+        for x, narrow in zip(values, is_narrow, strict=True)
+    ]
+    if eqn.primitive.name in ("gather", "dynamic_slice"):
+        (out,) = _bound(eqn, wide)
+        return [of_pair(out, dtypes[0])]
+    return _bound(
+        eqn,
+        [
+            of_pair(x, dtype) if narrow else x
+            for x, dtype, narrow in zip(wide, dtypes, is_narrow, strict=True)
+        ],
+    )
 
 
 # --- equality of programs -------------------------------------------------------------------------

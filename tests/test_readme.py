@@ -92,12 +92,14 @@ CALLS = {
 
 GO_ON = "FP8", "Drop-in", "Decoding and serving"  # with the names of the front page's example
 
+ON_XLA = ("Masks and scores as functions",)  # what no kernel does, with those names too
+
 # Each block is run by the test of the framework that it imports.
 ELSEWHERE = {"In Equinox, Haiku and Keras": ("equinox", "haiku", "keras")}
 
 
 def test_every_section_is_run():
-    assert {*CALLS, *ELSEWHERE} == set(sections())
+    assert {*CALLS, *ON_XLA, *ELSEWHERE} == set(sections())
     for section, modules in ELSEWHERE.items():
         assert [block_that_imports(x) for x in modules] == sections()[section]
     blocks = sum(page.read_text().count("```python") for page in PAGES)
@@ -123,6 +125,13 @@ def test_blocks_run_and_lower_for_a_gpu(section, monkeypatch, capsys):
     assert collections.Counter(on_hopper.lowered) == CALLS[section]
     if section == "Use it":
         assert capsys.readouterr().out.startswith("xla\n  mosaic_gpu passed over: it needs a Hop")
+
+
+@pytest.mark.parametrize("section", ON_XLA)
+def test_blocks_run_on_xla(section):
+    names: dict = {}
+    for block in [sections()["Use it"][0], *sections()[section]]:
+        block.run(names)
 
 
 @pytest.mark.compiler
