@@ -138,7 +138,15 @@ def traced(
     need(callable(function), name, type(function).__name__, needs, TypeError)
     inputs = vary_alike([*scores, *[jnp.int32(0)] * 4], operands)
     # JAX keeps what it traced of a function, whose state may have changed: this one is new.
-    closed, out = jax.make_jaxpr(lambda *x: function(*x), return_shape=True)(*inputs)
+    trace = jax.make_jaxpr(lambda *x: function(*x), return_shape=True)
+    try:
+        closed, out = trace(*inputs)
+    except (
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+    ) as error:
+        error.add_note(f"{name}: got a NumPy array to index; needs one of JAX: jnp.asarray(array).")
+        raise
     is_array = isinstance(out, jax.ShapeDtypeStruct)
     need(is_array, name, f"a function that gives {type(out).__name__}", needs, TypeError)
     wanted = jnp.bool_ if score_dtype is None else jnp.floating
@@ -182,7 +190,8 @@ def _over_axes(function: Callable, arrays: tuple[jax.Array, ...]) -> jax.Array:
     for axis in reversed(range(rank)):
         if whole[axis]:
             function = jax.vmap(function, [0 if x.shape[axis] != 1 else None for x in arrays])
-    result = function(*(jnp.squeeze(x) for x in arrays))
+    ones = [[axis for axis, size in enumerate(x.shape) if size == 1] for x in arrays]
+    result = function(*(jnp.squeeze(x, axis) for x, axis in zip(arrays, ones, strict=True)))
     return jnp.expand_dims(result, [axis for axis in range(rank) if not whole[axis]])
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -363,6 +364,15 @@ def test_in_fp8(chunked):
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
 
 
+def test_symbolic_sizes():
+    def run(x):
+        return attention(x, x, x, mask_mod=causal, score_mod=alibi(SLOPES[0]))
+
+    sizes = jax.export.symbolic_shape("b, t")
+    exported = jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct((*sizes, N, H), jnp.float32))
+    np.testing.assert_allclose(exported.call(F32[0][:, :9]), run(F32[0][:, :9]), atol=1e-6)
+
+
 def test_empty_axes():
     query = jnp.zeros((B, 0, N, H))
     loss = lambda slopes: attention(query, query, query, score_mod=alibi(slopes)).sum()
@@ -656,6 +666,12 @@ def test_errors(functions, error, message):
     for run in (jax_flash.attention, jax_flash.explain):
         with pytest.raises(error, match=message):
             run(*F32, **functions)
+
+
+def test_a_numpy_array_is_named():
+    with pytest.raises(TypeError) as caught:
+        jax_flash.attention(*F32, mask_mod=lambda b, h, q_idx, kv_idx: ANCESTORS[q_idx, kv_idx])
+    assert "mask_mod: got a NumPy array" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("name", ["mosaic_gpu", "cudnn"])
