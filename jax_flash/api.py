@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -32,6 +33,8 @@ class Options(TypedDict, total=False):
     dropout_key: jax.Array | None
     deterministic: bool
     config: Config | None
+    mask_mod: Callable[..., ArrayLike] | None
+    score_mod: Callable[..., ArrayLike] | None
 
 
 @overload
@@ -96,18 +99,21 @@ def attention(
     dropout_key: jax.Array | None = None,
     deterministic: bool = False,
     config: Config | None = None,
+    mask_mod: Callable[..., ArrayLike] | None = None,
+    score_mod: Callable[..., ArrayLike] | None = None,
 ) -> Any:
     """Exact multi-head attention, in memory linear in the sequence lengths.
 
     For each batch element b and query head n, which reads key head n // (N // K):
 
-        logits[i, j]  = soft_cap(scale * query[i] . key[j] + bias[i, j])     where j is visible to i
+        logits[i, j]  = soft_cap(score_mod(scale * query[i] . key[j] + bias[i, j], b, n, i, j))
+                        where j is visible to i
         weights[i, :] = dropout(softmax(logits[i, :], with one more logit, the head's sink))
         out[i]        = sum over j of weights[i, j] * value[j]
 
     Key j is visible to query i if every condition that is given holds: `is_causal`,
-    `local_window_size`, the lengths, equal segment ids, and `mask`. A query that sees no key has
-    output 0, LSE -inf and gradients 0.
+    `local_window_size`, the lengths, equal segment ids, `mask` and `mask_mod`. A query that sees no
+    key has output 0, LSE -inf and gradients 0.
 
     Products are of the input dtype and accumulate in float32; softmax is float32. float32 inputs
     are computed in float32, float64 inputs (jax_enable_x64) in float64. Query, key and value in FP8
@@ -175,6 +181,14 @@ def attention(
         pass then takes seven products of work for five; at widths above 128 they always are.
       config: settings of the kernels (`pallas_kernels.config`), read by "mosaic_gpu" alone; None
         for the tuned ones.
+      mask_mod: a function (b, h, q_idx, kv_idx) that gives bool, True is visible. It is traced with
+        int32 scalars: the batch entry, of several axes the flat index, the query head, and
+        positions, which `query_offset` does not shift. Under sharded jit they count in the whole
+        arrays, under vmap and inside `jax.shard_map` in those that this call gets. No callbacks.
+      score_mod: a function (score, b, h, q_idx, kv_idx) that gives a float, the new score: of the
+        scaled logit, with bias, float32 (float64 of such inputs), before soft cap and masks. Both
+        functions may capture arrays and read them by index, such as slopes[h]; those of score_mod
+        have gradients. What it gives where a key is hidden does not count; -inf is as in a bias.
 
     Returns:
       The output `[B, T, N, h]` (`[T, N, h]` without a batch) in the query's dtype, bfloat16 where

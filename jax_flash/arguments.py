@@ -1,5 +1,6 @@
 """The arguments of `attention`, described there: checked, and in their canonical form."""
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -27,6 +28,7 @@ from jax_flash.checks import (
     need_static,
     per_batch,
 )
+from jax_flash.functions import traced
 from jax_flash.masks import Visibility
 from jax_flash.quantization import DTYPES, FLOAT8, LARGEST, Quantized, accumulator, key_words
 from pallas_kernels.config import Config
@@ -60,6 +62,8 @@ def checked(
     dropout_key,
     deterministic,
     config,
+    mask_mod,
+    score_mod,
 ) -> Call:
     """Checks the arguments of `attention`, described there, and returns their canonical form."""
     if np.ndim(query) > 4:
@@ -86,7 +90,7 @@ def checked(
     query_offset = _offset(query_offset, B)
     is_causal, window, query_offset = simplest(bool(is_causal), window, query_offset, T, S)
     dropout_key = _dropout_key(dropout_rate, dropout_key)
-    return Call(
+    call = Call(
         query=query,
         key=key,
         value=value,
@@ -111,6 +115,10 @@ def checked(
         config=config,
         **in_float8,
     )
+    call = dataclasses.replace(call, mask_mod=traced("mask_mod", mask_mod, operands=call.arrays))
+    scores = accumulator(query.dtype)
+    score_mod = traced("score_mod", score_mod, scores, operands=call.arrays)
+    return dataclasses.replace(call, score_mod=score_mod)
 
 
 def explained(signature: inspect.Signature, choose: Callable, args, kwargs) -> dispatch.Explanation:

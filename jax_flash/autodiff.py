@@ -59,6 +59,8 @@ def unsupported(call: Call) -> str | None:
             value_width not in SUPPORTED_WIDTHS
         ),
         "symbolic sizes: kernels are made for sizes that are known": call.is_symbolic,
+        "mask_mod: the kernels take masks as arrays alone": call.mask_mod is not None,
+        "score_mod: the kernels take a bias as an array alone": call.score_mod is not None,
         "scale as an array": not isinstance(call.scale, (int, float)),
         # The exponent's multiplier is a float32, and -LSE / scale is added up in one.
         f"scale {call.scale} is not in {SCALES}": isinstance(call.scale, (int, float))

@@ -21,6 +21,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import sharding
+from jax_flash.functions import Function
 from jax_flash.masks import Visibility
 from pallas_kernels.config import Config
 
@@ -74,12 +75,14 @@ class Call:
       return_residual: the caller wants the LSE.
       deterministic: gradients must be bitwise reproducible.
       config: None, or the kernels' settings (`pallas_kernels.config`).
+      mask_mod: None, or what says of each (b, n, i, j) whether it is visible, beside visibility.
+      score_mod: None, or what is made of the logits, bias included, before the soft cap.
       scales: None, or those of a query, key and value that are float8_e4m3fn: float32, `[B, blocks,
         N]`, `[B, blocks, K]` and `[B, blocks, K]`; see `quantization.Quantized`.
       block_sizes: rows of query, key and value that share a scale, where there are scales.
       largest: magnitudes that no entry of query and key exceeds, where there are scales.
-      first_batch_entry, first_query_head: which are the first here, of those that dropout counts:
-        not 0 where a device has a part of the call (`by_device`).
+      first_batch_entry, first_query_head: which are the first here, of those that dropout and
+        functions count: not 0 where a device has a part of the call (`by_device`).
     """
 
     query: jax.Array
@@ -95,6 +98,8 @@ class Call:
     return_residual: bool = False
     deterministic: bool = False
     config: Config | None = None
+    mask_mod: Function | None = None
+    score_mod: Function | None = None
     scales: tuple[jax.Array, jax.Array, jax.Array] | None = None
     block_sizes: tuple[int, int, int] = (1, 1, 1)
     largest: tuple[float, float] = (math.inf, math.inf)
@@ -175,7 +180,7 @@ jax.tree_util.register_pytree_node(Call, _flatten, _unflatten)
 
 
 # Fields that hold arrays, or may: numbers among them are static. Letters of their axes are those of
-# `sharding.by_device`.
+# `sharding.by_device`; "*" alone is for arrays of any rank, which are whole.
 AXES: dict[str, Any] = {
     "query": "b.n.",
     "key": "b.k.",
@@ -185,6 +190,8 @@ AXES: dict[str, Any] = {
     "sinks": "n",
     "dropout_key": ".",
     "scales": ("b.n", "b.k", "b.k"),
+    "mask_mod": "*",
+    "score_mod": "*",
     "first_batch_entry": "",
     "first_query_head": "",
     "query_offset": "b",
@@ -208,10 +215,22 @@ def by_device(run: Callable, call: Call, *more: Any, plain: bool, statics: tuple
     """
     arrays, structure = _flatten(call)
     whole = jax.tree.map(lambda x: "." * jnp.ndim(x), more)
-    letters = tuple(AXES[name] for name in call.arrays), whole
+    letters = tuple(_letters(AXES[name], x) for name, x in call.arrays.items()), whole
     static = run, statics, structure
     results = "b.n.", "b.n"
-    return sharding.by_device(_run_part, static, (arrays, more), letters, results, plain=plain)
+    return sharding.by_device(
+        _run_part,
+        static,
+        (arrays, more),
+        letters,
+        results,
+        plain=plain,
+        check_vma=call.mask_mod is None and call.score_mod is None,
+    )
+
+
+def _letters(axes: Any, x: Any) -> Any:
+    return jax.tree.map(lambda own: axes * jnp.ndim(own), x) if axes == "*" else axes
 
 
 def _run_part(static, arrays, origin):

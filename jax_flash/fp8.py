@@ -96,8 +96,8 @@ def attention_fp8(
       block_size: rows that share a scale, as in `jax_flash.quantize_fp8`.
       incoherent_key: None, or a JAX random key, as in `jax_flash.quantize_fp8`: with it outliers in
         query and key cost less accuracy. A new one for each step is as good as the same for all.
-      **options: all others of `jax_flash.attention`; `implementation` is that of the forward and of
-        the backward pass, and `config` has the settings of both.
+      **options: all others of `jax_flash.attention` but functions; `implementation` is that of the
+        forward and of the backward pass, and `config` has the settings of both.
 
     Returns:
       As `jax_flash.attention`: the output in the query's dtype, or (output, LSE).
@@ -113,6 +113,11 @@ def attention_fp8(
     bound = inspect.signature(api.attention).bind(query, key, value, **options)
     bound.apply_defaults()
     call = checked(**bound.arguments)
+    if call.mask_mod is not None or call.score_mod is not None:
+        raise NotImplementedError(
+            "attention_fp8 takes no mask_mod and no score_mod; jax_flash.attention does, also of"
+            " Quantized arrays."
+        )
     statics = bound.arguments["implementation"], block_size
     out, lse = by_device(_attend, call, incoherent_key, statics=statics, plain=True)
     out, lse = as_given(query, out), as_given(query, lse)

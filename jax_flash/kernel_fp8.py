@@ -47,6 +47,7 @@ def unsupported(call: Call) -> str | None:
             value_width not in _WIDTHS
         ),
         "symbolic sizes: kernels are made for sizes that are known": call.is_symbolic,
+        "a mask_mod or score_mod in FP8": call.mask_mod is not None or call.score_mod is not None,
         "scale as an array": not is_number,
         f"scale {call.scale} is not in {least, most}": is_number
         and not least <= call.scale <= most,

@@ -374,6 +374,7 @@ def by_device(
     letters: Any,
     results: tuple[str, ...],
     plain: bool,
+    check_vma: bool = True,
 ) -> Any:
     """`function(static, arrays, origin)`, run by each device on its own batch entries and heads.
 
@@ -393,6 +394,8 @@ def by_device(
       results: letters of what it gives, a tuple, of which trailing entries may be None.
       plain: whether function is plain JAX, which XLA splits over axes of type Auto beside these;
         and where arrays are sharded in another way, it is called as it is, by JAX's own rules.
+      check_vma: False where function runs what was traced outside, and does not know over which
+        axes arrays vary here.
 
     Raises:
       ValueError: of kernels, arrays are sharded in a way that no device could work on alone.
@@ -421,11 +424,11 @@ def by_device(
             f"implementation='mosaic_gpu': beside the Explicit mesh axes, {_CANNOT_SPLIT} the"
             f" Auto ones, {', '.join(others)}. Use axes of one type, or implementation='xla'."
         )
-    return _by_device(function, static, tuple(letters), results, mesh, arrays)
+    return _by_device(function, static, tuple(letters), results, mesh, check_vma, arrays)
 
 
-@functools.partial(jax.jit, static_argnums=range(5))
-def _by_device(function, static, letters, results, mesh, arrays):
+@functools.partial(jax.jit, static_argnums=range(6))
+def _by_device(function, static, letters, results, mesh, check_vma, arrays):
     leaves, tree = jax.tree.flatten(arrays)
     # No names stand for all, but for those that split an axis which vmap maps.
     explicit = set(_axes(mesh, AxisType.Explicit))
@@ -444,6 +447,7 @@ def _by_device(function, static, letters, results, mesh, arrays):
             PartitionSpec(*(split.names.get(axis) or None for axis in axes)) for axes in results
         ),
         axis_names=explicit if explicit < set(mesh.axis_names) else set(),
+        check_vma=check_vma,
     )(*(jax.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, specs, strict=True)))
 
 
@@ -478,8 +482,17 @@ def vary_alike(arrays: Any, others: Any = ()) -> Any:
     Pallas kernels are said to vary over none. A gradient of what is made to vary here is summed
     over the axes.
     """
-    varying: frozenset[str] = frozenset().union(*map(_varying, jax.tree.leaves((arrays, others))))
-    cast = lambda x: lax.pcast(x, tuple(sorted(varying - _varying(x))), to="varying")
+    return vary_over(varied_over((arrays, others)), arrays)
+
+
+def varied_over(arrays: Any) -> frozenset[str]:
+    """Mesh axes that one of the arrays varies over."""
+    return frozenset().union(*map(_varying, jax.tree.leaves(arrays)))
+
+
+def vary_over(axes: frozenset[str], arrays: Any) -> Any:
+    """The same arrays, said to vary over these mesh axes too."""
+    cast = lambda x: lax.pcast(x, tuple(sorted(axes - _varying(x))), to="varying")
     return jax.tree.map(cast, arrays)
 
 

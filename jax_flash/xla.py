@@ -157,6 +157,11 @@ def _chunk_function(call: Call, tiling: _Tiling):
         bias = shared(bias)
     sinks = None if call.sinks is None else call.sinks.astype(accum).reshape(1, K, N // K, 1, 1)
     scale = jnp.asarray(call.scale, accum)
+    score_mod = call.score_mod
+    if score_mod is not None and num_chunks > 1:
+        score_mod = score_mod.held_in(accum)
+    batch_entries = call.batch_entries.reshape(B, 1, 1, 1, 1)
+    query_heads = call.query_heads.reshape(1, K, N // K, 1, 1)
     row_scales: list[jax.Array] = []
     if call.scales is not None:
         lengths = T, S, S
@@ -207,13 +212,19 @@ def _chunk_function(call: Call, tiling: _Tiling):
         k = read(key, first_key, num_cols)
         v = read(value, first_key, num_cols)
 
-        visible = visibility.tile(start, rows, first_key, num_cols)
+        queries = (start + jnp.arange(rows, dtype=jnp.int32)).reshape(1, 1, 1, rows, 1)
+        keys = (first_key + jnp.arange(num_cols, dtype=jnp.int32)).reshape(1, 1, 1, 1, num_cols)
+        indices = batch_entries, query_heads, queries, keys
+
+        conditions = []
+        if (by_arguments := visibility.tile(start, rows, first_key, num_cols)) is not None:
+            conditions.append(grouped(by_arguments))
         if fresh is not None:
-            is_fresh = first_key + jnp.arange(num_cols, dtype=jnp.int32) >= fresh
-            is_fresh = is_fresh[None, None, None]
-            visible = is_fresh if visible is None else visible & is_fresh
+            conditions.append(keys >= fresh)
+        if call.mask_mod is not None:
+            conditions.append(call.mask_mod.at(*indices))
+        visible = functools.reduce(jnp.logical_and, conditions) if conditions else None
         if visible is not None:
-            visible = grouped(visible)
             seeing = visible.any(4).transpose(0, 3, 1, 2)[..., None]
             seen = visible.any((2, 3)).transpose(0, 2, 1)[..., None]
             q = jnp.where(seeing, q, 0)
@@ -242,6 +253,9 @@ def _chunk_function(call: Call, tiling: _Tiling):
         if bias is not None:
             part = slice_axis(slice_axis(bias, 2, start, rows), 3, first_key, num_cols)
             logits = logits + grouped(part).astype(accum)
+        if score_mod is not None:
+            logits = score_mod.at(logits, *indices, visible=visible).astype(accum)
+            logits = jnp.broadcast_to(logits, (B, K, N // K, rows, num_cols))
         if call.logits_soft_cap is not None:
             if visible is not None:  # tanh'(NaN) * 0 is NaN
                 logits = jnp.where(visible, logits, 0)
@@ -271,10 +285,7 @@ def _chunk_function(call: Call, tiling: _Tiling):
             keep = dropout_keep(
                 call.dropout_key,
                 call.dropout_rate,
-                call.batch_entries.reshape(B, 1, 1, 1, 1),
-                call.query_heads.reshape(1, K, N // K, 1, 1),
-                (start + jnp.arange(rows, dtype=jnp.int32)).reshape(1, 1, 1, rows, 1),
-                (first_key + jnp.arange(num_cols, dtype=jnp.int32)).reshape(1, 1, 1, 1, num_cols),
+                *indices,
             )
             weights = jnp.where(keep, weights / (1 - call.dropout_rate), 0)
         if quantized:

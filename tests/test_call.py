@@ -1,6 +1,7 @@
 """Every field of a call counts everywhere: none that is new can be forgotten in silence."""
 
 import dataclasses
+import re
 from typing import Any
 from unittest import mock
 
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash import autodiff, cudnn, kernel_operands, xla
+from jax_flash import autodiff, cudnn, kernel_fp8, kernel_operands, xla
 from jax_flash.call import AXES, Call
+from jax_flash.functions import traced
 from jax_flash.masks import Visibility
 from pallas_kernels import config
 
@@ -50,13 +52,17 @@ CALL_FP8: dict[str, Any] = {
     "block_sizes": (128, 128, 128),
     "largest": (22.0, 22.0),
 }
+FUNCTIONS: dict[str, Any] = {
+    "mask_mod": traced("mask_mod", lambda b, h, i, j: jnp.arange(T)[i] >= j),
+    "score_mod": traced("score_mod", lambda s, b, h, i, j: s + jnp.ones(N)[h], jnp.float32),
+}
 PLAIN = Call(CALL["query"], CALL["key"], CALL["value"], Visibility(), 0.1)
 
 
 def with_field(name: str) -> Call:
     """A plain call with another value in one field, and in what goes with it."""
     if name not in VISIBILITY:
-        return dataclasses.replace(PLAIN, **{name: (CALL | CALL_FP8)[name]})
+        return dataclasses.replace(PLAIN, **{name: (CALL | CALL_FP8 | FUNCTIONS)[name]})
     needs = {
         "query_offset": ("is_causal", "query_offset"),
         "query_segment_ids": ("query_segment_ids", "key_value_segment_ids"),
@@ -68,12 +74,14 @@ def with_field(name: str) -> Call:
 
 def test_every_field_has_a_value_here():
     assert set(VISIBILITY) == {field.name for field in dataclasses.fields(Visibility)}
-    assert set(CALL | CALL_FP8) == {field.name for field in dataclasses.fields(Call)}
+    assert set(CALL | CALL_FP8 | FUNCTIONS) == {field.name for field in dataclasses.fields(Call)}
 
 
 def test_every_field_of_arrays_has_letters():
     fields = [field for kind in (Call, Visibility) for field in dataclasses.fields(kind)]
-    assert set(AXES) == {field.name for field in fields if "jax.Array" in str(field.type)}
+    assert set(AXES) == {
+        field.name for field in fields if re.search("jax.Array|Function", str(field.type))
+    }
 
 
 @pytest.mark.parametrize("name", VISIBILITY)
@@ -104,7 +112,7 @@ def test_what_is_static_is_known_in_numpy(name):
     assert see.are_bounds_static == (isinstance(lo, np.ndarray) and isinstance(hi, np.ndarray))
 
 
-@pytest.mark.parametrize("name", [*VISIBILITY, *CALL, *CALL_FP8])
+@pytest.mark.parametrize("name", [*VISIBILITY, *CALL, *CALL_FP8, *FUNCTIONS])
 def test_cudnn_takes_or_refuses_it(name):
     is_even = name in ("query", "key", "value", "visibility", "scale", "config", "is_causal")
     is_even |= name.startswith("first_")  # for dropout, which it refuses
@@ -142,10 +150,16 @@ def test_every_array_is_read(module):
     assert [name for name, x in zip(names, jaxpr.invars, strict=True) if id(x) not in read] == []
 
 
+@pytest.mark.parametrize("module", [autodiff, kernel_fp8])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_kernels_refuse_functions(name, module):
+    assert name in module.unsupported(with_field(name))
+
+
 def test_is_a_tree_of_its_arrays():
-    call = Call(**CALL)
+    call = Call(**CALL, **FUNCTIONS)
     leaves, tree = jax.tree.flatten(call)
-    assert {id(x) for x in leaves} == {id(x) for x in call.arrays.values()}
+    assert {id(x) for x in leaves} == {id(x) for x in jax.tree.leaves(call.arrays)}
     again = jax.tree.unflatten(tree, leaves)
     assert hash(tree) == hash(jax.tree.structure(again))
     assert vars(again) | vars(again.visibility) == (

@@ -99,6 +99,8 @@ ALONE = "Use it", "Contribute"  # others go on from query, key and value of the 
 # By tests/test_guide.py, which looks at results too.
 CHECKED = "Calls of MaxText and TransformerEngine", "A serving loop"
 
+ON_XLA = ("Masks and scores as functions",)  # what no kernel does, with those names too
+
 # Each block is run by the test of the framework that it imports.
 ELSEWHERE = {
     "In Flax": ("nnx",),
@@ -107,7 +109,7 @@ ELSEWHERE = {
 
 
 def test_every_section_is_run():
-    assert {*CALLS, *CHECKED, *ELSEWHERE} == set(sections())
+    assert {*CALLS, *CHECKED, *ON_XLA, *ELSEWHERE} == set(sections())
     for section, modules in ELSEWHERE.items():
         assert [block_that_imports(x) for x in modules] == sections()[section]
     blocks = sum(page.read_text().count("```python") for page in PAGES)
@@ -135,6 +137,13 @@ def test_blocks_run_and_lower_for_a_gpu(section, monkeypatch, capsys):
     if section == "Will it run on an H100?":
         first, second = capsys.readouterr().out.splitlines()
         assert first == "mosaic_gpu" and "head width 96: the kernel takes 64, 128, 256" in second
+
+
+@pytest.mark.parametrize("section", ON_XLA)
+def test_blocks_run_on_xla(section):
+    names: dict = {}
+    for block in [sections()["Use it"][0], *sections()[section]]:
+        block.run(names)
 
 
 @pytest.mark.compiler

@@ -160,6 +160,16 @@ def _dropped(query, key, value, dropout_key, **options):
     )
 
 
+def _functions(query, key, value, slopes, ids, **options):
+    """What a function captures is an operand, be it traced or not."""
+    mask_mod = lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx]
+    distance = lambda q_idx, kv_idx: (q_idx - kv_idx).astype(slopes.dtype)
+    score_mod = lambda score, b, h, q_idx, kv_idx: score - slopes[h] * distance(q_idx, kv_idx)
+    return jax_flash.attention(
+        query, key, value, mask_mod=mask_mod, score_mod=score_mod, return_residual=True, **options
+    )
+
+
 def _one_id_array(query, key, value, ids, **options):
     own = dict(query_segment_ids=ids, key_value_segment_ids=ids)
     return jax_flash.attention(query, key, value, **own, **options)
@@ -222,6 +232,13 @@ CALLS: tuple[PublicCall, ...] = (
         "attention-dropout", _dropped, _INPUTS | dict(dropout_key=_RANDOM_KEY), _DIFFERENTIATED
     ),
     PublicCall("attention-one_id_array", _one_id_array, _SQUARE | dict(ids=_IDS), _DIFFERENTIATED),
+    PublicCall(
+        "attention-functions",
+        _functions,
+        _SQUARE | dict(slopes=_SINKS, ids=_IDS),
+        (*_DIFFERENTIATED, "slopes"),
+        on_kernels=False,
+    ),
     PublicCall("attention-quantized", _quantized, _INPUTS),
     PublicCall("attention_fp8", jax_flash.attention_fp8, _INPUTS, _DIFFERENTIATED),
     PublicCall(

@@ -44,7 +44,7 @@ def plain_kernels() -> Iterator[None]:
     """The kernels of `attention` in plain JAX: interpret mode runs on one device at a time."""
     # Programs must not outlive the kernels that they were traced with.
     fresh = lambda run: jax.jit(lambda *args: run(*args), static_argnums=(0, 1))
-    by_device = jax.jit(sharding._by_device.__wrapped__, static_argnums=range(5))
+    by_device = jax.jit(sharding._by_device.__wrapped__, static_argnums=range(6))
     with (
         mock.patch.object(sharding, "_by_device", by_device),
         mock.patch.object(autodiff, "_run_forward", fresh(autodiff._run_forward.__wrapped__)),

@@ -18,6 +18,8 @@ def of_attention(x: jax.Array, quantized: jax_flash.Quantized, residual: bool) -
     assert_type(lse, jax.Array)
     assert_type(jax_flash.attention(x, x, x, return_residual=residual), OneOrTwo)
     assert_type(jax_flash.attention(quantized, quantized, quantized), jax.Array)
+    assert_type(jax_flash.attention(x, x, x, mask_mod=lambda b, h, i, j: j <= i), jax.Array)
+    assert_type(jax_flash.attention(x, x, x, score_mod=lambda s, b, h, i, j: s + x[h]), jax.Array)
     assert_type(jax_flash.explain(x, x, x, is_causal=True).implementation, str)
 
 
