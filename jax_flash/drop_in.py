@@ -62,7 +62,8 @@ def install(*, honour_implementation: bool = False) -> "Installed":
 
     All threads of the process are affected, and none should trace or call this meanwhile. What was
     traced before is traced anew: `jax.clear_caches()` is called here and by `undo`. After
-    several calls the last one's argument counts, and all of them have to be undone. The log
+    several calls the last one's argument counts, and all of them have to be undone. Pickle Flax's
+    modules outside of it: they hold a function by a name that is another's here. The log
     "jax_flash" has, for information, what was replaced.
 
     Args:
@@ -225,7 +226,7 @@ def _takes(query: jax.Array, key: jax.Array, value: jax.Array, bias: Any, mask: 
     return (
         query.dtype == key.dtype == value.dtype
         and query.dtype.name in DTYPES
-        and 0 not in query.shape[-2:]
+        and 0 not in (*query.shape[-2:], value.shape[-1])
         and (bias is None or jnp.issubdtype(bias.dtype, jnp.floating))
         and fits(bias)
         and fits(mask)

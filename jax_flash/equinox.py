@@ -12,8 +12,8 @@ from jax_flash.decode import decode_attention, update_cache
 class MultiheadAttention(equinox.nn.MultiheadAttention):
     """Equinox's, with its fields, arguments and errors, on `jax_flash.attention`.
 
-    `**rest` are `is_causal` and others of `attention`, in `decode` of `decode_attention`, which
-    raise their errors. A row that sees no key gives 0; a key drops other weights than in Equinox.
+    `**rest` are `is_causal` and others of `attention`, in `decode` of `decode_attention`, but for
+    `return_residual`. A row that sees no key gives 0; a key drops other weights than in Equinox.
     """
 
     def __call__(
@@ -21,7 +21,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):
     ) -> jax.Array:
         old = rest.pop("deterministic", None)  # Equinox's name of inference before
         given = [x for x in (old, inference, self.dropout.inference) if x is not None]
-        if self.dropout.p > 0 and not given[0]:
+        if not given[0] and self.dropout.p > 0:
             need(key is not None, "key", None, "a key for dropout, or inference=True", RuntimeError)
             rest |= dict(dropout_rate=self.dropout.p, dropout_key=key)
         if mask is not None:
