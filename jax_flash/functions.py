@@ -13,17 +13,26 @@ which it has a derivative.
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 
 from jax_flash.checks import need
 from jax_flash.sharding import varied_over, vary_alike, vary_over
 
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr
+
 _INDICES = "b, h, q_idx, kv_idx"
+
+
+def _core() -> Any:
+    """JAX's, asked for where there is a function: its import brings Pallas."""
+    from jax.extend import core
+
+    return core
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,14 +100,14 @@ class _Steps(NamedTuple):
     results: list[Any]
 
     @staticmethod
-    def of(jaxpr: Jaxpr) -> "_Steps":
+    def of(jaxpr: "Jaxpr") -> "_Steps":
         return _Steps([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
 
 
 class _Program:
     """Operations on scalars and on captured arrays, which come first. Equal if it does the same."""
 
-    def __init__(self, jaxpr: Jaxpr, varies_over: frozenset[str]):
+    def __init__(self, jaxpr: "Jaxpr", varies_over: frozenset[str]):
         self.varies_over = varies_over  # mesh axes, as the operations of a jaxpr are strict in them
         self.steps = _Steps.of(jaxpr)
         self.dtypes = [v.aval.dtype for v in self.steps.arguments[: len(jaxpr.constvars)]]
@@ -170,10 +179,10 @@ def traced(
     )
 
 
-def _effects(jaxpr: Jaxpr) -> Iterator[str]:
+def _effects(jaxpr: "Jaxpr") -> Iterator[str]:
     """Names of operations with effects on something outside; also of pure callbacks."""
     for eqn in jaxpr.eqns:
-        inner = list(jaxprs_in_params(eqn.params))
+        inner = list(_core().jaxprs_in_params(eqn.params))
         for each in inner:
             yield from _effects(each)
         if "callback" in eqn.primitive.name or (eqn.effects and not inner):
@@ -216,7 +225,8 @@ class _Pair(NamedTuple):
 def _results(steps: _Steps, values: list[_Value], pair: _Pair) -> list[_Value]:
     """What they give of arguments, all of one pair."""
     known = dict(zip(steps.arguments, values, strict=True))
-    read = lambda v: _Value(v.val, False) if isinstance(v, Literal) else known[v]
+    literal = _core().Literal
+    read = lambda v: _Value(v.val, False) if isinstance(v, literal) else known[v]
     for eqn in steps.equations:
         operands = list(map(read, eqn.invars))
         if eqn.primitive.name == "jit":
@@ -299,12 +309,13 @@ def _summed_wide(eqn, operands: list[_Value], score: jax.Array) -> list[Any]:
 
 def _form(x: Any) -> Any:
     """What can be hashed, and is equal for two jaxprs, or parameters, that mean the same."""
-    if isinstance(x, Jaxpr):
+    core = _core()
+    if isinstance(x, core.Jaxpr):
         return _form(_Steps.of(x)), tuple(map(_Itself, x.consts))
     if isinstance(x, _Steps):
         defined = x.arguments + [v for eqn in x.equations for v in eqn.outvars]
         numbers = {id(v): index for index, v in enumerate(defined)}
-        name = lambda v: _form(v.val) if isinstance(v, Literal) else numbers[id(v)]
+        name = lambda v: _form(v.val) if isinstance(v, core.Literal) else numbers[id(v)]
         equations = tuple(
             (
                 eqn.primitive,

@@ -159,6 +159,7 @@ def test_the_table_is_of_many_models_that_each_say_what_they_are():
     assert {layer.kind for layer in models.LAYERS} == {*models.KINDS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [models.rows(), drawn(0, 40)], ids=["models", "random"])
 def test_rows_are_what_attention_takes(rows):
     """By its checks, and by those of the kernels on a Hopper GPU."""
@@ -207,6 +208,7 @@ def test_drawn_rows_are_of_every_sort_and_bounded():
 # --- runs ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("suite", "rows", "count"),
     [("models", "DETR, decoder|one short sequence", 2), ("random", "/(2|3):", 2)],
