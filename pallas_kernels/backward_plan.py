@@ -335,7 +335,9 @@ def shares_of(problem: Problem, config: BackwardConfig) -> int:
     if config.shares is not None:
         return max(n for n in possible if n <= config.shares)
     tiles = KeyTiles(problem, BLOCK_KV, config.block_q, row_bytes=1)
-    possible = [n for n in possible if n == 1 or n * tiles.count <= _MOST_TILES * SM_COUNT]
+    possible = [n for n in possible if n * tiles.count <= _MOST_TILES * SM_COUNT]
+    if len(possible) <= 1:
+        return 1
 
     def steps(shares: int) -> float:
         costs = np.tile(tiles.steps() / shares + TILE_OVERHEAD, len(tiles.kv_heads) * shares)
