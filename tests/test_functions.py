@@ -356,6 +356,7 @@ def test_b_is_the_flat_index_of_several_batch_axes():
     np.testing.assert_allclose(alone, expected[3], atol=1e-6)
 
 
+@pytest.mark.long
 def test_in_fp8(chunked):
     quantized = jax_flash.quantize_fp8(*(jnp.asarray(x, jnp.bfloat16)[..., :H] for x in INPUTS))
     bias = jnp.asarray(normal(B, N, T, T), jnp.float32)
@@ -393,7 +394,7 @@ HIDDEN_NAN = {
 }
 
 
-@pytest.mark.parametrize("name", HIDDEN_NAN)
+@pytest.mark.parametrize("name", [long(x) if n > 1 else x for n, x in enumerate(HIDDEN_NAN)])
 def test_nan_where_hidden_does_not_count(name, request):
     if name == "of indices":
         request.getfixturevalue("chunked")
@@ -457,6 +458,7 @@ def test_what_no_one_sees_may_be_nan():
 F32 = [jnp.asarray(x, jnp.float32) for x in INPUTS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_gradients_have_shape_and_dtype_of_the_captured(dtype, monkeypatch):
     """And are summed in float32, over the pairs of a chunk and over chunks."""
@@ -493,6 +495,7 @@ SLOPES = jnp.asarray(normal(3, N), jnp.float32)
 THRESHOLDS = jnp.asarray(RNG.random((3, T)), jnp.float32)
 
 
+@pytest.mark.long
 def test_vmap_over_captured_arrays():
     each = zip(SLOPES, THRESHOLDS, strict=True)
     expected = jnp.stack([jax.grad(of_slopes)(*both) for both in each])
@@ -536,6 +539,7 @@ def test_transformed(name):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_second_derivative(chunked):
     distance = jnp.arange(T) - jnp.arange(T)[:, None]
     as_bias = lambda slopes: (attention(*F32, bias=slopes[:, None, None] * distance) ** 2).sum()
@@ -576,6 +580,7 @@ def of_devices(query, key, value, gate):
     return attention(query, key, value, mask_mod=mask_mod, score_mod=score_mod)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_indices_are_those_of_the_whole(axis_type):
     if jax.default_backend() != "cpu":
@@ -589,6 +594,7 @@ def test_indices_are_those_of_the_whole(axis_type):
         np.testing.assert_allclose(x, own, atol=1e-4)
 
 
+@pytest.mark.long
 def test_inside_shard_map_indices_are_of_what_the_call_gets():
     gate = jnp.asarray(normal(1, N), jnp.float32)
     gradients = jax.grad(lambda *x: (of_devices(*x) ** 2).sum(), argnums=(0, 1, 2, 3))
