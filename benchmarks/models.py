@@ -52,6 +52,11 @@ def rows() -> list[Row]:
     return [dataclasses.replace(layer.row, title=layer.title) for layer in LAYERS]
 
 
+def _drawn(row: Row, part: str) -> Layer:
+    """A shape of no model, and what of it asks for something of its own."""
+    return Layer("drawn", "training", "", "drawn at random, 2026", row, part)
+
+
 # fmt: off
 LAYERS = [
     # Language: decoders.
@@ -273,39 +278,22 @@ LAYERS = [
     Layer("recommendation", "training", "HSTU", "paper, 2024",
           Row(2, 8192, 8, 8, 64, True), "with a softmax"),
     # Of no model: drawn at random, and kept, as each asks for something of its own.
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(1, 656, 16, 2, 64, False), "8 heads a key head, one sequence"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(2, 8889, 4, 1, 64, False, key_length=1184), "many queries, one key head"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(2, 2688, 4, 1, 64, False, key_length=856), "some queries, one key head"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(1, 1086, 4, 1, 80, False), "one key head, one sequence"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(1, 512, 64, 8, 64, True), "64 heads, one sequence"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(4, 2136, 16, 2, 128, False), "two key heads"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(16, 6784, 4, 1, 64, False, key_length=1037), "many queries, one key head, batch 16"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(8, 83, 64, 8, 128, False), "short and odd, 64 heads"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(1, 297, 16, 16, 96, False), "one short and odd sequence"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(16, 640, 32, 16, 128, False, key_length=9097), "many and odd keys"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(4, 184, 16, 8, 64, False, key_length=8226), "few queries"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(2, 15838, 1, 1, 128, True), "one head, long"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(8, 256, 8, 1, 40, True), "one key head of 40, short"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(8, 128, 8, 8, 128, False), "short, 128 columns"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(1, 128, 12, 12, 64, True), "one short sequence"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(32, 4864, 16, 16, 40, False, key_length=165), "few and odd keys of 40"),
-    Layer("drawn", "training", "", "drawn at random, 2026",
-          Row(2, 4648, 8, 4, 192, True), "192 columns"),
+    _drawn(Row(1, 656, 16, 2, 64, False), "8 heads a key head, one sequence"),
+    _drawn(Row(2, 8889, 4, 1, 64, False, key_length=1184), "many queries, one key head"),
+    _drawn(Row(2, 2688, 4, 1, 64, False, key_length=856), "some queries, one key head"),
+    _drawn(Row(1, 1086, 4, 1, 80, False), "one key head, one sequence"),
+    _drawn(Row(1, 512, 64, 8, 64, True), "64 heads, one sequence"),
+    _drawn(Row(4, 2136, 16, 2, 128, False), "two key heads"),
+    _drawn(Row(16, 6784, 4, 1, 64, False, key_length=1037), "many queries, one key head, batch 16"),
+    _drawn(Row(8, 83, 64, 8, 128, False), "short and odd, 64 heads"),
+    _drawn(Row(1, 297, 16, 16, 96, False), "one short and odd sequence"),
+    _drawn(Row(16, 640, 32, 16, 128, False, key_length=9097), "many and odd keys"),
+    _drawn(Row(4, 184, 16, 8, 64, False, key_length=8226), "few queries"),
+    _drawn(Row(2, 15838, 1, 1, 128, True), "one head, long"),
+    _drawn(Row(8, 256, 8, 1, 40, True), "one key head of 40, short"),
+    _drawn(Row(8, 128, 8, 8, 128, False), "short, 128 columns"),
+    _drawn(Row(1, 128, 12, 12, 64, True), "one short sequence"),
+    _drawn(Row(32, 4864, 16, 16, 40, False, key_length=165), "few and odd keys of 40"),
+    _drawn(Row(2, 4648, 8, 4, 192, True), "192 columns"),
 ]
 # fmt: on

@@ -282,11 +282,7 @@ def _chunk_function(call: Call, tiling: _Tiling):
         lse = jnp.where(empty, -jnp.inf, lse)
 
         if call.dropout_rate > 0:
-            keep = dropout_keep(
-                call.dropout_key,
-                call.dropout_rate,
-                *indices,
-            )
+            keep = dropout_keep(call.dropout_key, call.dropout_rate, *indices)
             weights = jnp.where(keep, weights / (1 - call.dropout_rate), 0)
         if quantized:
             weights = weights * v_scale
