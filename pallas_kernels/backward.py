@@ -99,9 +99,9 @@ def build(
         # One copy of the code a consumer: addresses become constants, which saves registers.
         consumers = [functools.partial(consume, block, number) for number in range(CONSUMERS)]
         roles: list[Callable[[], None]] = [*consumers, functools.partial(_produce, block)]
-        if plan.draws:  # else its number would be spilled in a consumer, for comparisons after it
+        if plan.switches_roles:
             lax.switch(lax.axis_index("warpgroup"), roles)
-        else:  # but here a switch would spill, in consumers with a cap or dropout
+        else:
             for number, role in enumerate(roles):
                 pl.when(own_warpgroup() == number)(role)
 

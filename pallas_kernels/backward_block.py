@@ -40,7 +40,7 @@ class ThreadBlock:
         number = lax.axis_index("block")
         entries = delta_smem.at[plan.config.stages] if plan.draws else None
         self.walk, refs = Walk.of_refs(
-            self.tiles, number, refs, plan.thread_blocks, entries, first_full
+            self.tiles, number, refs, plan.thread_blocks, entries, first_full, plan.one_each
         )
         self.drawn = self.walk.drawn
         self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, *results = refs

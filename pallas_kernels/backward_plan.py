@@ -127,16 +127,32 @@ class Plan:
         return KeyTiles(self.problem, BLOCK_KV, self.config.block_q, row_bytes=row_bytes)
 
     @property
+    def one_each(self) -> bool:
+        """Whether each thread block has one tile, that of its number."""
+        most = self.config.thread_blocks or SM_COUNT
+        return not self.problem.by_batch and self.tiles.count <= most
+
+    @property
     def draws(self) -> bool:
         """Whether thread blocks draw their tiles, and zero dQ, if there is, of those to come."""
         p = self.problem
-        if self.problem.has_cap or self.problem.has_dropout:  # registers are too short
-            return False
+        if self.one_each or p.has_cap or p.has_dropout:
+            return False  # nothing to draw, or registers are too short
         if p.by_batch and self.is_wide:
             return True
         # At width 64 tiles of documents are so short that what a draw takes counts. A draw would
         # spill beside elements, and lists where there are both. Without dQ lists are as fast.
         return self.with_query_gradient and p.segmented == p.has_elements
+
+    @property
+    def switches_roles(self) -> bool:
+        """Whether a warpgroup comes to its role by a switch, not by a comparison with each number.
+
+        That number would be spilled in a consumer, for comparisons after it; yet where registers
+        are short, beside lists, a cap or dropout, a switch would spill.
+        """
+        p = self.problem
+        return self.draws or (self.one_each and not (p.has_cap or p.has_dropout))
 
     @functools.cached_property
     def thread_blocks(self) -> int:

@@ -137,7 +137,7 @@ class BackwardConfig:
     stages: int
     registers: tuple[int, int] = (240, 24)
     thread_blocks: int | None = None
-    shares: int | None = 1
+    shares: int | None = None
 
     def __post_init__(self):
         need(self.shares is None or self.shares >= 1, "shares", self.shares, "at least 1, or None")

@@ -187,6 +187,8 @@ class _Producer:
         block = self.block
         if block.drawn:
             return self.plan.tiles.locate(block.drawn.number(index))
+        if self.plan.tiles.one_each:
+            return self.plan.tiles.locate(block.number)
         return self.plan.tiles.locate(block.listed(1 + index - self.begin))
 
     def load_tile(self, index, steps):

@@ -55,6 +55,9 @@ class Block:
 
     def needs(self, tile, batch, column):
         """An entry of `Tiles.key_blocks`."""
+        needed_by_all = self.plan.tiles.needed_by_all
+        if needed_by_all is not None:  # no load from global memory to wait for
+            return jnp.int32(needed_by_all[column])
         entry = (batch, tile, column) if self.plan.problem.by_batch else (tile, column)
         return self.key_blocks[entry]
 
@@ -143,11 +146,13 @@ class ThreadBlock(Block):
                 lambda: self.number,
                 entries_full,
             )
-        else:
+        elif not plan.tiles.one_each:
             self._tile_count = self.listed(0)
 
     def tile_count(self):
         """Of the list."""
+        if self.plan.tiles.one_each:
+            return jnp.int32(1)
         scarce = self.plan.registers_are_scarce
         return self.listed(0) if scarce else self._tile_count
 

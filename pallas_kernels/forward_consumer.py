@@ -61,6 +61,8 @@ class _Consumer(Products):
         carry = first_step, weights, state, block.no_rows
         if drawn:
             end, carry = drawn.each(begin, self.whole_tile, carry)
+        elif self.plan.tiles.one_each:
+            end, carry = self.end, self.whole_tile(begin, carry)
         else:
             end, carry = self.end, lax.fori_loop(begin, self.end, self.whole_tile, carry)
         steps, _, _, too_low = carry
@@ -71,6 +73,8 @@ class _Consumer(Products):
         """Of a tile of the round."""
         if self.block.drawn:
             return self.block.drawn.number(index)
+        if self.plan.tiles.one_each:
+            return self.block.number
         anew = self.plan.registers_are_short
         return self.block.listed(1 + index - self.begin, anew=anew)
 
@@ -202,7 +206,9 @@ class _Consumer(Products):
         if drawn or plan.loads_elements:
             following = self.number(index + 1 + fresh_zero())
         end_tile = self.end_tile_under_next
-        if plan.config.query_buffers == 1:
+        if plan.tiles.one_each:
+            end_tile = self.end_only_tile
+        elif plan.config.query_buffers == 1:
             end_tile = self.end_tile_before_next
         weights, state, too_low = end_tile(
             index, steps + blocks, number, (*carry, too_low), following
@@ -322,11 +328,23 @@ class _Consumer(Products):
 
     def end_tile_before_next(self, index, steps, number, carry, following):
         """The next queries arrive where this tile's were while it ends."""
-        block, tiles = self.block, self.plan.tiles
+        place, next_place = map(self.plan.tiles.locate, (number, following))
+        too_low = self.end_alone(index, steps, place, carry)
+        number = lambda: self.number(index + 1)
+        there = lambda: self.is_there(index + 1, number)
+        return *self.start_tile(index + 1, steps, next_place, number, there), too_low
+
+    def end_only_tile(self, index, steps, number, carry, following):
+        """There is no next one: what is carried on of it has no meaning."""
+        weights, state, _ = carry
+        place = self.plan.tiles.locate(number)
+        return weights, state, self.end_alone(index, steps, place, carry)
+
+    def end_alone(self, index, steps, place, carry):
+        """With no other product open. Returns of each row whether its reference was too low."""
+        block, (tile, batch, head) = self.block, place
         weights, state, too_low = carry
-        tile, batch, head = tiles.locate(number)
-        next_place = tiles.locate(following)
-        block.q_free.arrive(0)
+        block.q_free.arrive(0 if self.plan.config.query_buffers == 1 else block.query_buffer(index))
         inverse, too_low = self.rows.finish(state, too_low, tile, batch, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         block.turns.take()
@@ -335,9 +353,7 @@ class _Consumer(Products):
         output = self.load_output()
         block.v_free.arrive(block.slot(steps - 1))
         self.store_output(output, inverse, tile, batch, head)
-        number = lambda: self.number(index + 1)
-        there = lambda: self.is_there(index + 1, number)
-        return *self.start_tile(index + 1, steps, next_place, number, there), too_low
+        return too_low
 
     def store_output(self, output, inverse, tile, batch, head) -> None:
         """Divides by the row sums and sends output to global memory."""

@@ -62,6 +62,11 @@ class Tiles:
     def thread_blocks(self) -> int:
         return min(self.config.thread_blocks, self.count)
 
+    @property
+    def one_each(self) -> bool:
+        """Whether each thread block has one tile, that of its number, and no next one."""
+        return not self.problem.by_batch and self.thread_blocks == self.count
+
     def key_blocks(self) -> np.ndarray:
         """What each tile of a head needs: `[tiles, 2]` int32, or `[tiles, 4]` with a lower bound.
 
@@ -96,6 +101,14 @@ class Tiles:
         exact = np.where(all_see, end - unmasked, blocks)
         near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), exact)
         return np.stack([blocks, exact, near, end], axis=1).astype(np.int32)
+
+    @functools.cached_property
+    def needed_by_all(self) -> np.ndarray | None:
+        """What `key_blocks` says, where it is one for all tiles and there is one each; else None."""
+        if not self.one_each:
+            return None
+        first, *others = self.key_blocks()
+        return first if all((x == first).all() for x in others) else None
 
     @functools.cached_property
     def any_mask(self) -> bool:

@@ -13,6 +13,7 @@ from pallas_kernels import tickets
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.key_tiles import CONSUMER_KEYS, KeyTiles
 from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.loads import load_rows
 from pallas_kernels.ptx.votes import any_positive
 
@@ -35,6 +36,7 @@ class Walk:
       any_far_ref: in global memory, `[1]`: more than 0 if any row is far from 0 (`far_rows.py`).
       drawn: the tickets of a thread block that draws its tiles. Behind the next ticket,
         `drawn.drawn_ref` has what `prepared_tiles` counts.
+      one_each: each thread block has one tile, that of its number.
     """
 
     tiles: KeyTiles
@@ -46,6 +48,7 @@ class Walk:
     key_words_ref: Any = None
     drawn: tickets.Tickets | None = None
     any_far_ref: Any = None
+    one_each: bool = False
 
     @classmethod
     def of_refs(
@@ -56,12 +59,14 @@ class Walk:
         thread_blocks: int = 0,
         entries: Any = None,
         first_full: Any = None,
+        one_each: bool = False,
     ) -> "tuple[Walk, list]":
         """The walk by the first refs of a kernel of `gradient_kernel`, and its other refs.
 
         Args:
           thread_blocks, entries, first_full: where they draw, how many there are and what
             `tickets.Tickets` takes.
+          one_each: see above.
         """
         drawn = None
         schedule_ref, *refs = refs
@@ -95,11 +100,14 @@ class Walk:
             key_words_ref,
             drawn,
             any_far_ref,
+            one_each,
         )
         return walk, operands
 
     def count(self):
         """How many tiles a list has, at least 1; it goes on with others, or one, of no meaning."""
+        if self.one_each:  # a loop all the same: without, registers are laid out worse, and spill
+            return 1 + fresh_zero()
         return self.schedule_ref[self.block, 0]
 
     def locate(self, index):
@@ -110,6 +118,8 @@ class Walk:
         """Number of the thread block's tile of that index, in its list or of those that it drew."""
         if self.drawn:
             return self.drawn.number(index)
+        if self.one_each:  # made anew: kept it would take a register
+            return self.block + fresh_zero()
         return self.schedule_ref[self.block, 1 + index]
 
     def prepared_tiles(self, section):

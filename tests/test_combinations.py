@@ -13,7 +13,7 @@ import pytest
 from tests.support.cases import long, slow
 from tests.support.elements import random_bias, random_mask, shape_of
 from tests.support.interpret import interpret_mode
-from tests.support.kernel_calls import check, inputs
+from tests.support.kernel_calls import check, few_thread_blocks, inputs
 
 AXES = ["bnts", "nts", "bts", "bs", "ns", "s", "bnt", ""]  # of a mask or a bias
 
@@ -69,6 +69,9 @@ def draw(number: int, longest: int, most: int) -> tuple[tuple, dict[str, Any]]:
     latest = np.random.default_rng([number, longest, 3])
     if latest.random() < 0.4 and "query_segment_ids" not in options:
         options |= random_pair_of_ids(latest, B, T, S)
+    own = np.random.default_rng([number, longest, 5])
+    if own.random() < 0.5:  # else there is most often one tile for each
+        options["config"] = few_thread_blocks(H, int(own.integers(1, 4)), h)
     return arrays, options
 
 

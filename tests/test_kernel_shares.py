@@ -40,10 +40,10 @@ def problem(B, T, S, N, K, H, is_causal=False) -> Problem:
     return Problem(B, T, S, N, K, H, dtype, scale=1.0, highest=0 if is_causal else None)
 
 
-def automatic(width: int) -> BackwardConfig:
+def settings(width: int) -> BackwardConfig:
     found = BACKWARD[width]
     assert isinstance(found, BackwardConfig)
-    return dataclasses.replace(found, shares=None)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -57,20 +57,20 @@ def automatic(width: int) -> BackwardConfig:
     ],
 )
 def test_where_there_are_few_tiles_groups_are_dealt_out(sizes, expected):
-    assert shares_of(problem(*sizes), automatic(sizes[5])) == expected
+    assert shares_of(problem(*sizes), settings(sizes[5])) == expected
 
 
 @pytest.mark.parametrize(("wanted", "taken"), [(1, 1), (2, 2), (5, 4), (6, 6), (100, 12)])
 def test_shares_divide_a_group(wanted, taken):
-    settings = dataclasses.replace(automatic(64), shares=wanted)
-    assert shares_of(problem(1, 64, 64, 12, 1, 64), settings) == taken
-    plan = Plan(problem(1, 64, 64, 12, 1, 64), settings)
+    own = dataclasses.replace(settings(64), shares=wanted)
+    assert shares_of(problem(1, 64, 64, 12, 1, 64), own) == taken
+    plan = Plan(problem(1, 64, 64, 12, 1, 64), own)
     assert (plan.problem.kv_heads, plan.problem.group) == (taken, 12 // taken)
 
 
 def test_shares_are_at_least_one():
     with pytest.raises(ValueError, match="shares: got 0, needs at least 1, or None"):
-        dataclasses.replace(automatic(64), shares=0)
+        dataclasses.replace(settings(64), shares=0)
 
 
 def test_time_of_a_deal_is_that_of_its_longest_list():
