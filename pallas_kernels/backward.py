@@ -83,7 +83,6 @@ from pallas_kernels.ptx.loads import prefetch
 def build(
     problem: Problem,
     config: BackwardConfig,
-    key_rows: int,
     with_query_gradient: bool,
     interpret: bool,
 ):
@@ -108,7 +107,7 @@ def build(
     return gradient_kernel(
         plan.tiles,
         attention_backward,
-        plan.key_gradients(key_rows),
+        plan.key_gradients(),
         config.thread_blocks,
         plan.scratch(interpret),
         from_end=True,

@@ -222,7 +222,6 @@ class Tiles:
         self,
         body: Callable,
         scratch: dict[str, Any],
-        padded_query_length: int,
         out_dtype: np.dtype,
         references: bool = False,
     ) -> Callable:
@@ -232,7 +231,6 @@ class Tiles:
           body: of refs of the schedule, or the order and what is drawn, of the key blocks, of the
             operands, of the results, and of scratch by name.
           scratch: types of shared memory and barriers.
-          padded_query_length: of the output.
           out_dtype: of the output.
           references: results are three.
 
@@ -241,7 +239,7 @@ class Tiles:
           `[B, N, rows]`, and if wanted references of rows and their log_sum, `[B, N, 2, rows]`.
         """
         p = self.problem
-        out_shape = (p.batch, padded_query_length, p.heads, p.value_width)
+        out_shape = (p.batch, p.query_length, p.heads, p.value_width)
         of_rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
         results = (
             jax.ShapeDtypeStruct(out_shape, out_dtype),
