@@ -62,7 +62,7 @@ from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.loads import load_intervals, load_rows
 from pallas_kernels.ptx.masks import equal_columns, keep_bits
 from pallas_kernels.ptx.mlir import zero_tile
-from pallas_kernels.ptx.stores import store_column_sums, store_rows, store_tile
+from pallas_kernels.ptx.stores import store_column_sums, store_rows, store_tile, store_tile_inside
 
 _REGISTERS = (232, 40)  # of a thread of a consumer, and of the producer
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -324,9 +324,12 @@ class _Consumer:
         batch, head, first_row, first_key = place
         own_rows, own_keys = pl.ds(first_row, ROWS), pl.ds(first_key, self.block_kv)
         if pieces.kind == "whole":
-            own = div_rem(entry, pieces.shape[1])
-            target = gradient.at[*own, own_rows, own_keys]
-            store_tile(target, total.astype(target.dtype))
+            target = gradient.at[*div_rem(entry, pieces.shape[1])]
+            total = total.astype(target.dtype)
+            if pieces.fill_whole_tiles:
+                store_tile(target.at[own_rows, own_keys], total)
+            else:
+                store_tile_inside(target, total, first_row, first_key)
         elif pieces.kind == "columns":
             warps = pl.ds(block.warpgroup * WARPS, WARPS)
             store_column_sums(gradient.at[batch, head, warps, own_keys], total)
