@@ -73,7 +73,7 @@ from pallas_kernels.config import BackwardConfig
 from pallas_kernels.key_tiles_kernel import gradient_kernel
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
-from pallas_kernels.ptx.compiler import fresh_zero, own_warpgroup
+from pallas_kernels.ptx.compiler import code_fence, fresh_zero, own_warpgroup
 from pallas_kernels.ptx.counters import add_when_stored, await_count
 from pallas_kernels.ptx.fragments import fragment_shape, zero_fragment
 from pallas_kernels.ptx.loads import prefetch
@@ -228,6 +228,8 @@ class _Producer:
         @pl.when(there)
         def _():
             pl.when(j >= stages)(lambda: block.free.wait(slot))
+            if plan.fences_loads:
+                code_fence(j)
             self.load_rows((batch, rows, head), slot)
             if plan.prefetches:  # or the first to add waits for zeros from beyond L2
                 is_first = walk.is_first_to_see(place, query_block)

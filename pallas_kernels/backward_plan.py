@@ -192,6 +192,12 @@ class Plan:
         return (self.is_wide or self.problem.by_batch) and not self.problem.has_dropout
 
     @property
+    def fences_loads(self) -> bool:
+        """Whether addresses for copies of boxes may not be made ahead: 8 bytes would spill."""
+        boxes = self.key_columns.tiles > 1 and self.key_columns.odd_rows
+        return boxes and self.problem.by_batch and self.problem.has_dropout
+
+    @property
     def early_weights(self) -> bool:
         """Whether there are registers for weights and dQ at a time: where all else is simple."""
         p = self.problem
