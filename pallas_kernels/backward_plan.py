@@ -195,7 +195,7 @@ class Plan:
     def fences_loads(self) -> bool:
         """Whether addresses for copies of boxes may not be made ahead: 8 bytes would spill."""
         boxes = self.key_columns.tiles > 1 and self.key_columns.odd_rows
-        return boxes and self.problem.by_batch and self.problem.has_dropout
+        return boxes and self.problem.has_dropout and self.with_query_gradient
 
     @property
     def early_weights(self) -> bool:
