@@ -256,7 +256,7 @@ class Tiles:
         """
         schedule = self.schedule(self.thread_blocks)
         if not self.problem.by_batch:
-            tables = schedule, self.key_blocks()
+            tables = schedule, _as_constant(self.key_blocks())
             return lambda *operands: kernel(*map(jnp.asarray, tables), *operands)
 
         def run(key_blocks, *operands):
@@ -286,6 +286,12 @@ class Tiles:
         else:
             batch, head = div_rem(head_of_all, self.problem.heads)
         return tile, batch, head
+
+
+def _as_constant(table: np.ndarray) -> np.ndarray:
+    """The table, with a row of no tile if all is alike: XLA makes such constants in a kernel."""
+    is_alike = (table == table.flat[0]).all()
+    return np.append(table, table[:1] + 1, axis=0) if is_alike else table
 
 
 def _cost(key_blocks: jax.Array) -> jax.Array:
