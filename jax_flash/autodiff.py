@@ -25,7 +25,6 @@ from jax_flash.kernel_operands import (
     folding_vmap,
     intervals_of,
     of_rows,
-    pad_rows,
     result_types,
     segment_ids_of,
     words_of,
@@ -305,10 +304,10 @@ def _forward(settings, query, key, value, sinks, intervals, ids, query_words, ke
     from pallas_kernels import forward  # of Pallas, which is slow to import
 
     problem = settings.problem(query, key, value)
-    out, lse, references = forward.attention(
-        pad_rows(query),
-        pad_rows(key),
-        pad_rows(value),
+    return forward.attention(
+        query,
+        key,
+        value,
         next(iter(sinks), None),
         next(iter(intervals), None),
         ids or None,
@@ -317,7 +316,6 @@ def _forward(settings, query, key, value, sinks, intervals, ids, query_words, ke
         problem=problem,
         config=settings.config.forward,
     )
-    return out[:, : problem.query_length], lse, references
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -351,13 +349,13 @@ def _backward(
         d_out = zero_unseeing(d_out, problem, intervals, ids)
     if differentiated:
         elements = elements._replace(bias=differentiated[0])
-    d_query, d_key, d_value, *d_bias = attention_gradients(
-        pad_rows(query),
-        pad_rows(key),
-        pad_rows(value),
-        pad_rows(out),
+    return attention_gradients(
+        query,
+        key,
+        value,
+        out,
         lse,
-        pad_rows(d_out),
+        d_out,
         next(iter(d_lse), None),
         next(iter(references), None),
         problem=problem,
@@ -370,5 +368,3 @@ def _backward(
         dropout_words=(*query_words, *key_words) or None,
         with_bias_gradient=bool(differentiated),
     )
-    rows, keys = problem.query_length, problem.key_length
-    return d_query[:, :rows], d_key[:, :keys], d_value[:, :keys], *d_bias

@@ -14,7 +14,6 @@ from jax_flash.kernel_operands import (
     folding_vmap,
     intervals_of,
     of_rows,
-    pad_rows,
     result_types,
     segment_ids_of,
     zero_all_unseen,
@@ -189,10 +188,10 @@ def _forward_fp8(settings, query, key, value, scales, intervals, ids):
     from pallas_kernels import forward_fp8  # of Pallas, which is slow to import
 
     problem = settings.problem(query, key, value)
-    out, lse = forward_fp8.attention(
-        pad_rows(query),
-        pad_rows(key),
-        pad_rows(value),
+    return forward_fp8.attention(
+        query,
+        key,
+        value,
         forward_fp8.Scales(*scales),
         next(iter(intervals), None),
         ids or None,
@@ -200,4 +199,3 @@ def _forward_fp8(settings, query, key, value, scales, intervals, ids):
         config=settings.config,
         out_dtype=settings.out_dtype,
     )
-    return out[:, : problem.query_length], lse

@@ -1,4 +1,4 @@
-"""What the kernels take in the place of a call's arrays: padded rows, intervals, zeros, words."""
+"""What the kernels take in the place of a call's arrays: intervals, zeros, words."""
 
 import functools
 from typing import Any
@@ -17,7 +17,6 @@ from pallas_kernels.element_arrays import BIAS_DTYPES, Elements
 from pallas_kernels.problem import Problem
 
 SCALES = (1e-30, 1e4)  # of logits, that kernels take
-_ROW_MULTIPLE = 8  # TMA tiles are 8 rows high: other lengths are padded here
 
 
 def segment_ids_of(call: Call) -> tuple[jax.Array, ...]:
@@ -172,14 +171,6 @@ def zero_empty(query, d_out, lse, problem: Problem):
     seeing = jnp.logical_not(jnp.isneginf(of_rows(lse, d_out))).transpose(0, 2, 1)[..., None]
     d_out = jnp.where(seeing, d_out, 0)
     return jnp.where(seeing, query, 0) if problem.has_mask else query, d_out
-
-
-def pad_rows(x):
-    """`[B, T, ...]` with T rounded up by rows of zeros; the array itself if T is round."""
-    missing = -x.shape[1] % _ROW_MULTIPLE
-    if not missing:
-        return x
-    return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
 
 
 def folding_vmap(run, leading: int = 0):

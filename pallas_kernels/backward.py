@@ -73,7 +73,7 @@ from pallas_kernels.config import BackwardConfig
 from pallas_kernels.key_tiles_kernel import gradient_kernel
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
-from pallas_kernels.ptx.compiler import fresh_zero, own_warpgroup
+from pallas_kernels.ptx.compiler import code_fence, fresh_zero, own_warpgroup
 from pallas_kernels.ptx.counters import add_when_stored, await_count
 from pallas_kernels.ptx.fragments import fragment_shape, zero_fragment
 from pallas_kernels.ptx.loads import prefetch
@@ -83,7 +83,6 @@ from pallas_kernels.ptx.loads import prefetch
 def build(
     problem: Problem,
     config: BackwardConfig,
-    key_rows: int,
     with_query_gradient: bool,
     interpret: bool,
 ):
@@ -108,7 +107,7 @@ def build(
     return gradient_kernel(
         plan.tiles,
         attention_backward,
-        plan.key_gradients(key_rows),
+        plan.key_gradients(),
         config.thread_blocks,
         plan.scratch(interpret),
         from_end=True,
@@ -229,6 +228,8 @@ class _Producer:
         @pl.when(there)
         def _():
             pl.when(j >= stages)(lambda: block.free.wait(slot))
+            if plan.fences_loads:
+                code_fence(j)
             self.load_rows((batch, rows, head), slot)
             if plan.prefetches:  # or the first to add waits for zeros from beyond L2
                 is_first = walk.is_first_to_see(place, query_block)

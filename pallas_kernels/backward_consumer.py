@@ -147,7 +147,7 @@ class _Consumer:
         self.await_query(slot, mask, j)
         self.issue_logits(slot, index)
         loaded = load_elements(j)
-        wait_n = 0 if plan.weights_first else plan.value_columns.tiles
+        wait_n = 0 if plan.weights_first else plan.value_columns.products
         if not plan.weights_first:
             self.await_d_out(o_slot, mask, j)
             self.issue_d_weights(o_slot)
@@ -307,7 +307,7 @@ class _Consumer:
 
     def load_ds(self, weights, slot):
         block, plan = self.block, self.plan
-        d_weights = plgpu.wgmma_accumulator_load(self.dp_acc, wait_n=plan.value_columns.tiles)
+        d_weights = plgpu.wgmma_accumulator_load(self.dp_acc, wait_n=plan.value_columns.products)
         minus_delta = (
             block.start_smem.at[slot, plan.words_row + 1]
             if plan.problem.has_dropout
@@ -322,11 +322,8 @@ class _Consumer:
         block.ds_stored.wait(2 * parity + (1 - self.number))
         self.dq_acc[...] = zero_tile(DQ_TILE, size_of(self.dq_columns))
         k = block.k_smem.at[block.k_slot(index) + fresh_zero()]
-        plgpu.wgmma(
-            self.dq_acc,
-            block.ds_smem.at[parity, self.dq_row].transpose((1, 0)),
-            self.plan.key_columns.part(k, self.dq_columns),
-        )
+        ds = block.ds_smem.at[parity, self.dq_row].transpose((1, 0))
+        self.plan.key_columns.expand_part(self.dq_acc, ds, k, self.dq_columns)
 
     # --- what is handed over ---
 

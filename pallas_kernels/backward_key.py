@@ -83,10 +83,8 @@ def key_value_gradients(
 
     Args:
       any_far: int32 `[1]`, more than 0 if any row is far from 0.
-      query, d_out: `[B, T, N, H]` and `[B, T, N, h]`; T a multiple of 8, rows from
-        problem.query_length on zero. d_out is finite in rows that see no key.
-      key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite in rows that no query
-        sees.
+      query, d_out: `[B, T, N, H]` and `[B, T, N, h]`. d_out is finite in rows that see no key.
+      key, value: `[B, S, K, H]` and `[B, S, K, h]`, finite in rows that no query sees.
       start: of `row_statistics` and `key_tiles.with_words`, of T up to a multiple of
         config.block_q: -LSE / unit; -inf for rows that see no key or are beyond the end.
       minus_delta: `[B, N, as start]` float32, dLSE - rowsum(d_out * out), times
@@ -99,19 +97,19 @@ def key_value_gradients(
       elements: mask and bias of a problem that has them (`element_arrays.py`).
       dropout_words: None, or for a problem with dropout the words of queries and keys, as
         `dropout.Words` has them.
-      problem: static description; its lengths may be up to 7 below T and S.
+      problem: static description.
       config: registers and thread blocks.
       section: None for all heads, or one of `d_logits_sections`.
       results: none, or refs of what is returned, which the kernel writes to then.
 
     Returns:
-      Gradients in the shapes and dtype of key and value. Rows from key_length on are arbitrary.
-      With a section other heads are too, and third comes dS' of its heads in the input dtype, of
+      Gradients in the shapes and dtype of key and value. With a section other heads are arbitrary,
+      and third comes dS' of its heads in the input dtype, of
       each step of `key_tiles(problem)` 64 keys by 64 queries, in the order of the key heads, their
       tiles and the steps of these: `[section.size * steps, 64, 64]`. Queries are in the order of
       `ptx.stores.store_by_quads`.
     """
-    kernel = _build(problem, config, key.shape[1], interpreting(), section.size if section else 0)
+    kernel = _build(problem, config, interpreting(), section.size if section else 0)
     of_elements = elements.operands(transposed=True)
     operands = *of_elements, any_far, query, key, value, d_out, start, minus_delta, far
     kv_heads = section.kv_heads if section else None
@@ -122,7 +120,6 @@ def key_value_gradients(
 def _build(
     problem: Problem,
     config: BackwardKeyConfig,
-    key_rows: int,
     interpret: bool,
     stored_heads: int,
 ):
@@ -143,7 +140,7 @@ def _build(
     return gradient_kernel(
         plan.tiles,
         attention_backward_key,
-        key_gradients(problem, key_rows),
+        key_gradients(problem),
         config.thread_blocks,
         plan.scratch(interpret),
         more_results=more_results,

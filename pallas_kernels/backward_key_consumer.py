@@ -141,7 +141,7 @@ class Weights(_Consumer):
         if is_first:
             self.hand_over_dv(j, dv)
         loaded = load_elements(j)
-        logits = plgpu.wgmma_accumulator_load(self.tile_acc, wait_n=self.keys.tiles)
+        logits = plgpu.wgmma_accumulator_load(self.tile_acc, wait_n=self.keys.products)
         block.k_free.arrive(0, when=j + 1 == end)
         equal_ids = lambda: mask.equal_ids(j) if mask is not None else None
         if plan.problem.has_cap:
@@ -165,9 +165,9 @@ class Weights(_Consumer):
         fence_async_shared()  # TMA will overwrite the row statistics that were read
         block.q_free.arrive(slot)
         if is_first:
-            self.hand_over_dk(j, wait_n=self.values.tiles)
+            self.hand_over_dk(j, wait_n=self.values.products)
         else:
-            plgpu.wgmma_wait(self.values.tiles)
+            plgpu.wgmma_wait(self.values.products)
             block.late_free.arrive(block.late_slot_of(j - 1))
         plgpu.wgmma_wait(0)
 
@@ -269,7 +269,7 @@ class DLogits(_Consumer):
         else:
             operand = as_operand(weights, plan.problem)
         self.values.expand(self.dv_acc, operand, d_out)
-        d_weights = plgpu.wgmma_accumulator_load(self.tile_acc, wait_n=self.values.tiles)
+        d_weights = plgpu.wgmma_accumulator_load(self.tile_acc, wait_n=self.values.products)
         block.v_free.arrive(0, when=j + 1 == end)
         minus_delta = load_per_query(block.delta_smem.at[slot], config.block_kv)
         ds = d_logits(weights, d_weights, minus_delta, plan.problem).astype(plan.problem.dtype)

@@ -56,12 +56,13 @@ class Parts(NamedTuple):
     right: Columns
 
     @classmethod
-    def of(cls, width: int, parts: dict[int, tuple[int, int]]) -> "Parts":
+    def of(cls, width: int, parts: dict[int, tuple[int, int]], *, odd_rows: bool) -> "Parts":
         size, box = width, box_width(width)
         if width not in parts:
             size, box = max(whole_tiles(width), min(parts)), 64
         left, right = parts[size]
-        return cls(Columns(width, left, 0, box), Columns(width, right, left, box))
+        starts = (left, 0), (right, left)
+        return cls(*(Columns(width, *each, box, odd_rows) for each in starts))
 
     @property
     def tiles(self) -> int:
@@ -103,11 +104,14 @@ class Plan:
 
     @functools.cached_property
     def keys(self) -> Parts:
-        return Parts.of(self.problem.width, _KEY_PARTS)
+        return self._parts(self.problem.width, _KEY_PARTS)
 
     @functools.cached_property
     def values(self) -> Parts:
-        return Parts.of(self.problem.value_width, _VALUE_PARTS)
+        return self._parts(self.problem.value_width, _VALUE_PARTS)
+
+    def _parts(self, width: int, parts: dict[int, tuple[int, int]]) -> Parts:
+        return Parts.of(width, parts, odd_rows=self.problem.has_odd_rows)
 
     @property
     def dk_factor(self) -> float:

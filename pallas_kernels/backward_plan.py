@@ -44,12 +44,14 @@ class QueryGradient:
     def operand_columns(self) -> tuple[Columns, Columns]:
         """Columns of query and key, and of value."""
         p = self.problem
-        key, value = Columns.whole(p.width), Columns.whole(p.value_width)
+        key, value = Columns.of_keys(p), Columns.of_values(p)
         # dQ is made of dS' and K, and dV leaves from where dS' was: all in boxes of one width.
         # Where dQ has two tiles of columns, zeros fill what is missing.
         if key.box_width == value.box_width and (key.size > DQ_TILE) == (p.widest > DQ_TILE):
             return key, value
-        return Columns(p.width, p.widest), Columns(p.value_width, whole_tiles(p.value_width))
+        sizes = (p.width, p.widest), (p.value_width, whole_tiles(p.value_width))
+        key, value = (Columns(*each, odd_rows=p.has_odd_rows) for each in sizes)
+        return key, value
 
     @functools.cached_property
     def tiles(self) -> list[slice]:
@@ -89,11 +91,11 @@ class Plan:
         """The same with a key head for each share of a group."""
         return dataclasses.replace(self.whole, kv_heads=self.whole.kv_heads * self.shares)
 
-    def key_gradients(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of dK and dV of keys padded to so many rows; of shares, of whole tiles."""
+    def key_gradients(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of dK and dV; of shares, of whole tiles."""
         p = self.problem
         if self.shares == 1:
-            return key_gradients(p, rows)
+            return key_gradients(p)
         return tuple(
             jax.ShapeDtypeStruct(
                 (p.batch, self.tiles.per_head * BLOCK_KV, p.kv_heads, columns.size), jnp.float32
@@ -206,12 +208,18 @@ class Plan:
         return (self.is_wide or self.problem.by_batch) and not self.problem.has_dropout
 
     @property
+    def fences_loads(self) -> bool:
+        """Whether addresses for copies of boxes may not be made ahead: 8 bytes would spill."""
+        boxes = self.key_columns.tiles > 1 and self.key_columns.odd_rows
+        return boxes and self.problem.has_dropout and self.with_query_gradient
+
+    @property
     def early_weights(self) -> bool:
         """Whether there are registers for weights and dQ at a time: where all else is simple."""
         p = self.problem
         if p.has_elements:
             return False
-        one_tile_each = self.key_columns.tiles == self.value_columns.tiles == 1
+        one_tile_each = self.key_columns.products == self.value_columns.products == 1
         simple = one_tile_each and not (self.tiles.any_mask or p.group > 1)
         narrow = not self.is_wide and not (p.segmented and p.group > 1)
         return (simple and not self.problem.has_dropout) or narrow

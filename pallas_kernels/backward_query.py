@@ -66,10 +66,8 @@ def query_gradient(
     """Gradient of the query, the same bit by bit from run to run.
 
     Args:
-      query, d_out: `[B, T, N, H]` and `[B, T, N, h]`; T a multiple of 8, rows from
-        problem.query_length on zero. d_out is finite in rows that see no key.
-      key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, rows from problem.key_length
-        on zero, finite where no query sees them.
+      query, d_out: `[B, T, N, H]` and `[B, T, N, h]`. d_out is finite in rows that see no key.
+      key, value: `[B, S, K, H]` and `[B, S, K, h]`, finite in rows that no query sees.
       start: of `row_statistics`, of T up to a multiple of config.block_q: -LSE / unit; -inf for
         rows that see no key or are beyond the end.
       minus_delta: `[B, N, as start]` float32, dLSE - rowsum(d_out * out), times
@@ -82,7 +80,7 @@ def query_gradient(
       elements: mask and bias of a problem that has them (`element_arrays.py`).
       dropout_words: None, or for a problem with dropout the words of queries and keys, as
         `dropout.Words` has them.
-      problem: static description; its lengths may be up to 7 below T and S.
+      problem: static description.
       config: tile sizes.
 
     Returns:
@@ -90,7 +88,7 @@ def query_gradient(
     """
     words = dropout_operands(dropout_words, keys=config.block_kv)
     operands = *words, *elements.operands(), query, key, value, d_out, start, minus_delta, far
-    build = functools.partial(_build, problem, config, query.shape[1], interpreting())
+    build = functools.partial(_build, problem, config, interpreting())
     parts = range(len(key_parts(problem)))
     if len(parts) == 1:
         return build(0)(intervals, ids, *operands)
@@ -101,9 +99,7 @@ def query_gradient(
 
 
 @functools.lru_cache
-def _build(
-    problem: Problem, config: BackwardQueryConfig, query_rows: int, interpret: bool, part: int
-):
+def _build(problem: Problem, config: BackwardQueryConfig, interpret: bool, part: int):
     """The kernel for one of `key_parts` of dQ: its result, or in a ref if there are more."""
     plan = Plan(problem, config, part)
 
@@ -112,10 +108,9 @@ def _build(
         roles = functools.partial(consume, block), functools.partial(_produce, block)
         warp_specialised(block.warpgroup, CONSUMERS, plan.config.registers, *roles)
 
-    shape = problem.batch, query_rows, problem.heads, problem.width
     kernel = plgpu.kernel(
         attention_backward_query,
-        out_type=jax.ShapeDtypeStruct(shape, problem.dtype) if len(plan.key_parts) == 1 else (),
+        out_type=problem.query() if len(plan.key_parts) == 1 else (),
         grid=(len(plan.order),),
         grid_names=("block",),
         num_threads=CONSUMERS + 1,

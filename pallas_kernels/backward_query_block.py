@@ -35,7 +35,7 @@ def key_parts(problem: Problem) -> list[Columns]:
 
     A part takes S and dP once more, but half of the registers that 256 columns of dQ do.
     """
-    columns = Columns.whole(problem.width)
+    columns = Columns.of_keys(problem)
     options = (
         problem.dynamic,
         problem.segmented,
@@ -45,7 +45,7 @@ def key_parts(problem: Problem) -> list[Columns]:
         problem.dropout > 0,
     )
     # In boxes more addresses are in use.
-    most = 2 if columns.tiles == 1 else 1
+    most = 2 if columns.products == 1 else 1
     is_short = sum(options) > most or (problem.segmented and problem.has_bias)
     return columns.in_parts(128) if columns.size > 224 and is_short else [columns]
 
@@ -74,7 +74,7 @@ class Plan:
 
     @functools.cached_property
     def value_columns(self) -> Columns:
-        return Columns.whole(self.problem.value_width)
+        return Columns.of_values(self.problem)
 
     # --- registers ---
 

@@ -158,7 +158,7 @@ class _Consumer:
         if not plan.weights_first:
             self.issue_d_weights(own_rows, vs)
         loaded = self.load_elements(j) if problem.has_elements else NOTHING_LOADED
-        open_products = 0 if plan.weights_first else plan.value_columns.tiles
+        open_products = 0 if plan.weights_first else plan.value_columns.products
         logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=open_products)
         mask = functools.partial(self.masked, j=j, equal_ids=equal_ids)
         weights = self.weights(logits, loaded, mask if needs_mask else None)

@@ -55,26 +55,24 @@ def query_gradient(
     problem: Problem,
     tiles: KeyTiles,
     section: Section,
-    query_rows: int,
 ) -> jax.Array | None:
     """Gradient of the query, of the heads of a section.
 
     Args:
       d_logits: dS' as `backward_key.py` leaves it, or a ref of it.
-      key: `[B, S, K, H]`; S a multiple of 8, rows from problem.key_length on finite.
+      key: `[B, S, K, H]`.
       d_query: None, or a ref of the result, which the kernel writes to then.
       problem: static description, not one by batch entry.
       tiles: what `backward_key.py` has visited.
       section: whose dS' is there.
-      query_rows: rows of the result.
 
     Returns:
-      `[B, query_rows, N, H]` in the input dtype, of which other heads are arbitrary. Rows that see
+      `[B, T, N, H]` in the input dtype, of which other heads are arbitrary. Rows that see
       no key are 0.
     """
     schedule, *_ = tables = _tables(problem, tiles, section.kv_heads)
     more = () if d_query is None else (d_query,)
-    settings = problem, tiles, len(schedule), section.size, query_rows, not more, interpreting()
+    settings = problem, tiles, len(schedule), section.size, not more, interpreting()
     return _build(*settings)(*map(jnp.asarray, tables), d_logits, key, *more)
 
 
@@ -125,12 +123,11 @@ def _build(
     tiles: KeyTiles,
     thread_blocks: int,
     stored_heads: int,
-    query_rows: int,
     with_result: bool,
     interpret: bool,
 ):
     """The kernel: its result, or if not with_result in a ref."""
-    columns, dtype = Columns.whole(problem.width), problem.dtype
+    columns, dtype = Columns.of_keys(problem), problem.dtype
     scratch: dict[str, Any] = dict(
         k_smem=columns.smem(_STAGES, _TILE, dtype=dtype),
         ds_smem=plgpu.SMEM(
@@ -149,10 +146,9 @@ def _build(
         roles = functools.partial(_consume, block), functools.partial(_produce, block)
         warp_specialised(block.warpgroup, _CONSUMERS, _REGISTERS, *roles)
 
-    d_query = jax.ShapeDtypeStruct((problem.batch, query_rows, problem.heads, problem.width), dtype)
     kernel = plgpu.kernel(
         attention_backward_query_product,
-        out_type=d_query if with_result else (),
+        out_type=problem.query() if with_result else (),
         grid=(thread_blocks,),
         grid_names=("block",),
         num_threads=_CONSUMERS + 1,
@@ -181,7 +177,7 @@ class _ThreadBlock:
         *, k_smem, ds_smem, dq_smem, full, free_twins=None,
     ):  # fmt: skip
         self.problem, self.tiles, self.stored_heads = problem, tiles, stored_heads
-        self.columns = Columns.whole(problem.width)
+        self.columns = Columns.of_keys(problem)
         self.k_smem, self.ds_smem, self.dq_smem, self.full = k_smem, ds_smem, dq_smem, full
         self._schedule, self.bounds, self.places, self.ds, self.k, self.dq = refs
         self.warpgroup, self._number = lax.axis_index("warpgroup"), lax.axis_index("block")
@@ -224,7 +220,7 @@ def _consume_tile(block: _ThreadBlock, dq_acc, index, j):
         plgpu.barrier_wait(block.full.at[slot])
         ds = block.ds_smem.at[slot, block.warpgroup].transpose((1, 0))
         columns.expand(dq_acc, ds, block.k_smem.at[slot])
-        plgpu.wgmma_wait(columns.tiles)
+        plgpu.wgmma_wait(columns.products)
         pl.when(j > first)(lambda: block.free.arrive(slot_of(j - 1)))
 
     tile, head_of_all = block.locate(index)

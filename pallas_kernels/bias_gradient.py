@@ -62,7 +62,7 @@ from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.loads import load_intervals, load_rows
 from pallas_kernels.ptx.masks import equal_columns, keep_bits
 from pallas_kernels.ptx.mlir import zero_tile
-from pallas_kernels.ptx.stores import store_column_sums, store_rows, store_tile
+from pallas_kernels.ptx.stores import store_column_sums, store_rows, store_tile, store_tile_inside
 
 _REGISTERS = (232, 40)  # of a thread of a consumer, and of the producer
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -87,10 +87,8 @@ def bias_gradient(
     """Gradient of the bias, the same bit by bit from run to run.
 
     Args:
-      query, d_out: `[B, T, N, H]` and `[B, T, N, h]`; T a multiple of 8, rows from
-        problem.query_length on zero. Both are finite in rows that see no key.
-      key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8, finite where no query sees
-        them.
+      query, d_out: `[B, T, N, H]` and `[B, T, N, h]`, finite in rows that see no key.
+      key, value: `[B, S, K, H]` and `[B, S, K, h]`, finite in rows that no query sees.
       start: of `row_statistics`, of T up to a multiple of BLOCK_Q: -LSE / unit; -inf for rows that
         see no key or are beyond the end.
       minus_delta: `[B, N, as start]` float32, dLSE - rowsum(d_out * out), times
@@ -103,7 +101,7 @@ def bias_gradient(
       elements: the bias, and the mask of a problem that has one.
       dropout_words: None, or for a problem with dropout the words of queries and keys, as
         `dropout.Words` has them.
-      problem: static description; its lengths may be up to 7 below T and S.
+      problem: static description.
 
     Returns:
       In shape and dtype of the bias.
@@ -128,7 +126,7 @@ def bias_gradient(
 def _build(pieces: Pieces, interpret: bool):
     problem, config = pieces.problem, pieces.config
     stages, block_kv, dtype = config.stages, config.block_kv, problem.dtype
-    keys, values = Columns.whole(problem.width), Columns.whole(problem.value_width)
+    keys, values = Columns.of_keys(problem), Columns.of_values(problem)
     free = NamedBarriers(first=CONSUMERS + 2, count=stages, arrivers=CONSUMERS)
     copies = (CONSUMERS + 1) * (keys.tiles + values.tiles)
     scratch: dict[str, Any] = dict(
@@ -183,8 +181,8 @@ class _ThreadBlock:
     ):  # fmt: skip
         self.pieces, self.problem = pieces, pieces.problem
         self.with_steps, self.thread_blocks = with_steps, thread_blocks
-        self.key_columns = Columns.whole(self.problem.width)
-        self.value_columns = Columns.whole(self.problem.value_width)
+        self.key_columns = Columns.of_keys(self.problem)
+        self.value_columns = Columns.of_values(self.problem)
         self.q_smem, self.o_smem, self.k_smem, self.v_smem = q_smem, o_smem, k_smem, v_smem
         self._steps, *refs = refs
         self.intervals, *refs = refs if self.problem.dynamic else (None, *refs)
@@ -282,7 +280,7 @@ class _Consumer:
         keys.contract(self.s_acc, block.q_smem.at[*own], block.k_smem.at[slot])
         values.contract(self.dp_acc, block.o_smem.at[*own], block.v_smem.at[slot])
         loaded = block.elements.load(*place, self.block_kv, early=True, bias=own_bias)
-        logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=values.tiles)
+        logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=values.products)
         weights = self.weights(logits, loaded, start, place)
         # A row that does not count may have a bias that is NaN.
         weights = jnp.where(spread(start, weights.shape) > -jnp.inf, weights, 0.0)
@@ -326,9 +324,12 @@ class _Consumer:
         batch, head, first_row, first_key = place
         own_rows, own_keys = pl.ds(first_row, ROWS), pl.ds(first_key, self.block_kv)
         if pieces.kind == "whole":
-            own = div_rem(entry, pieces.shape[1])
-            target = gradient.at[*own, own_rows, own_keys]
-            store_tile(target, total.astype(target.dtype))
+            target = gradient.at[*div_rem(entry, pieces.shape[1])]
+            total = total.astype(target.dtype)
+            if pieces.fill_whole_tiles:
+                store_tile(target.at[own_rows, own_keys], total)
+            else:
+                store_tile_inside(target, total, first_row, first_key)
         elif pieces.kind == "columns":
             warps = pl.ds(block.warpgroup * WARPS, WARPS)
             store_column_sums(gradient.at[batch, head, warps, own_keys], total)

@@ -95,12 +95,17 @@ class Pieces:
             batch = step
         return own_batch * sharing + batch, head, row_block, key_block
 
+    @property
+    def fill_whole_tiles(self) -> bool:
+        p = self.problem
+        return p.query_length % BLOCK_Q == 0 and p.key_length % self.config.block_kv == 0
+
     def gradient(self) -> jax.ShapeDtypeStruct:
-        """What the kernel makes, in whole tiles."""
+        """What the kernel makes: the gradient, or what is to be summed, in whole tiles."""
         p = self.problem
         rows, keys = self.row_blocks * BLOCK_Q, self.key_blocks * self.config.block_kv
         shape = {
-            "whole": (*self.shape[:2], rows, keys),
+            "whole": self.shape,
             "columns": (p.batch, p.heads, CONSUMERS * WARPS, keys),
             "rows": (p.batch, p.heads, rows),
         }[self.kind]
@@ -110,7 +115,7 @@ class Pieces:
         """The gradient in the shape of the bias, from what the kernel makes."""
         p = self.problem
         if self.kind == "whole":
-            return gradient[:, :, : p.query_length, : p.key_length]
+            return gradient
         if self.kind == "columns":
             gradient = gradient[..., : p.key_length].sum(2)[:, :, None]
         else:

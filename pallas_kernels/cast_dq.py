@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from pallas_kernels.ptx.loads import load_rows
 
 
 @functools.lru_cache
-def build(problem: Problem, padded_rows: int, query_rows: int, interpret: bool):
+def build(problem: Problem, padded_rows: int, interpret: bool):
     """dQ from fragment order to `[B, T, N, H]`, times scale, in the input dtype.
 
     If the problem has `backward_ignores_unseen` it takes the start of rows too: dQ of those that
@@ -28,7 +27,7 @@ def build(problem: Problem, padded_rows: int, query_rows: int, interpret: bool):
     dtype = problem.dtype
     dq = QueryGradient(problem)
     (columns, _), column_tiles = dq.operand_columns, dq.tiles
-    row_tiles = -(-query_rows // DQ_TILE)
+    row_tiles = -(-problem.query_length // DQ_TILE)
     thread_blocks = problem.batch * problem.heads * row_tiles
 
     def cast_dq(fragments_ref, *refs, dq_smem):
@@ -47,8 +46,8 @@ def build(problem: Problem, padded_rows: int, query_rows: int, interpret: bool):
             seeing = load_rows(rows_of_head, row_tile * DQ_TILE, padded_rows - 1) != -jnp.inf
             tiles = [jnp.where(spread(seeing, tile.shape), tile, 0.0) for tile in tiles]
         for of_tile, tile in zip(column_tiles, tiles, strict=True):
-            part = columns.part(dq_smem, of_tile)
-            part[...] = (tile * (problem.scale * problem.d_logit_unit)).astype(dtype)
+            tile = (tile * (problem.scale * problem.d_logit_unit)).astype(dtype)
+            columns.put_part(dq_smem, of_tile, tile)
         plgpu.commit_smem()
         rows = pl.ds(row_tile * DQ_TILE, DQ_TILE)
         columns.store(dq_smem, dq_ref.at[batch, rows, head])
@@ -56,9 +55,7 @@ def build(problem: Problem, padded_rows: int, query_rows: int, interpret: bool):
 
     return plgpu.kernel(
         cast_dq,
-        out_type=jax.ShapeDtypeStruct(
-            (problem.batch, query_rows, problem.heads, problem.width), dtype
-        ),
+        out_type=problem.query(),
         grid=(thread_blocks,),
         grid_names=("block",),
         scratch_types=dict(dq_smem=columns.smem(DQ_TILE, dtype=dtype)),

@@ -7,6 +7,11 @@ each as a box of its own, which may reach beyond the last column: loads fill it 
 and stores leave it out. Nothing is read from the columns behind, which are another head's, and no
 array is padded in global memory. Zeros add nothing to logits, and make columns of zeros in outputs
 and gradients, which no store takes.
+
+Rows are alike. Pallas sees tiles of 8 rows in global memory too, and takes no array that ends
+within one. A box ends where the array does. So where a length is no multiple of 8
+(`Problem.has_odd_rows`) columns of any width stand as boxes, and to products these are one operand
+all the same (`joined.py`).
 """
 
 import dataclasses
@@ -20,7 +25,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.problem import box_width
+from pallas_kernels.joined import joined
+from pallas_kernels.problem import Problem, box_width
 from pallas_kernels.ptx.operands import operand_form, store_operand
 
 
@@ -33,28 +39,37 @@ class Columns:
       size: a multiple of `box_width`; what lies beyond the array's width is 0.
       first: a multiple of `box_width`.
       box_width: columns of a box. At most 128 bytes, which is as wide as TMA swizzles.
+      odd_rows: the array may have rows that are no multiple of 8, and is loaded in boxes.
     """
 
     width: int
     size: int
     first: int = 0
     box_width: int = 64
+    odd_rows: bool = False
 
     @classmethod
-    def whole(cls, width: int) -> "Columns":
-        """All columns of an array of 16 bits."""
+    def of_keys(cls, problem: Problem) -> "Columns":
+        """All columns of query and key, of 16 or 8 bits."""
+        return cls._whole(problem.width, problem)
+
+    @classmethod
+    def of_values(cls, problem: Problem) -> "Columns":
+        """All columns of value, of 16 or 8 bits."""
+        return cls._whole(problem.value_width, problem)
+
+    @classmethod
+    def _whole(cls, width: int, problem: Problem) -> "Columns":
         box = box_width(width)
-        return cls(width, -(-width // box) * box, box_width=box)
-
-    @classmethod
-    def whole_float8(cls, width: int) -> "Columns":
-        """All columns of an array of 8 bits, in boxes of 128 where there are more than 64."""
-        box_width = 64 if width <= 64 else 128
-        return cls(width, -(-width // box_width) * box_width, box_width=box_width)
+        if problem.dtype.itemsize == 1:  # boxes of 128 where there are more than 64
+            box = 64 if width <= 64 else 128
+        size = -(-width // box) * box
+        return cls(width, size, box_width=box, odd_rows=problem.has_odd_rows)
 
     @property
     def _in_boxes(self) -> bool:
-        return self.width % self.box_width > 0 or self.first + self.size > self.width
+        beyond = self.width % self.box_width > 0 or self.first + self.size > self.width
+        return self.odd_rows or beyond
 
     @property
     def tile_width(self) -> int:
@@ -62,8 +77,13 @@ class Columns:
 
     @property
     def tiles(self) -> int:
-        """Copies that a load takes, and products that a product takes."""
+        """Copies that a load takes."""
         return self.size // self.tile_width
+
+    @property
+    def products(self) -> int:
+        """Commit groups that a product takes: one for each tile, if they are not joined."""
+        return 1 if self.odd_rows else self.tiles
 
     @property
     def tile_slices(self) -> list[slice]:
@@ -99,33 +119,62 @@ class Columns:
             if self.first + n * self.tile_width < self.width:
                 plgpu.copy_smem_to_gmem(self._box(buffer, n), target.at[:, self._slice(n)])
 
-    def part(self, buffer, columns: slice):
-        """All rows and some columns, whole boxes of one tile, of what is in shared memory."""
-        n, start = divmod(columns.start, self.tile_width)
-        return buffer.at[n, :, pl.ds(start, columns.stop - columns.start)]
-
     def put(self, buffer, values: jax.Array, *, anew: bool = False) -> None:
         """Stores `(rows, size)` values to shared memory; anew as in `put_tile`."""
         for n, columns in enumerate(self.tile_slices):
             put_tile(buffer.at[n], values[:, columns], self.box_width, anew=anew)
 
-    def contract(self, accumulator, a, b) -> None:
-        """Issues accumulator += a b', a and b of these columns, in `tiles` commit groups.
+    def put_part(self, buffer, columns: slice, values: jax.Array) -> None:
+        """Stores `(rows, columns)` values, of whole boxes and of one tile if it has more boxes."""
+        for of_tile, part in self._pieces(buffer, columns):
+            of_tile[...] = values[:, part]
 
-        a is in shared memory, or a list of its tiles in registers.
+    def contract(self, accumulator, a, b) -> None:
+        """Issues accumulator += a b', a and b of these columns, in `products` commit groups.
+
+        a is in shared memory, or a list of its tiles in registers, which are a group each.
         """
+        if self._are_joined and not isinstance(a, list):
+            plgpu.wgmma(accumulator, joined(a), joined(b).transpose((1, 0)))
+            return
         for n in range(self.tiles):
             left = a[n] if isinstance(a, list) else a.at[n]
             plgpu.wgmma(accumulator, left, b.at[n].transpose((1, 0)))
 
     def expand(self, accumulator, a, b) -> None:
-        """Issues accumulator += a b, accumulator and b of these columns, in `tiles` commit groups.
+        """Issues accumulator += a b, accumulator and b of these columns, in `products` groups.
 
         a is in registers, or a matrix in shared memory.
         """
+        if self._are_joined:
+            plgpu.wgmma(accumulator, a, joined(b))
+            return
         for n, columns in enumerate(self.tile_slices):
             part = accumulator.at[:, columns] if self.tiles > 1 else accumulator
             plgpu.wgmma(part, a, b.at[n])
+
+    def expand_part(self, accumulator, a, b, columns: slice) -> None:
+        """The same with some columns of b, and an accumulator of these, as in `put_part`."""
+        size = columns.stop - columns.start
+        if self._are_joined:
+            plgpu.wgmma(accumulator, a, joined(b).at[:, pl.ds(columns.start, size)])
+            return
+        for of_tile, part in self._pieces(b, columns):
+            is_all = part.stop - part.start == size
+            plgpu.wgmma(accumulator if is_all else accumulator.at[:, part], a, of_tile)
+
+    @property
+    def _are_joined(self) -> bool:
+        """Whether products see one operand; interpret mode has but its boxes."""
+        return self.odd_rows and self.tiles > 1 and not interpreting()
+
+    def _pieces(self, buffer, columns: slice):
+        """Of each tile with some columns, its part of these, and which of them it has."""
+        size = min(columns.stop - columns.start, self.tile_width)
+        for first in range(columns.start, columns.stop, size):
+            n, start = divmod(first, self.tile_width)
+            part = slice(first - columns.start, first - columns.start + size)
+            yield buffer.at[n, :, pl.ds(start, size)], part
 
     def _slice(self, n: int):
         start = self.first + n * self.tile_width

@@ -75,9 +75,9 @@ def attention(
     """Exact attention.
 
     Args:
-      query: `[B, T, N, H]`; T a multiple of 8. Rows that see no key by intervals are finite, or
+      query: `[B, T, N, H]`. Rows that see no key by intervals are finite, or
         hold anything where `problem.forward_ignores_unseen`.
-      key: `[B, S, K, H]`; S a multiple of 8, of which problem.key_length are attended.
+      key: `[B, S, K, H]`.
       value: `[B, S, K, h]`. Where `problem.forward_ignores_unseen`, rows hold anything that no
         query sees, if no bound rises by more than one between queries that see a key.
       sinks: None, or `[B, N]` float32: one more logit of each row, without a value.
@@ -88,19 +88,18 @@ def attention(
       elements: mask and bias of a problem that has them (`element_arrays.py`).
       dropout_words: None, or for a problem with dropout the words of queries and keys, as
         `dropout.Words` has them.
-      problem: static description; its lengths may be up to 7 below T and S.
+      problem: static description.
       config: tile sizes.
 
     Returns:
       Output `[B, T, N, h]`, natural-log LSE `[B, N, R]` float32, R = ceil(T / block_q) * block_q,
       and references of rows with their log_sum, `[B, N, 2, R]` float32 (`online_softmax.py`), for
-      the backward. Rows from problem.query_length on are arbitrary. A row that sees no key: output
-      0 and LSE -inf.
+      the backward. Of both, rows from T on are arbitrary. A row that sees no key: output 0 and LSE
+      -inf.
     """
     kernel = _build(
         problem,
         config,
-        query.shape[1],
         sinks is not None,
         elements.has_bias_of_keys and problem.may_begin_with_bias,
         elements.tiled_bias_dtype if config.brings_bias and problem.may_begin_with_bias else None,
@@ -130,7 +129,6 @@ def attention(
 def _build(
     problem: Problem,
     config: ForwardConfig,
-    padded_query_length: int,
     with_sinks: bool,
     has_bias_of_keys: bool,
     bias_dtype: np.dtype | None,
@@ -145,9 +143,7 @@ def _build(
         warp_specialised(block.warpgroup, config.consumers, config.registers, *roles)
 
     tiles, scratch = plan.tiles, plan.scratch(interpret)
-    kernel = tiles.kernel(
-        attention_forward, scratch, padded_query_length, problem.dtype, references=True
-    )
+    kernel = tiles.kernel(attention_forward, scratch, problem.dtype, references=True)
     return tiles.with_tickets(kernel) if problem.by_batch else tiles.with_lists(kernel)
 
 

@@ -83,24 +83,23 @@ def attention(
     """Attention of FP8 operands.
 
     Args:
-      query: float8_e4m3fn `[B, T, N, H]`; T a multiple of 8, H of 16.
-      key: `[B, S, K, H]`; S a multiple of 8, of which problem.key_length are attended. The largest
-        magnitudes of query and key, times H, are 65504 at most.
+      query: float8_e4m3fn `[B, T, N, H]`; H a multiple of 16.
+      key: `[B, S, K, H]`. The largest magnitudes of query and key, times H, are 65504 at most.
       value: `[B, S, K, h]`; h a multiple of 16; finite.
       scales: of the operands.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
         `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
-      problem: static description; its lengths may be up to 7 below T and S.
+      problem: static description.
       config: tile sizes.
       out_dtype: of the output, 16 bits.
 
     Returns:
-      Output `[B, T, N, h]` and natural-log LSE `[B, N, ceil(T / block_q) * block_q]` float32. Rows
-      from problem.query_length on are arbitrary in both. A row that sees no key: 0 and -inf.
+      Output `[B, T, N, h]` and natural-log LSE `[B, N, ceil(T / block_q) * block_q]` float32, whose
+      rows from T on are arbitrary. A row that sees no key: 0 and -inf.
     """
-    kernel = _build(problem, config, query.shape[1], np.dtype(out_dtype), interpreting())
+    kernel = _build(problem, config, np.dtype(out_dtype), interpreting())
     # Key blocks run from the last to the first.
     ratios = jnp.pad(scales.values[..., 1:] / scales.values[..., :-1], ((0, 0), (0, 0), (0, 1)))
     operands = (query, key, value, *scales, ratios)
@@ -117,7 +116,6 @@ def attention(
 def _build(
     problem: Problem,
     config: ForwardFP8Config,
-    padded_query_length: int,
     out_dtype: np.dtype,
     interpret: bool,
 ):
@@ -128,9 +126,7 @@ def _build(
         roles = functools.partial(consume, block), functools.partial(_produce, block)
         warp_specialised(block.warpgroup, config.consumers, config.registers, *roles)
 
-    kernel = plan.tiles.kernel(
-        attention_forward_fp8, plan.scratch(), padded_query_length, out_dtype
-    )
+    kernel = plan.tiles.kernel(attention_forward_fp8, plan.scratch(), out_dtype)
     return plan.tiles.with_lists(kernel)
 
 

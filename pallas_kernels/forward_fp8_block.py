@@ -59,16 +59,17 @@ class Plan:
 
     @functools.cached_property
     def key_columns(self) -> Columns:
-        return Columns.whole_float8(self.problem.width)
+        return Columns.of_keys(self.problem)
 
     @functools.cached_property
     def value_columns(self) -> Columns:
-        return Columns.whole_float8(self.problem.value_width)
+        return Columns.of_values(self.problem)
 
     @functools.cached_property
     def staged_columns(self) -> list[Columns]:
         """The output is staged some at a time."""
-        out_columns = Columns(self.problem.value_width, self.value_columns.size)
+        p = self.problem
+        out_columns = Columns(p.value_width, self.value_columns.size, odd_rows=p.has_odd_rows)
         return out_columns.in_parts(self.config.staged_columns)
 
     @functools.cached_property

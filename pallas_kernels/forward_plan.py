@@ -130,7 +130,7 @@ class Plan:
     @property
     def registers_are_scarce(self) -> bool:
         """Then addresses and bounds are."""
-        p, in_boxes = self.problem, self.key_columns.tiles > 1
+        p, in_boxes = self.problem, self.key_columns.products > 1
         beside_wide_output = p.segmented or self.problem.has_dropout or (in_boxes and p.dynamic)
         return (
             self.problem.has_cap
@@ -155,11 +155,11 @@ class Plan:
 
     @functools.cached_property
     def key_columns(self) -> Columns:
-        return Columns.whole(self.problem.width)
+        return Columns.of_keys(self.problem)
 
     @functools.cached_property
     def value_columns(self) -> Columns:
-        return Columns.whole(self.problem.value_width)
+        return Columns.of_values(self.problem)
 
     @functools.cached_property
     def staged_columns(self) -> list[Columns]:

@@ -59,7 +59,7 @@ class Products:
     def load_logits(self):
         """While the output product that was issued behind them goes on, if any may."""
         waits = self.rows.elements_late or self.plan.config.products_first
-        open_products = 0 if waits else self.plan.value_columns.tiles
+        open_products = 0 if waits else self.plan.value_columns.products
         return plgpu.wgmma_accumulator_load(self.s_acc, wait_n=open_products)
 
     def issue_output(self, weights, slot) -> None:

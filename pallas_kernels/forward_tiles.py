@@ -235,7 +235,6 @@ class Tiles:
         self,
         body: Callable,
         scratch: dict[str, Any],
-        padded_query_length: int,
         out_dtype: np.dtype,
         references: bool = False,
     ) -> Callable:
@@ -245,7 +244,6 @@ class Tiles:
           body: of refs of the schedule, or the order and what is drawn, of the key blocks, of the
             operands, of the results, and of scratch by name.
           scratch: types of shared memory and barriers.
-          padded_query_length: of the output.
           out_dtype: of the output.
           references: results are three.
 
@@ -254,7 +252,7 @@ class Tiles:
           `[B, N, rows]`, and if wanted references of rows and their log_sum, `[B, N, 2, rows]`.
         """
         p = self.problem
-        out_shape = (p.batch, padded_query_length, p.heads, p.value_width)
+        out_shape = (p.batch, p.query_length, p.heads, p.value_width)
         of_rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
         results = (
             jax.ShapeDtypeStruct(out_shape, out_dtype),
@@ -271,7 +269,7 @@ class Tiles:
         """
         schedule = self.schedule(self.thread_blocks)
         if not self.problem.by_batch:
-            tables = schedule, self.key_blocks()
+            tables = schedule, _as_constant(self.key_blocks())
             return lambda *operands: kernel(*map(jnp.asarray, tables), *operands)
 
         def run(key_blocks, *operands):
@@ -301,6 +299,12 @@ class Tiles:
         else:
             batch, head = div_rem(head_of_all, self.problem.heads)
         return tile, batch, head
+
+
+def _as_constant(table: np.ndarray) -> np.ndarray:
+    """The table, with a row of no tile if all is alike: XLA makes such constants in a kernel."""
+    is_alike = (table == table.flat[0]).all()
+    return np.append(table, table[:1] + 1, axis=0) if is_alike else table
 
 
 def _cost(key_blocks: jax.Array) -> jax.Array:

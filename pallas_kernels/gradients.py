@@ -64,16 +64,16 @@ def attention_gradients(
     """Gradients of attention.
 
     Args:
-      query: `[B, T, N, H]`; T a multiple of 8, rows from problem.query_length on zero. Rows that
-        see no key are finite, unless problem.backward_ignores_unseen and not deterministic.
-      key, value: `[B, S, K, H]` and `[B, S, K, h]`; S a multiple of 8. Rows that no query sees are
-        finite, unless as above.
+      query: `[B, T, N, H]`. Rows that see no key are finite, unless
+        problem.backward_ignores_unseen and not deterministic.
+      key, value: `[B, S, K, H]` and `[B, S, K, h]`. Rows that no query sees are finite, unless as
+        above.
       out, d_out: `[B, T, N, h]`, as query; out need not be finite in rows that see no key.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
       d_lse: `[B, N, query_length]` float32; None for zeros.
       references: `[B, N, 2, >= query_length]` float32, what `forward.attention` gave beside lse;
         None where lse is not of these keys alone.
-      problem: static description; its lengths may be up to 7 below T and S.
+      problem: static description.
       config: tile sizes; a `BackwardKeyConfig` where query or value is wider than 128.
       deterministic: gradients are the same bit by bit from run to run: dQ is made by a kernel of
         its own (`backward_query.py`), not summed in the order in which thread blocks end. At widths
@@ -89,8 +89,7 @@ def attention_gradients(
       with_bias_gradient: the bias has a gradient too, which takes a kernel of its own.
 
     Returns:
-      Gradients of query, key and value, in their shapes and dtype, and of the bias if wanted. Rows
-      from key_length on are arbitrary.
+      Gradients of query, key and value, in their shapes and dtype, and of the bias if wanted.
     """
     check_backward(config, problem.widest)
     query_config = query_config or BACKWARD_QUERY[problem.widest]
@@ -145,10 +144,9 @@ def attention_gradients(
             key=key,
             problem=problem,
             tiles=key_tiles(problem, config),
-            query_rows=query.shape[1],
         )
         return *_by_sections(sections, of_keys, of_query), *d_bias
-    main = backward.build(problem, config, key.shape[1], adds, interpreting())
+    main = backward.build(problem, config, adds, interpreting())
     elements_of_keys = elements.operands(transposed=True)
     main = functools.partial(
         main, intervals, ids, dropout_words, *elements_of_keys, *operands_of_keys
@@ -158,7 +156,7 @@ def attention_gradients(
         return of_query_alone(), *of_shares(main()), *d_bias
     dq_ref = jax.new_ref(*zeros)
     gradients = of_shares(main(dq_ref))
-    cast = cast_dq.build(problem, padded_rows, query.shape[1], interpreting())
+    cast = cast_dq.build(problem, padded_rows, interpreting())
     starts = (start,) if problem.backward_ignores_unseen else ()  # then there is no dropout
     return cast(jax.freeze(dq_ref), *starts), *gradients, *d_bias
 

@@ -302,7 +302,10 @@ class KeyTiles:
         order: jax.Array | np.ndarray = self.order_to_draw(thread_blocks)
         if cost is not None:
             order = scheduler.order_by_rank(order, cost, self.problem.kv_heads)
-        order = jnp.pad(jnp.asarray(order), (0, 1), constant_values=self.count)
+        # Behind the last stands what is no tile. Static numbers that go up by one to the end would
+        # be made by XLA in a kernel of its own.
+        none = self.count if cost is not None else self.count + 1
+        order = jnp.pad(jnp.asarray(order), (0, 1), constant_values=none)
         section, _ = self.prepared(thread_blocks)
         counts = len(self.kv_heads) // section
         return order, jax.new_ref(jnp.zeros(1 + counts, jnp.int32))

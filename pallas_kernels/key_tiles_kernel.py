@@ -105,11 +105,11 @@ def gradient_kernel(
     return run
 
 
-def key_gradients(problem: Problem, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of dK and dV of keys that are padded to so many."""
+def key_gradients(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes of dK and dV."""
     p = problem
     return tuple(
-        jax.ShapeDtypeStruct((p.batch, rows, p.kv_heads, width), p.dtype)
+        jax.ShapeDtypeStruct((p.batch, p.key_length, p.kv_heads, width), p.dtype)
         for width in (p.width, p.value_width)
     )
 

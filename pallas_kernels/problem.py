@@ -160,6 +160,11 @@ class Problem:
         return self.forward_ignores_unseen and self.widest <= 128 and not spills
 
     @property
+    def has_odd_rows(self) -> bool:
+        """Whether operands end within the 8 rows that tiles in memory have (`columns.py`)."""
+        return self.query_length % 8 > 0 or self.key_length % 8 > 0
+
+    @property
     def has_elements(self) -> bool:
         """Whether anything is known of single pairs of query and key alone."""
         return self.has_mask or self.has_bias

@@ -164,10 +164,19 @@ def test_columns(width, size, first, tiles, tile_width):
 )
 def test_whole_columns(width, size, tiles, parts):
     """Of up to 128 columns a part."""
-    columns = Columns.whole(width)
-    assert (columns.size, columns.tiles) == (size, tiles)
+    columns = Columns.of_keys(Problem(1, 16, 8, 1, 1, width, np.dtype(jnp.bfloat16), 1.0))
+    assert (columns.size, columns.tiles, columns.products) == (size, tiles, tiles)
     assert [part.size for part in columns.in_parts(128)] == parts
     assert [part.first for part in columns.in_parts(128)] == list(np.cumsum([0, *parts[:-1]]))
+
+
+@pytest.mark.parametrize(("T", "S"), [(16, 9), (15, 8), (1, 1)])
+@pytest.mark.parametrize(("width", "tiles"), [(64, 1), (72, 2), (80, 5), (96, 3), (256, 4)])
+def test_columns_of_odd_rows(T, S, width, tiles):
+    """All boxes have a copy, and together they are one operand."""
+    columns = Columns.of_values(Problem(1, T, S, 1, 1, width, np.dtype(jnp.bfloat16), 1.0))
+    assert (columns.tiles, columns.products) == (tiles, 1)
+    assert columns.tiles * columns.tile_width == columns.size
 
 
 GPU_WIDTHS = [

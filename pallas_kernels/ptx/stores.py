@@ -3,6 +3,7 @@
 import itertools
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
@@ -106,6 +107,61 @@ def store_tile(ref, tile: jax.Array) -> None:
             asm(text, "l,f,f,~{memory}", [addresses[half], *values])
 
     store(ref, tile)
+
+
+def store_tile_inside(ref, tile: jax.Array, first_row, first_column) -> None:
+    """Stores what of a `(64, n)` tile is inside of a matrix, in float32 or 16 bits.
+
+    Args:
+      ref: the matrix `(rows, columns)`, a view of global memory.
+      tile: to be stored.
+      first_row, first_column: where it begins, at multiples of its own rows and columns.
+    """
+    rows, columns = ref.shape
+    if interpreting():
+        sizes = itertools.product(
+            {tile.shape[0], rows % tile.shape[0]} - {0},
+            {tile.shape[1], columns % tile.shape[1]} - {0},
+        )
+        for own_rows, own_columns in sizes:
+            inside = jnp.minimum(rows - first_row, tile.shape[0]) == own_rows
+            inside &= jnp.minimum(columns - first_column, tile.shape[1]) == own_columns
+
+            @pl.when(inside)
+            def _store(own_rows=own_rows, own_columns=own_columns):
+                place = pl.ds(first_row, own_rows), pl.ds(first_column, own_columns)
+                ref[place] = tile[:own_rows, :own_columns]
+
+        return
+
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE, splat, splat))
+    def store(_, ref, tile, first_row, first_column):
+        row_stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+        size = tile.mlir_dtype.width // 8
+        row = arith.addi(row_of_thread(), first_row.registers[()])
+        column = arith.addi(column_of_thread(), first_column.registers[()])
+        first = global_address(ref, arith.muli(column, int32(size)))
+        for _, group, half, pair in fragments(tile.registers):
+            own_row = arith.addi(row, int32(8 * half))
+            address = arith.addi(first, bytes_to(own_row, size * row_stride))
+            # Of an odd number of columns a pair may end beyond the last, or begin within a word.
+            values = [pair] if columns % 2 == 0 else [extract(pair, e) for e in range(2)]
+            for e, value in enumerate(values):
+                bits = size * 16 // len(values)
+                bits_type = ir.IntegerType.get_signless(bits)
+                place, offset = arith.addi(column, int32(8 * group + e)), size * (8 * group + e)
+                constraint = {16: "h", 32: "r", 64: "l"}[bits]
+                asm(
+                    f"{{ .reg .pred p; setp.lt.s32 p, $2, {rows};"
+                    f" setp.lt.and.s32 p, $3, {columns}, p;"
+                    f" @p st.global.b{bits} [$0+{offset}], $1; }}",
+                    f"l,{constraint},r,r,~{{memory}}",
+                    [address, llvm.bitcast(bits_type, value), own_row, place],
+                )
+
+    store(ref, tile, jnp.int32(first_row), jnp.int32(first_column))
 
 
 def store_by_quads(ref, tile: jax.Array) -> None:

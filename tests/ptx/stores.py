@@ -8,6 +8,7 @@ from pallas_kernels.ptx.stores import (
     store_columns,
     store_rows,
     store_tile,
+    store_tile_inside,
 )
 from tests.support.ptx import SHORT_DTYPES, WIDTHS, Case, case, integers, load, numbers
 
@@ -42,6 +43,26 @@ def stored_tile(dtype, columns):
         store_tile(out_ref.at[:, pl.ds(16, columns)], load(x_ref))
 
     expected = np.concatenate([before[:, :16], x, before[:, -8:]], axis=1)
+    return Case(body, (x,), (expected,), states=(before,))
+
+
+@case(
+    store_tile_inside,
+    dtype=(jnp.float32, jnp.bfloat16),
+    columns=WIDTHS,
+    rows_beyond=(0, 7),
+    columns_beyond=(0, 2, 5),
+)
+def stored_tile_inside(dtype, columns, rows_beyond, columns_beyond):
+    """At the end of a matrix, behind which there is another."""
+    x = numbers(64, columns, dtype=dtype)
+    before = numbers(3, 128 - rows_beyond, 2 * columns - columns_beyond, dtype=dtype)
+
+    def body(x_ref, out_ref):
+        store_tile_inside(out_ref.at[1], load(x_ref), jnp.int32(64), jnp.int32(columns))
+
+    expected = before.copy()
+    expected[1, 64:, columns:] = x[: 64 - rows_beyond, : columns - columns_beyond]
     return Case(body, (x,), (expected,), states=(before,))
 
 
