@@ -126,6 +126,7 @@ def _prepared(call: Call):
         or default(
             width,
             value_width,
+            query_length=call.query.shape[1],
             window=window,
             segmented=bool(ids),
             has_elements=has_mask or has_bias,

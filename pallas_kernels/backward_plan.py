@@ -25,9 +25,9 @@ CONSUMERS = BACKWARD_CONSUMERS
 KEYS = 64  # of a consumer: the M of a wgmma
 BLOCK_KV = CONSUMERS * KEYS
 K_SLOTS = 2
-# Of shares: tiles an SM at most, what their sum takes, in steps, and how much later fewer of them
-# may end.
-_MOST_TILES, _SUM, _AS_EARLY = 8, 4.0, 1.05
+# Of shares: tiles an SM at most, bytes of dK and dV that are stored and added up in the time of a
+# step, and how much later fewer of them may end.
+_MOST_TILES, _BYTES_A_STEP, _AS_EARLY = 8, 1.6e6, 1.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +130,14 @@ class Plan:
 
     @property
     def one_each(self) -> bool:
-        """Whether each thread block has one tile, that of its number."""
+        """Whether each thread block has one tile, that of its number, and nothing to draw.
+
+        Lists are as fast where nothing is drawn anyway, and beside elements this would spill.
+        """
+        p = self.problem
+        is_plain = not (p.by_batch or p.has_elements or p.has_cap or p.has_dropout)
         most = self.config.thread_blocks or SM_COUNT
-        return not self.problem.by_batch and self.tiles.count <= most
+        return is_plain and self.with_query_gradient and self.tiles.count <= most
 
     @property
     def draws(self) -> bool:
@@ -148,13 +153,12 @@ class Plan:
 
     @property
     def switches_roles(self) -> bool:
-        """Whether a warpgroup comes to its role by a switch, not by a comparison with each number.
+        """Whether a warpgroup comes to its role by a switch, not by comparisons with its number.
 
-        That number would be spilled in a consumer, for comparisons after it; yet where registers
-        are short, beside lists, a cap or dropout, a switch would spill.
+        The number would be spilled for them in a consumer. Yet beside lists a switch would spill,
+        with a cap or dropout.
         """
-        p = self.problem
-        return self.draws or (self.one_each and not (p.has_cap or p.has_dropout))
+        return self.draws or self.one_each
 
     @functools.cached_property
     def thread_blocks(self) -> int:
@@ -365,7 +369,12 @@ def shares_of(problem: Problem, config: BackwardConfig) -> int:
 
     def steps(shares: int) -> float:
         costs = np.tile(tiles.steps() / shares + TILE_OVERHEAD, len(tiles.kv_heads) * shares)
-        return scheduler.time_of_deal(-np.sort(-costs), SM_COUNT) + (_SUM if shares > 1 else 0)
+        time = scheduler.time_of_deal(-np.sort(-costs), SM_COUNT)
+        if shares == 1:
+            return time
+        columns = whole_tiles(problem.width) + whole_tiles(problem.value_width)
+        stored = shares * tiles.count * BLOCK_KV * columns * 4
+        return time + 1 + stored / _BYTES_A_STEP
 
     found = {n: steps(n) for n in possible}
     return next(n for n in possible if found[n] <= _AS_EARLY * min(found.values()))

@@ -298,6 +298,11 @@ FORWARD_BOXES = dataclasses.replace(FORWARD_96, stages=2)
 NARROW_WINDOW = 768
 FORWARD_NARROW = _TWO_CONSUMERS
 
+# Queries so few that tiles of three consumers have this many times the rows that tiles of two have.
+# us*, two and three: b64 s197 52.6 and 62.9, b16 s640 causal 47.0 and 51.7, b32 s577 125 and 124,
+# b32 s1024 (1.125 times the rows) 289 and 264.
+_IDLE_ROWS = 1.2
+
 # The same in FP8, whose operands have 64, 128 or 256 columns.
 FORWARD_FP8 = {
     64: ForwardFP8Config(
@@ -423,6 +428,7 @@ def default(
     width: int,
     value_width: int = 0,
     *,
+    query_length: int | None = None,
     window: int | None = None,
     segmented: bool = False,
     has_elements: bool = False,
@@ -436,6 +442,7 @@ def default(
     Args:
       width: of query and key.
       value_width: as width if it is 0.
+      query_length: None for many.
       window: how many keys a query sees at most, where both bounds are static.
       segmented: there are segment ids.
       has_elements: there is a bias or a dense mask.
@@ -470,6 +477,10 @@ def default(
             forward = FORWARD_LATENT
         elif widest == 64 and window is not None and window <= NARROW_WINDOW:
             forward = FORWARD_NARROW
+    if query_length is not None and forward.consumers > 2:
+        rows = forward.whole_tiles(query_length)
+        if rows >= _IDLE_ROWS * _TWO_CONSUMERS.whole_tiles(query_length):
+            forward = _TWO_CONSUMERS
     if widest > 128 and all(box_width(w) == 32 for w in widths):
         # As one: in parts of 32, H160 718 TFLOP/s* for 729 at b4 s4096 causal, H224 725 for 739.
         forward = dataclasses.replace(forward, staged_columns=widths[1])

@@ -65,7 +65,10 @@ class Tiles:
     @property
     def one_each(self) -> bool:
         """Whether each thread block has one tile, that of its number, and no next one."""
-        return not self.problem.by_batch and self.thread_blocks == self.count
+        p = self.problem
+        if p.by_batch or (p.has_cap and p.has_elements):  # drawn; 4 bytes would spill
+            return False
+        return self.thread_blocks == self.count
 
     def key_blocks(self) -> np.ndarray:
         """What each tile of a head needs: `[tiles, 2]` int32, or `[tiles, 4]` with a lower bound.
@@ -104,7 +107,7 @@ class Tiles:
 
     @functools.cached_property
     def needed_by_all(self) -> np.ndarray | None:
-        """What `key_blocks` says, where it is one for all tiles and there is one each; else None."""
+        """What `key_blocks` says of all tiles alike, where there is one each; else None."""
         if not self.one_each:
             return None
         first, *others = self.key_blocks()

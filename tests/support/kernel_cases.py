@@ -139,7 +139,18 @@ BATCH = 2  # a batch of one takes fewer registers
 SHAPES = {
     "even": (4096, 4096, 16, 16, jnp.bfloat16),
     "ragged": (1001, 1013, 256, 64, jnp.float16),
+    # One tile for each thread block, with groups dealt out in shares; and the same rows in many.
+    "few": (197, 205, 16, 4, jnp.bfloat16),
+    "short": (197, 205, 256, 64, jnp.bfloat16),
 }
+# Width, mask, and shape of those.
+SHORT = [
+    *((width, mask, "few") for width in (64, 80, 128) for mask in ("full", "causal", "window")),
+    (256, "causal", "few"),
+    (64, "full", "short"),
+    (64, "causal", "short"),
+    (96, "causal", "short"),
+]
 
 
 def kernel_cases() -> list[tuple[str, Callable, Any]]:
@@ -170,7 +181,7 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
             if lengths is not None:
                 case_name = f"H{width}-lengths-{shape}-sinks"
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
-    cases += _cases_of_other_widths() + _cases_of_elements()
+    cases += _cases_of_other_widths() + _cases_of_elements() + _cases_of_short()
     cases += _cases_of_soft_caps() + _cases_of_segments() + _cases_of_dropout()
     cases += _cases_of_crowded() + _cases_of_tiled_bias()
     return cases + _cases_of_fp8()
@@ -205,6 +216,16 @@ def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
             fn = _forward_and_backward(MASKS.get(mask, {}), deterministic)
             name = f"H{width}-h{value_width}-{mask}-{shape}{'-deterministic' * deterministic}"
             cases.append((name, fn, tuple(args)))
+    return cases
+
+
+def _cases_of_short() -> list[tuple[str, Callable, Any]]:
+    cases = []
+    for width, mask, shape in SHORT:
+        options = MASKS[mask] | ({"local_window_size": (100, 0)} if mask == "window" else {})
+        args = _args_of(width, width, mask, None, None, None, shape=shape)
+        name = f"H{width}-{mask}-{shape}"
+        cases.append((name, _forward_and_backward(options, deterministic=False), args))
     return cases
 
 
