@@ -97,22 +97,27 @@ def _no_compiler() -> str | None:
     return compile.missing()
 
 
-def _mark_slow(items: list[pytest.Item], all_collected: bool) -> None:
-    """Of a test with `fast_cases("one", "another")` all cases but those."""
+def _mark_cases(items: list[pytest.Item], all_collected: bool) -> None:
+    """Of a test with `fast_cases` or `long_cases` those that it names, and the others as slow."""
     named: set[str] = set()
     for item in items:
-        if marker := item.get_closest_marker("fast_cases"):
-            test, _, case = item.nodeid.partition("[")
-            named.update(f"{test}[{case}]" for case in marker.args)
-            if case.removesuffix("]") not in marker.args:
-                item.add_marker(pytest.mark.slow)
+        cases: dict[str, set[str]] = {}
+        test, _, case = item.nodeid.partition("[")
+        for kind in ("fast_cases", "long_cases"):
+            if marker := item.get_closest_marker(kind):
+                cases[kind] = set(marker.args)
+                named.update(f"{test}[{case}]" for case in marker.args)
+        if case.removesuffix("]") in cases.get("long_cases", ()):
+            item.add_marker(pytest.mark.long)
+        elif "fast_cases" in cases and case.removesuffix("]") not in cases["fast_cases"]:
+            item.add_marker(pytest.mark.slow)
     if all_collected and (unknown := named - {item.nodeid for item in items}):
-        raise pytest.UsageError(f"fast_cases that are none: {', '.join(sorted(unknown))}")
+        raise pytest.UsageError(f"cases that are none: {', '.join(sorted(unknown))}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out is left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _mark_slow(items, all_collected=not any("::" in each for each in config.args))
+    _mark_cases(items, all_collected=not any("::" in each for each in config.args))
     for marker, why_not in (("gpu", _no_hopper_gpu), ("compiler", _no_compiler)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and (reason := why_not()):

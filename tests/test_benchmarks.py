@@ -42,10 +42,12 @@ def test_training_lowers_the_loss(curves):
         assert np.mean(losses[-5:]) < losses[0] - 1.5
 
 
+@pytest.mark.long
 def test_implementations_train_alike(curves):
     assert train_lm.disagreement(curves) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", ["acausal", "wrong scale"])
 def test_broken_attention_is_noticed_in_training(curves, broken, monkeypatch):
     def attend(query, key, value):
@@ -565,6 +567,7 @@ def test_memory_at_the_peak_of_a_gpu(tmp_path, monkeypatch, capsys):
     assert results <= result["peak_bytes"] < 4 * results
 
 
+@pytest.mark.long
 def test_a_first_call_is_timed_in_a_process_that_has_imported_nothing(tmp_path):
     arguments = ["--passes", "forward", "--scenarios", "second process", "--results", str(tmp_path)]
     assert first_call.main(arguments) == 0

@@ -31,8 +31,10 @@ ALWAYS = ("H64-causal-ragged", "fp8-H128-causal-ragged", "decode-H128-splits")
     ],
 )
 def test_kernel_compiles_without_faults(name, fn, args):
-    known = fingerprint.golden().get(name)
-    if known == fingerprint.fingerprint(fn, args) and name not in ALWAYS:
+    if name in ALWAYS:
+        now = fingerprint.fingerprint(fn, args)
+        assert fingerprint.found(name, fn, args)[1] == now  # what is not lowered is known
+    elif fingerprint.golden().get(name) == fingerprint.found(name, fn, args)[1]:
         return  # as it was compiled before, and had none
     reports = support.compile_kernels(fn, args, sass=False)
     print(*reports, sep="\n")
@@ -49,6 +51,47 @@ def test_a_fingerprint_is_of_the_code_and_not_of_its_lines():
         assert fingerprint.fingerprint(*other) != own
 
 
+def decoding(**options):
+    x = jax.ShapeDtypeStruct((1, 200, 1, 64), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    options = {"num_splits": 1, "implementation": "mosaic_gpu"} | options
+    one = jax.ShapeDtypeStruct((1, 1, 1, 64), jnp.bfloat16)
+    return functools.partial(jax_flash.decode_attention, **options), (one, x, x, lengths)
+
+
+def test_an_outline_is_of_what_is_traced(monkeypatch):
+    own = fingerprint.outline(*decoding())
+    for options in ({"num_splits": 2}, {"local_window_size": 70}, {"logits_soft_cap": 2.0}):
+        assert fingerprint.outline(*decoding(**options)) != own
+    jax.clear_caches()
+    with jax.enable_x64(True):
+        assert fingerprint.outline(*decoding()) == own
+    monkeypatch.setattr(fingerprint, "_sources_of_ptx", lambda: "others")
+    assert fingerprint.outline(*decoding()) != own
+
+
+def test_an_outline_is_of_what_functions_close_over():
+    """As a jaxpr has the name alone of a function that writes PTX."""
+
+    def writes(columns, inner):
+        return lambda also=columns: (inner, also)
+
+    def described(columns):
+        return fingerprint._described(writes(0, writes(columns, "ex2.approx")))
+
+    assert described(8) == described(8) != described(16)
+    with pytest.raises(TypeError, match="nobody knows what this is"):
+        described(object())
+
+
+def test_functions_that_write_ptx_are_of_sources_that_count():
+    """And import nothing else of `pallas_kernels`, but for what tells whether to write any."""
+    allowed = {path.stem for path in fingerprint.SOURCES} | {"interpret"}
+    for path in (path for path in fingerprint.SOURCES if path.parent.name == "ptx"):
+        imported = re.findall(r"^\s*(?:from|import) pallas_kernels\.(\S+)", path.read_text(), re.M)
+        assert {name.removeprefix("ptx.") for name in imported} <= allowed, path
+
+
 @pytest.fixture
 def file(monkeypatch, tmp_path):
     """Writes what fingerprints.json is to hold."""
@@ -56,6 +99,7 @@ def file(monkeypatch, tmp_path):
 
     def write(fingerprints, versions=None):
         record = {"versions": versions or fingerprint.versions(), "fingerprints": fingerprints}
+        record["outlines"] = {name: f"of {name}" for name in fingerprints}
         fingerprint.GOLDEN.write_text(json.dumps(record))
 
     return write
@@ -82,8 +126,8 @@ def compiled(file, monkeypatch):
     compiled = []
 
     def for_all(function, names, _):
-        if function is fingerprint._of:
-            return {name: {"kernel": now[name]} for name in names}
+        if function is fingerprint._found:
+            return {name: (f"now of {name}", {"kernel": now[name]}) for name in names}
         compiled.extend(names)
         return {name: ["spills"] if name == "bad" else [] for name in names}
 
@@ -107,6 +151,7 @@ def test_what_compiles_is_kept(compiled, capsys):
     assert compiled == ["changed", "bad", "new"]
     kept = {"changed": "2", "new": "2", "same": "1"}
     assert fingerprint.golden() == {name: {"kernel": x} for name, x in kept.items()}
+    assert fingerprint.golden("outlines") == {name: f"now of {name}" for name in kept}
 
 
 def test_other_cases_stay_as_they_are(compiled, capsys):
@@ -114,6 +159,9 @@ def test_other_cases_stay_as_they_are(compiled, capsys):
     assert capsys.readouterr().out.splitlines() == LISTED[:1]
     kept = {"bad": "1", "changed": "2", "gone": "1", "same": "1"}
     assert fingerprint.golden() == {name: {"kernel": x} for name, x in kept.items()}
+    assert fingerprint.golden("outlines") == {
+        name: f"now of {name}" if name == "changed" else f"of {name}" for name in kept
+    }
 
 
 def matmul(width: int, accumulators: int, wait_n: int):

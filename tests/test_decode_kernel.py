@@ -17,6 +17,7 @@ from pallas_kernels import decode_config
 from pallas_kernels.config import SM_COUNT
 from pallas_kernels.ptx.float8_parts import in_two_parts, join_parts
 from tests.support import compile as support
+from tests.support.cases import long
 from tests.support.decode_kernel_calls import (
     SCALES,
     attention,
@@ -35,8 +36,10 @@ from tests.support.interpret import interpret_mode
         (1, 256, 4, 4, 128, "float16", [-(2**31), 193], dict(num_splits=2)),
         (1, 136, 3, 1, 256, "bfloat16", [70, 1], dict(num_splits=1)),
         (3, 256, 6, 2, 128, "bfloat16", [2, 131, -1], dict(num_splits=3)),  # tokens that are none
-        (22, 128, 6, 2, 64, "bfloat16", [100], dict(num_splits=1)),  # two tiles, one with a tail
-        (32, 128, 4, 1, 128, "float16", [101], dict(num_splits=2)),  # two whole ones
+        long(
+            22, 128, 6, 2, 64, "bfloat16", [100], dict(num_splits=1)
+        ),  # two tiles, one with a tail
+        long(32, 128, 4, 1, 128, "float16", [101], dict(num_splits=2)),  # two whole ones
         # Positions beyond the cache.
         (2, 128, 2, 1, 64, "bfloat16", [129, 150], dict(num_splits=2, local_window_size=40)),
         (2, 128, 2, 1, 64, "bfloat16", [150, 280], dict(num_splits=2, local_window_size=200)),
@@ -77,7 +80,7 @@ def test_slots_are_filled_again(H, options):
         check(inputs(1, 1, 320, 2, 1, H, "bfloat16"), [315], num_splits=1, **options)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("num_splits", [long(1), 2])
 @pytest.mark.parametrize(
     "options",
     [
@@ -218,6 +221,7 @@ def test_logits_far_from_0(dtype, large):
     np.testing.assert_allclose(lse, exact_lse, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_others_in_the_batch_change_nothing():
     query, *caches = inputs(3, 2, 256, 4, 2, 64, "bfloat16")
     run = functools.partial(attention, num_splits=2, return_residual=True)
@@ -250,6 +254,7 @@ def test_vmap_over_sequences():
         )
 
 
+@pytest.mark.long
 def test_vmap_over_sequences_in_pages():
     query, *caches = inputs(2, 1, 64, 2, 1, 64, "bfloat16")
     (key_cache, table), (value_cache, _) = (paged(x, 16) for x in caches)

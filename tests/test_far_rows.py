@@ -94,13 +94,15 @@ HIDDEN = [
 ]
 
 
-@pytest.mark.fast_cases("row-64-options0", "tiled-64-options2", "query rows-128-options4")
+@pytest.mark.fast_cases("row-64-options0")
+@pytest.mark.long_cases("tiled-64-options2", "query rows-128-options4")
 @pytest.mark.parametrize(("kind", "H", "options"), HIDDEN)
 def test_rows_whose_keys_a_finite_bias_hides(kind, H, options):
     with interpret_mode():
         check(inputs(1, 8, 64, 1, 1, H), is_hidden_by(kind, 8, 64), **options)
 
 
+@pytest.mark.long
 @pytest.mark.fast_cases("float32-False")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -135,6 +137,7 @@ def test_finite_inputs_have_finite_results(T, S, H, deterministic):
         check_alike(T, S, H, deterministic=deterministic)
 
 
+@pytest.mark.long
 def test_infinite_sinks():
     """They take all of the weight: output and gradients are 0, and the LSE is infinite."""
     *arrays, dlse = inputs(1, 8, 64, 2, 1, 64)

@@ -122,7 +122,8 @@ CASES = {
 }
 
 
-@pytest.mark.fast_cases("full", "offsets", "H256")
+@pytest.mark.fast_cases("full", "H256")
+@pytest.mark.long_cases("offsets")
 @pytest.mark.parametrize("name", CASES)
 def test_masks_and_widths(name):
     shape, options = CASES[name]
@@ -305,6 +306,7 @@ def test_all_of_e4m3():
     interpreted(arrays)
 
 
+@pytest.mark.long
 def test_vmap():
     """Of all operands, and of lengths."""
     arrays = quantized(2, 33, 140, 2, 1, 64)
@@ -337,6 +339,7 @@ def test_gradient_of_attention_fp8():
     assert max(of_gradients) < 5e-3
 
 
+@pytest.mark.long
 def test_float16_and_scales_that_heads_share():
     arrays = inputs(1, 70, 140, 2, 2, 64)
     options = {"implementation": "mosaic_gpu", "return_residual": True}

@@ -148,6 +148,7 @@ def test_vmap_over_keys():
     assert len(set(np.asarray(losses).tolist())) == 3
 
 
+@pytest.mark.long
 def test_vmap_drops_the_same_in_every_entry():
     query, key, value, _, _ = inputs(2, 40, 48, 2, 2, 64, jnp.bfloat16)
     run = functools.partial(attention, dropout_rate=0.5, dropout_key=jax.random.key(1))

@@ -53,7 +53,7 @@ def test_bits_of_a_mask(axes, axis):
         slow(200, 133, 2, 1, 64, jnp.float16, KEYS, dict(is_causal=True, query_offset=-20)),
         long(67, 150, 4, 2, 128, jnp.bfloat16, HEADS, dict(is_causal=True, query_offset=83)),
         slow(140, 77, 1, 1, 128, jnp.float16, "bts", dict(local_window_size=(60, 20))),
-        (130, 67, 2, 1, 256, jnp.bfloat16, WHOLE, {}),
+        long(130, 67, 2, 1, 256, jnp.bfloat16, WHOLE, {}),
         slow(70, 100, 1, 1, 256, jnp.bfloat16, KEYS, dict(is_causal=True)),
         slow(100, 90, 1, 1, 64, jnp.bfloat16, ROWS, {}),
     ],
@@ -75,6 +75,7 @@ def test_mask_with_deterministic_gradients_and_sinks(H):
         check(arrays, mask=mask, sinks=sinks, deterministic=True)
 
 
+@pytest.mark.long
 def test_rows_that_see_their_first_key_in_the_last_step():
     """And others in the first one alone, of logits that differ by more than weights may."""
     query, key, *rest = inputs(1, 64, 400, 1, 1, 64, jnp.bfloat16)
@@ -215,7 +216,7 @@ def test_vmap(axes):
         long(67, 150, 4, 2, 128, jnp.bfloat16, HEADS, jnp.float32, dict(is_causal=True)),
         slow(140, 77, 1, 1, 128, jnp.float16, "bts", jnp.float16, dict(local_window_size=(60, 20))),
         slow(130, 67, 2, 1, 256, jnp.bfloat16, "ns", jnp.bfloat16, {}),
-        (70, 100, 1, 1, 256, jnp.bfloat16, HEADS, jnp.bfloat16, dict(is_causal=True)),
+        long(70, 100, 1, 1, 256, jnp.bfloat16, HEADS, jnp.bfloat16, dict(is_causal=True)),
         slow(
             100,
             90,

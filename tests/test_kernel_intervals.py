@@ -139,7 +139,7 @@ def test_key_blocks_of_query_tiles(T, S, seen, width):
 
 @pytest.mark.long
 @every_case
-@pytest.mark.parametrize(("block_kv", "block_q"), [(128, 128), (128, 64), (64, 64)])
+@pytest.mark.parametrize(("block_kv", "block_q"), [slow(128, 128), (128, 64), (64, 64)])
 def test_query_blocks_of_key_tiles(T, S, seen, block_kv, block_q):
     """Blocks left out see no key of a tile, those without a mask all keys of a consumer."""
     tiles = KeyTiles(dynamic(T, S), block_kv, block_q, row_bytes=1)
@@ -151,6 +151,8 @@ def test_query_blocks_of_key_tiles(T, S, seen, block_kv, block_q):
     every = visible(seen, S)
     for index in range(tiles.count):
         place = tile, kv_head_of_all = walk.locate(jnp.int32(index))
+        if (kv_head_of_all - tile) % 2:  # heads of an entry share a table: every other tile of each
+            continue
         keys = every[kv_head_of_all // 2][:, int(tile) * block_kv : (int(tile) + 1) * block_kv]
         first, end = int(walk.first_block(place)), int(walk.end_block(place))
         if keys.any():
@@ -183,7 +185,7 @@ def test_key_blocks_of_query_rows(T, S, seen, rows):
     [
         (200, 264, 2, 1, 64, jnp.bfloat16, dict(key_value_seq_lengths=[150, 0])),
         slow(200, 130, 1, 1, 128, jnp.float16, dict(query_seq_lengths=[128, 77])),
-        (130, 67, 1, 1, 256, jnp.bfloat16, dict(query_seq_lengths=[0, 130])),
+        long(130, 67, 1, 1, 256, jnp.bfloat16, dict(query_seq_lengths=[0, 130])),
         slow(67, 300, 2, 2, 64, jnp.float16, dict(is_causal=True, query_offset=[-20, 233])),
         long(
             150,

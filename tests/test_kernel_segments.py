@@ -283,10 +283,13 @@ def test_query_blocks_of_key_tiles(ids, bounds, dynamic, width):
     every = visible(ids, bounds)
     for index in range(tiles.count):
         tile, kv_head_of_all = walk.locate(jnp.int32(index))
+        if (kv_head_of_all - tile) % 2:  # heads of an entry share a table: every other tile of each
+            continue
         keys = every[kv_head_of_all // 2][:, int(tile) * block_kv : (int(tile) + 1) * block_kv]
         check_query_blocks(walk, jnp.int32(index), int(tile), keys, exact=False)
 
 
+@pytest.mark.long
 @by_ids
 @pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
 def test_key_blocks_of_query_rows(ids, bounds):

@@ -10,7 +10,7 @@ from pallas_kernels import scheduler
 from pallas_kernels.backward_plan import Plan, shares_of
 from pallas_kernels.config import BACKWARD, BackwardConfig
 from pallas_kernels.problem import Problem
-from tests.support.cases import long
+from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import check, inputs, with_shares
 
@@ -21,7 +21,7 @@ IDS = jnp.arange(140)[None] // 60
     ("N", "K", "H", "shares", "options"),
     [
         (4, 1, 64, 2, {"is_causal": True}),
-        long(4, 2, 80, 2, {}),
+        slow(4, 2, 80, 2, {}),
         long(8, 1, 128, 8, {"is_causal": True, "deterministic": True}),
         long(6, 2, 128, 3, {"local_window_size": (90, 40)}),
         long(6, 1, 40, 2, {"key_value_seq_lengths": jnp.array([130])}),

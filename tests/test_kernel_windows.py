@@ -42,7 +42,7 @@ FAR = 10**9  # a side of a window that hides nothing
         long(101, 256, 1, 1, 128, jnp.bfloat16, dict(local_window_size=(60, FAR))),
         # Whole tiles hidden, T < S, T > S, offsets.
         slow(67, 300, 2, 1, 128, jnp.bfloat16, dict(local_window_size=(20, 10), query_offset=140)),
-        (330, 70, 1, 1, 64, jnp.float16, dict(local_window_size=(64, 30), query_offset=-170)),
+        long(330, 70, 1, 1, 64, jnp.float16, dict(local_window_size=(64, 30), query_offset=-170)),
         slow(70, 300, 1, 1, 256, jnp.bfloat16, dict(local_window_size=(150, 40), query_offset=110)),
         slow(64, 64, 1, 1, 64, jnp.bfloat16, dict(local_window_size=(3, 3), query_offset=FAR)),
     ],
@@ -238,7 +238,7 @@ def test_key_blocks_of_query_tiles(width, T, S, lowest, highest):
 
 @pytest.mark.parametrize(("lowest", "highest"), WINDOWS)
 @pytest.mark.parametrize(("T", "S"), [(300, 300), (1, 77), (513, 100), (130, 520)])
-@pytest.mark.parametrize(("block_kv", "block_q"), [(128, 128), (128, 64), (64, 64)])
+@pytest.mark.parametrize(("block_kv", "block_q"), [(128, 128), (128, 64), long(64, 64)])
 def test_query_blocks_of_key_tiles(block_kv, block_q, T, S, lowest, highest):
     """Blocks left out see no key of a tile, those without a mask all keys of a consumer."""
     tiles = KeyTiles(problem(T, S, lowest=lowest, highest=highest), block_kv, block_q, row_bytes=1)

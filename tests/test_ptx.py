@@ -44,7 +44,8 @@ def test_twin(each):
         each.check(results, each.expected)
 
 
-@pytest.mark.long
+@pytest.mark.slow  # as on a jax that they are compiled for test_compiles lowers them too
+@pytest.mark.lowering
 def test_lowers_for_cuda(each):
     lowered = jax.jit(each.run).trace(*each.arguments).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()

@@ -117,16 +117,17 @@ MASKS = {
 
 
 @pytest.mark.fast_cases(
-    "full-xla-False",
     "full-mosaic_gpu-False",
     "causal-xla-True",
     "causal window-xla-False",
     "causal window-mosaic_gpu-True",
+    "documents in a window-xla-True",
+)
+@pytest.mark.long_cases(
     "window-mosaic_gpu-False",
     "soft cap-xla-False",
     "soft cap-mosaic_gpu-True",
     "documents-mosaic_gpu-False",
-    "documents in a window-xla-True",
 )
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])

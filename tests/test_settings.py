@@ -36,12 +36,13 @@ RUN: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
 }
 
 
-def cases(implementations=("xla", "mosaic_gpu"), collective=True):
+def cases(implementations=("xla", "mosaic_gpu"), collective=True, long_forward=False):
     """Calls, and functions of their arrays: forward, and gradient where there is one.
 
     Args:
       implementations: those to ask for.
       collective: whether calls over several devices are among them.
+      long_forward: leaves forward to CI where there is a gradient, which runs it too.
     """
     found = []
     for call in CALLS:
@@ -51,7 +52,10 @@ def cases(implementations=("xla", "mosaic_gpu"), collective=True):
         for implementation in own if call.on_kernels else (x for x in own if x != "mosaic_gpu"):
             for kind in ("forward", "gradient") if call.differentiated else ("forward",):
                 name = "-".join([call.name, implementation or "any", kind])
-                found.append(pytest.param(call, getattr(call, kind)(implementation), id=name))
+                is_long = long_forward and call.differentiated and kind == "forward"
+                marks = [pytest.mark.long] if is_long else []
+                function = getattr(call, kind)(implementation)
+                found.append(pytest.param(call, function, id=name, marks=marks))
     return found
 
 
@@ -74,7 +78,7 @@ def test_leaks_no_tracer(call: PublicCall, function: Callable, request):
         jax.jit(function).trace(arrays)
 
 
-@pytest.mark.parametrize(("call", "function"), cases(("xla",), collective=False))
+@pytest.mark.parametrize(("call", "function"), cases(("xla",), collective=False, long_forward=True))
 @pytest.mark.parametrize("setting", RUN)
 def test_runs_under(setting: str, call: PublicCall, function: Callable):
     arrays = call.arrays()
@@ -95,6 +99,7 @@ def test_uses_no_random_key_twice(function):
 LOWERED = ("attention-lengths-mosaic_gpu-gradient", "decode_attention-options-mosaic_gpu-forward")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setting", TRACED)
 @pytest.mark.parametrize(
     ("call", "function"), [case for case in cases(("mosaic_gpu",)) if case.id in LOWERED]
@@ -124,7 +129,7 @@ def compilations() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
-@pytest.mark.parametrize(("call", "function"), cases(("xla",), collective=False))
+@pytest.mark.parametrize(("call", "function"), cases(("xla",), collective=False, long_forward=True))
 def test_compiles_once_outside_of_jit(call, function, chunked, compilations, monkeypatch):
     """Also where plain JAX works chunk by chunk."""
     if chunked:

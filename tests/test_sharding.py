@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jax_flash
 from jax_flash import xla
 from tests.support import compile as support
-from tests.support.cases import long
+from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
 from tests.support.pages import sections
 from tests.support.sharded import collectives, mesh_of, plain_kernels, put
@@ -379,7 +379,7 @@ def test_inside_shard_map(implementation):
 IN_PARTS = {"logits_soft_cap": 2.0, "bias": jnp.ones((2, 1, 24))}
 
 
-@pytest.mark.parametrize(("H", "options"), [(64, {}), long(128, {}), (256, IN_PARTS)])
+@pytest.mark.parametrize(("H", "options"), [(64, {}), slow(128, {}), long(256, IN_PARTS)])
 def test_kernels_inside_shard_map_in_interpret_mode(H, options):
     """Types that vary pass through every kernel; a mesh of one device has them too."""
     mesh = mesh_of((1,))

@@ -60,6 +60,7 @@ def test_candidates_hold_the_default_and_nothing_twice(width):
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", config.WIDTHS)
 @pytest.mark.parametrize("need", ["shared_memory_bytes", "registers_needed", "named_barriers"])
 def test_candidates_that_need_most_lower(width, need):

@@ -233,6 +233,7 @@ def random_case(rng):
     return shapes, options
 
 
+@pytest.mark.fast_cases(*map(str, range(12)))
 @pytest.mark.parametrize("seed", range(24))
 def test_random_combination(seed, monkeypatch):
     rng = np.random.default_rng(seed)

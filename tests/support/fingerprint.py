@@ -3,9 +3,11 @@
 A fingerprint is of what Mosaic makes of a kernel before it compiles it, its PTX included, without
 lines of the sources. Equal fingerprints compile to equal machine code. `fingerprints.json` has
 those of every case of `kernel_cases.py` as it was last compiled, without a spill and without a
-serialised wgmma; tests/test_compile.py compiles the others. After a change of a kernel,
+serialised wgmma; tests/test_compile.py compiles the others. It has outlines too, of what is traced:
+a case whose outline is known is not lowered. After a change of a kernel,
 
-    python -m tests.support.fingerprint                 lists what it touched, in five minutes
+    python -m tests.support.fingerprint                 lists what it touched, in two minutes and
+                                                        what lowering that takes
     python -m tests.support.fingerprint H128-causal     the same of cases with that in their name
     python -m tests.support.fingerprint --update        compiles those, and writes down what passed
     python -m tests.support.fingerprint --update --all  compiles all of them, in an hour
@@ -15,8 +17,10 @@ are what CI installs: PIP_CONSTRAINT=.ci/constraints.txt pip install -e '.[dev]'
 """
 
 import argparse
+import ast
 import collections
 import concurrent.futures
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -25,6 +29,7 @@ import os
 import pathlib
 import re
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -33,9 +38,13 @@ import jax
 
 from jax_flash import launch
 from pallas_kernels.canonicalize import lowering_faster
+from tests.support import launches
 from tests.support.kernel_cases import decode_cases, kernel_cases
 
 GOLDEN = pathlib.Path(__file__).parent / "fingerprints.json"
+# All that writes PTX, and what is done to modules before they are compiled.
+_KERNELS = pathlib.Path(__file__).parents[2] / "pallas_kernels"
+SOURCES = [*_KERNELS.glob("ptx/*.py"), _KERNELS / "dropout_words.py", _KERNELS / "canonicalize.py"]
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
 
@@ -66,6 +75,47 @@ def fingerprint(fn: Callable, args: Any) -> dict[str, str]:
     }
 
 
+def outline(fn: Callable, args: Any) -> str:
+    """Of what is traced of `fn(*args)`'s kernels: where it is the same, so is the fingerprint.
+
+    It takes a fifth of the time. Of functions that write PTX a jaxpr has the name alone: what they
+    close over is added, and their sources.
+    """
+    with jax.enable_x64(False), launch._keeping_garbage():
+        traced = launches.traced(fn, *args)
+    inline = [
+        _described(eqn.params["mgpu_fn"])
+        for jaxpr in traced
+        for eqn in launches.equations(jaxpr)
+        if "mgpu_fn" in eqn.params
+    ]
+    text = "\n".join([_sources_of_ptx(), *map(str, traced), *inline])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _described(x: Any) -> str:
+    """A value that says all that it is, a function by its name and by what it closes over."""
+    if isinstance(x, list | tuple):
+        return f"{type(x).__name__}({', '.join(map(_described, x))})"
+    if not isinstance(x, types.FunctionType):
+        text = repr(x)
+        if " at 0x" in text:
+            raise TypeError(f"nobody knows what this is: {text}")
+        return text
+    path = pathlib.Path(x.__code__.co_filename)
+    if path.is_relative_to(_KERNELS) and path not in SOURCES:
+        raise TypeError(f"a function of a file that is none of SOURCES: {x}")
+    cells = [_described(cell.cell_contents) for cell in x.__closure__ or ()]
+    cells += map(_described, x.__defaults__ or ())
+    return f"{x.__module__}.{x.__qualname__}({', '.join(cells)})"
+
+
+@functools.cache
+def _sources_of_ptx() -> str:
+    """Without comments and lines."""
+    return "\n".join(ast.dump(ast.parse(path.read_text())) for path in sorted(SOURCES))
+
+
 def versions() -> dict[str, str]:
     """Of what compiles."""
     found = {}
@@ -77,18 +127,30 @@ def versions() -> dict[str, str]:
     return found
 
 
-def golden() -> dict[str, dict[str, str]]:
-    """Fingerprints by case of what was compiled without a fault, by what is installed here."""
+def golden(of: str = "fingerprints") -> dict[str, Any]:
+    """Fingerprints by case of what was compiled without a fault, by what is installed here.
+
+    Args:
+      of: or "outlines", of the same cases.
+    """
     record = json.loads(GOLDEN.read_text())
-    return record["fingerprints"] if record["versions"] == versions() else {}
+    return record[of] if record["versions"] == versions() else {}
 
 
 def cases() -> dict[str, tuple[Callable, Any]]:
     return {name: (fn, args) for name, fn, args in kernel_cases() + decode_cases()}
 
 
-def _of(name: str) -> dict[str, str]:
-    return fingerprint(*cases()[name])
+def found(name: str, fn: Callable, args: Any) -> tuple[str, dict[str, str]]:
+    """Outline and fingerprint of a case, which is lowered where the outline is not known."""
+    of_case = outline(fn, args)
+    if of_case == golden("outlines").get(name):
+        return of_case, golden()[name]
+    return of_case, fingerprint(fn, args)
+
+
+def _found(name: str) -> tuple[str, dict[str, str]]:
+    return found(name, *cases()[name])
 
 
 def _faults(name: str) -> list[str]:
@@ -143,10 +205,12 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # of the processes below; none looks for a GPU
     known, words = golden(), options.words or [""]
     names = [name for name in cases() if any(word in name for word in words)]
-    found = _for_all(_of, names, "lowered")
-    touched = [name for name in names if options.all or known.get(name) != found[name]]
-    gone = [] if options.words else sorted(known.keys() - found.keys())
-    lines = [f"{name}: {', '.join(_changed(known.get(name, {}), found[name]))}" for name in touched]
+    both = _for_all(_found, names, "traced or lowered")
+    outlines = {name: of_case for name, (of_case, _) in both.items()}
+    now = {name: of_case for name, (_, of_case) in both.items()}
+    touched = [name for name in names if options.all or known.get(name) != now[name]]
+    gone = [] if options.words else sorted(known.keys() - now.keys())
+    lines = [f"{name}: {', '.join(_changed(known.get(name, {}), now[name]))}" for name in touched]
     lines += [f"{name} is gone" for name in gone]
     print("\n".join(lines or [f"no kernel has changed, of {len(names)} cases"]))
     if not options.update:
@@ -155,8 +219,10 @@ def main(argv: list[str] | None = None) -> int:
     bad = {name: lines for name, lines in faults.items() if lines}
     for name, lines in bad.items():
         print("\n  ".join([name, *lines]))
-    kept = {name: of for name, of in (known | found).items() if name not in {*bad, *gone}}
-    record = {"versions": here, "fingerprints": dict(sorted(kept.items()))}
+    record: dict[str, Any] = {"versions": here}
+    of_cases = {"fingerprints": known | now, "outlines": golden("outlines") | outlines}
+    for of, each in of_cases.items():
+        record[of] = {name: each[name] for name in sorted(each) if name not in {*bad, *gone}}
     GOLDEN.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if bad else 0
 

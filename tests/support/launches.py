@@ -8,7 +8,8 @@ import jax
 
 def launches(fn: Callable, *args: Any) -> list[Callable]:
     """Launches of kernels (`jax_flash/launch.py`) of `fn(*args)`, each as often as it is there."""
-    return list(_launches(jax.make_jaxpr(fn)(*args)))
+    found = equations(jax.make_jaxpr(fn)(*args))
+    return [eqn.params["launch"] for eqn in found if eqn.primitive.name == "jax_flash_launch"]
 
 
 def names(fn: Callable, *args: Any) -> list[str]:
@@ -16,19 +17,24 @@ def names(fn: Callable, *args: Any) -> list[str]:
     return [launch.function.__name__ for launch in launches(fn, *args)]
 
 
+def traced(fn: Callable, *args: Any) -> list[Any]:
+    """The jaxpr of each of them."""
+    types = lambda launch: [jax.ShapeDtypeStruct(*of_one) for of_one in launch.types]
+    return [jax.make_jaxpr(x)(*types(x)) for x in launches(fn, *args)]
+
+
 def kernels(fn: Callable, *args: Any) -> str:
     """What is traced for all of them, as text."""
-    types = lambda launch: [jax.ShapeDtypeStruct(*of_one) for of_one in launch.types]
-    return "\n".join(str(jax.make_jaxpr(x)(*types(x))) for x in launches(fn, *args))
+    return "\n".join(map(str, traced(fn, *args)))
 
 
-def _launches(jaxpr) -> Iterator[Callable]:
+def equations(jaxpr) -> Iterator[Any]:
+    """All of a jaxpr, with those inside of others."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if eqn.primitive.name == "jax_flash_launch":
-            yield eqn.params["launch"]
+        yield eqn
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
-                yield from _launches(inner)
+                yield from equations(inner)
 
 
 def _is_jaxpr(x) -> bool:
