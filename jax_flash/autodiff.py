@@ -126,7 +126,8 @@ def _prepared(call: Call):
         or default(
             width,
             value_width,
-            query_length=call.query.shape[1],
+            queries=(call.query.shape[1], call.query.shape[0] * call.query.shape[2]),
+            causal=highest is not None,
             window=window,
             segmented=bool(ids),
             has_elements=has_mask or has_bias,

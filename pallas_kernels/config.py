@@ -1,6 +1,7 @@
 """Tile sizes, stages and warpgroups of each kernel, as data with the reason beside each row."""
 
 import dataclasses
+import math
 
 from pallas_kernels.problem import (
     box_width,
@@ -298,10 +299,10 @@ FORWARD_BOXES = dataclasses.replace(FORWARD_96, stages=2)
 NARROW_WINDOW = 768
 FORWARD_NARROW = _TWO_CONSUMERS
 
-# Queries so few that tiles of three consumers have this many times the rows that tiles of two have.
-# us*, two and three: b64 s197 52.6 and 62.9, b16 s640 causal 47.0 and 51.7, b32 s577 125 and 124,
-# b32 s1024 (1.125 times the rows) 289 and 264.
-_IDLE_ROWS = 1.2
+# Three consumers are so many times as fast as two where they have rows enough. us*, two and three,
+# by how many times the rows tiles of three have: b64 s197 52.6 and 62.9 (1.5), b16 s640 causal 47.0
+# and 51.7 (1.2), b32 s577 125 and 124 (1.2), b32 s1024 289 and 264 (1.125).
+_THREE_BY_TWO = 1.2
 
 # The same in FP8, whose operands have 64, 128 or 256 columns.
 FORWARD_FP8 = {
@@ -424,11 +425,19 @@ def default_fp8(
     return table[64 if widest <= 64 else 128 if widest <= 128 else 256]
 
 
+def _rows_an_sm(config: ForwardConfig, length: int, heads: int, causal: bool) -> float:
+    """Rows, of tiles, that the SM has which has most."""
+    tiles = heads * config.whole_tiles(length) // config.block_q / SM_COUNT
+    # Few tiles of one size take as long as one more; of many, or of all sizes, the deal is even.
+    return config.block_q * max(1.0, tiles if causal or tiles > 4 else math.ceil(tiles))
+
+
 def default(
     width: int,
     value_width: int = 0,
     *,
-    query_length: int | None = None,
+    queries: tuple[int, int] | None = None,
+    causal: bool = False,
     window: int | None = None,
     segmented: bool = False,
     has_elements: bool = False,
@@ -442,7 +451,8 @@ def default(
     Args:
       width: of query and key.
       value_width: as width if it is 0.
-      query_length: None for many.
+      queries: how many rows, and of how many heads of all batch entries; None for many.
+      causal: whether tiles see the fewer keys the earlier they are.
       window: how many keys a query sees at most, where both bounds are static.
       segmented: there are segment ids.
       has_elements: there is a bias or a dense mask.
@@ -477,10 +487,9 @@ def default(
             forward = FORWARD_LATENT
         elif widest == 64 and window is not None and window <= NARROW_WINDOW:
             forward = FORWARD_NARROW
-    if query_length is not None and forward.consumers > 2:
-        rows = forward.whole_tiles(query_length)
-        if rows >= _IDLE_ROWS * _TWO_CONSUMERS.whole_tiles(query_length):
-            forward = _TWO_CONSUMERS
+    if queries is not None and forward.consumers == 3:
+        three, two = (_rows_an_sm(x, *queries, causal) for x in (forward, _TWO_CONSUMERS))
+        forward = _TWO_CONSUMERS if three >= _THREE_BY_TWO * two else forward
     if widest > 128 and all(box_width(w) == 32 for w in widths):
         # As one: in parts of 32, H160 718 TFLOP/s* for 729 at b4 s4096 causal, H224 725 for 739.
         forward = dataclasses.replace(forward, staged_columns=widths[1])

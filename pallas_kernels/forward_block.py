@@ -55,9 +55,6 @@ class Block:
 
     def needs(self, tile, batch, column):
         """An entry of `Tiles.key_blocks`."""
-        needed_by_all = self.plan.tiles.needed_by_all
-        if needed_by_all is not None:  # no load from global memory to wait for
-            return jnp.int32(needed_by_all[column])
         entry = (batch, tile, column) if self.plan.problem.by_batch else (tile, column)
         return self.key_blocks[entry]
 
@@ -148,6 +145,12 @@ class ThreadBlock(Block):
             )
         elif not plan.tiles.one_each:
             self._tile_count = self.listed(0)
+
+    def needs(self, tile, batch, column):
+        needed_by_all = self.plan.tiles.needed_by_all
+        if needed_by_all is not None:  # no load to wait for; where ptxas knows the number it spills
+            return jnp.int32(needed_by_all[column]) + fresh_zero()
+        return super().needs(tile, batch, column)
 
     def tile_count(self):
         """Of the list."""

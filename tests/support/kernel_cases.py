@@ -146,6 +146,8 @@ SHAPES = {
 # Width, mask, and shape of those.
 SHORT = [
     *((width, mask, "few") for width in (64, 80, 128) for mask in ("full", "causal", "window")),
+    (96, "full", "few"),
+    (256, "full", "few"),
     (256, "causal", "few"),
     (64, "full", "short"),
     (64, "causal", "short"),
