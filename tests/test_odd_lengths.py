@@ -133,6 +133,7 @@ def test_odd_lengths(T, S, H, h, options):
 
 
 GPU_LENGTHS = [(1, 1), (3, 239), (83, 83), (113, 203), (197, 200), (200, 197), (1023, 1025)]
+GPU_LENGTHS += [(77, 64), (64, 77), (129, 128), (128, 1)]  # beside as many rows as a box has
 GPU_WIDTHS = [(64, 64), (128, 128), (80, 80), (96, 96), (256, 256), (72, 40), (192, 128), (32, 160)]
 GPU_OPTIONS: list[dict[str, Any]] = [
     dict(is_causal=True),
