@@ -76,6 +76,18 @@ def test_a_copy_would_be_found():
     assert passes(support.compiled_program(padded, (rows,)), B * 197 * N * 64)
 
 
+@pytest.mark.long
+@pytest.mark.compiler
+def test_products_are_those_of_whole_tiles():
+    """Though at width 96 each operand stands in three boxes."""
+
+    def products(length):
+        reports = support.compile_kernels(*forward_and_backward(length, length, 96, 96))
+        return {report.name: report.sass and report.sass.wgmma_shapes for report in reports}
+
+    assert products(1001) == products(1000)
+
+
 @pytest.mark.parametrize(
     "bias_dtype", [pytest.param(x, id=np.dtype(x).name) for x in (jnp.bfloat16, jnp.float32)]
 )
