@@ -1,4 +1,4 @@
-"""Lowers kernels in less time, to the same PTX: the one place that changes something of JAX's own.
+"""Lowers kernels in less time, to the same PTX: with `joined.py`, what changes something of JAX's.
 
 What compiles a Mosaic kernel begins with a canonicalization from the top down. For every operation
 that it erases it visits the loop around it again, with all of its few hundred values: half of the

@@ -76,6 +76,18 @@ def test_a_copy_would_be_found():
     assert passes(support.compiled_program(padded, (rows,)), B * 197 * N * 64)
 
 
+@pytest.mark.long
+@pytest.mark.compiler
+def test_products_are_those_of_whole_tiles():
+    """Though at width 96 each operand stands in three boxes."""
+
+    def products(length):
+        reports = support.compile_kernels(*forward_and_backward(length, length, 96, 96))
+        return {report.name: report.sass and report.sass.wgmma_shapes for report in reports}
+
+    assert products(1001) == products(1000)
+
+
 @pytest.mark.parametrize(
     "bias_dtype", [pytest.param(x, id=np.dtype(x).name) for x in (jnp.bfloat16, jnp.float32)]
 )
@@ -133,6 +145,7 @@ def test_odd_lengths(T, S, H, h, options):
 
 
 GPU_LENGTHS = [(1, 1), (3, 239), (83, 83), (113, 203), (197, 200), (200, 197), (1023, 1025)]
+GPU_LENGTHS += [(77, 64), (64, 77), (129, 128), (128, 1)]  # beside as many rows as a box has
 GPU_WIDTHS = [(64, 64), (128, 128), (80, 80), (96, 96), (256, 256), (72, 40), (192, 128), (32, 160)]
 GPU_OPTIONS: list[dict[str, Any]] = [
     dict(is_causal=True),
