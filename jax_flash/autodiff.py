@@ -18,6 +18,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from jax_flash import mask_blocks
 from jax_flash.call import LSE_NAME, Call, named
 from jax_flash.kernel_operands import (
     SCALES,
@@ -59,7 +60,6 @@ def unsupported(call: Call) -> str | None:
             value_width not in SUPPORTED_WIDTHS
         ),
         "symbolic sizes: kernels are made for sizes that are known": call.is_symbolic,
-        "mask_mod: the kernels take masks as arrays alone": call.mask_mod is not None,
         "score_mod: the kernels take a bias as an array alone": call.score_mod is not None,
         "scale as an array": not isinstance(call.scale, (int, float)),
         # The exponent's multiplier is a float32, and -LSE / scale is added up in one.
@@ -70,7 +70,24 @@ def unsupported(call: Call) -> str | None:
             and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
         ),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return found or (None if call.mask_mod is None else _unsupported_beside_mask_mod(call))
+
+
+def _unsupported_beside_mask_mod(call: Call) -> str | None:
+    """Why they cannot do one with a mask_mod."""
+    see = call.visibility
+    others = {
+        "lengths or an offset that are arrays": not see.are_bounds_static,
+        "segment ids": see.query_segment_ids is not None,
+        "a dense mask": see.mask is not None,
+        "a bias": call.bias is not None,
+    }
+    for name, holds in others.items():
+        if holds:
+            return f"mask_mod with {name}: the kernels take one or the other"
+    assert call.mask_mod is not None
+    return mask_blocks.unsupported(call.mask_mod)
 
 
 def attention(call: Call) -> tuple[jax.Array, jax.Array]:
@@ -109,19 +126,28 @@ def _prepared(call: Call):
     are_one = call.visibility.query_segment_ids is call.visibility.key_value_segment_ids
     width, value_width = call.query.shape[-1], call.value.shape[-1]
     window = None if lowest is None or highest is None else highest - lowest + 1
+    mask_function = None
+    if call.mask_mod is not None:
+        lengths = call.query.shape[1], call.key.shape[1]
+        program = call.mask_mod.program
+        mask_function = mask_blocks.mask_function(program, *lengths, lowest, highest)
     elements = elements_of(call)
     has_mask, has_bias = elements.mask is not None, elements.bias is not None
+    all_count = bool(ids) and are_one and not intervals and sees_itself(lowest, highest)
+    if mask_function is not None:
+        all_count = mask_function.all_count
     settings = _Settings(
         scale=float(call.scale),
         lowest=lowest,
         highest=highest,
         dynamic=bool(intervals),
         segmented=bool(ids),
-        all_count=bool(ids) and are_one and not intervals and sees_itself(lowest, highest),
+        all_count=all_count,
         has_mask=has_mask,
         has_bias=has_bias,
         soft_cap=call.logits_soft_cap,
         dropout=dropout_words.steps_of(call.dropout_rate),
+        mask_function=mask_function,
         deterministic=call.deterministic,
         config=call.config
         or default(
@@ -165,6 +191,7 @@ class _Settings:
     has_bias: bool
     soft_cap: float | None
     dropout: int
+    mask_function: Any
     deterministic: bool
     config: Config
 
@@ -182,6 +209,7 @@ class _Settings:
             has_bias=self.has_bias,
             soft_cap=self.soft_cap,
             dropout=self.dropout,
+            mask_function=self.mask_function,
         )
 
     def backward_ignores_unseen(self, problem: Problem) -> bool:

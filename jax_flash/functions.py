@@ -110,6 +110,7 @@ class _Program:
     def __init__(self, jaxpr: "Jaxpr", varies_over: frozenset[str]):
         self.varies_over = varies_over  # mesh axes, as the operations of a jaxpr are strict in them
         self.steps = _Steps.of(jaxpr)
+        self._text = str(jaxpr)
         self.dtypes = [v.aval.dtype for v in self.steps.arguments[: len(jaxpr.constvars)]]
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | set(map(id, jaxpr.outvars))
         self.reads = [id(v) in used for v in jaxpr.invars]
@@ -121,6 +122,10 @@ class _Program:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __repr__(self) -> str:
+        """All that it does, where it captures nothing."""
+        return self._text
 
 
 def traced(

@@ -114,6 +114,8 @@ def zero_unseeing(
     ids: tuple[jax.Array, ...],
 ) -> jax.Array:
     """x `[B, T, ...]` with zeros where a query sees no key: 0 * NaN would be NaN."""
+    if problem.has_lists:
+        return _zero_unless(problem.mask_function.seeing[None], x)
     others: tuple[Any, ...] = intervals
     if ids and not others:
         others = (run_time_intervals.of_bounds_of_queries(problem),)
@@ -127,6 +129,8 @@ def zero_unseen(
     ids: tuple[jax.Array, ...],
 ) -> jax.Array:
     """x `[B, S, ...]` with zeros where no query sees the key."""
+    if problem.has_lists:
+        return _zero_unless(problem.mask_function.seen[None], x)
     others: tuple[Any, ...] = tuple(
         run_time_intervals.of_keys(seen, problem.key_length) for seen in intervals
     )

@@ -125,6 +125,8 @@ def _build(
     )
 
     def run(intervals, ids, *operands):
+        if problem.has_lists:
+            return kernel(jnp.asarray(plan.order), jnp.asarray(plan.lists), *operands)
         if not problem.by_batch:
             return kernel(jnp.asarray(plan.order), *operands)
         masks: tuple[jax.Array, ...] = () if intervals is None else (intervals,)

@@ -16,6 +16,7 @@ from pallas_kernels.dropout import d_logits
 from pallas_kernels.elements import NOTHING_LOADED
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.far_rows import start_and_share_of_marks, weights_by_query
+from pallas_kernels.mask_functions import function_bits
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.problem import LOG2E
 from pallas_kernels.ptx.compiler import fresh_zero
@@ -54,6 +55,9 @@ class _Consumer:
 
     def run(self) -> None:
         block, plan, problem = self.block, self.plan, self.plan.problem
+        if problem.has_lists:
+            self.run_list()
+            return
         own = self.key_blocks()
         plgpu.barrier_wait(block.q_full)
         plgpu.barrier_wait(block.o_full)
@@ -72,6 +76,17 @@ class _Consumer:
         if plan.any_mask:
             lax.fori_loop(end_rest, end, masking, None)
         lax.fori_loop(end, block.blocks, self.skip, None)
+        self.store_dq()
+
+    def run_list(self) -> None:
+        """The same of a tile that has a list, of which the first steps need a mask."""
+        block = self.block
+        plgpu.barrier_wait(block.q_full)
+        plgpu.barrier_wait(block.o_full)
+        needing_mask = block.ordered(3)
+        masking, rest = (functools.partial(self.step, needs_mask=x) for x in (True, False))
+        lax.fori_loop(jnp.int32(0), needing_mask, masking, None)
+        lax.fori_loop(needing_mask, block.blocks, rest, None)
         self.store_dq()
 
     def key_blocks(self) -> KeyBlocks:
@@ -110,8 +125,15 @@ class _Consumer:
         return start_and_share_of_marks(start, block.far, self.place(), problem)
 
     def compare_ids(self, j):
-        """Where keys of step j and rows have equal segment ids; None if there are none."""
+        """Where keys of step j and rows have equal segment ids; None if there are none.
+
+        With a mask function where it shows them.
+        """
         block, problem, block_kv = self.block, self.plan.problem, self.plan.config.block_kv
+        if problem.has_lists:
+            first_key, last_row = block.first_key_of(j), problem.query_length - 1
+            place = self.first_row(), first_key, block_kv
+            return function_bits(problem.mask_function, *place, last_row)
         if not problem.segmented:
             return None
         batch, _ = block.batch_and_head()

@@ -196,18 +196,23 @@ class _Producer:
         kv_head = lax.div(head, jnp.int32(plan.problem.group))
         blocks = block.needs(tile, batch, 0)
         end_block = block.end_of(tile, batch) if plan.problem.has_far_edge else blocks
+        key_block = lambda j: end_block - 1 - j
+        if plan.problem.has_lists:
+            key_block = lambda j: block.listed_block(tile, j)
 
         def load(ref, buffers, columns: Columns, full, free, j):
             step = steps + j
             slot = lambda: block.slot(step)  # made anew, as registers are few
+            listed = key_block(j) if plan.problem.has_lists else None  # read under the wait
             pl.when(step >= plan.config.stages)(lambda: free.wait(slot()))
-            rows = pl.ds((end_block - 1 - j) * plan.config.block_kv, plan.config.block_kv)
+            number = key_block(j) if listed is None else listed
+            rows = pl.ds(number * plan.config.block_kv, plan.config.block_kv)
             columns.load(ref.at[batch, rows, kv_head], buffers.at[slot()], full.at[slot()])
 
         def load_key(j):
             load(block.k, block.k_smem, plan.key_columns, block.k_full, block.k_free, j)
             if plan.comes_by_tma:
-                first_key = (end_block - 1 - j) * plan.config.block_kv
+                first_key = key_block(j) * plan.config.block_kv
                 self.load_bias((tile, batch, head), first_key, block.slot(steps + j))
 
         def load_value(j):

@@ -12,6 +12,7 @@ from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
 from pallas_kernels.forward_plan import Plan
 from pallas_kernels.hopper import Turns
+from pallas_kernels.mask_functions import LISTED
 from pallas_kernels.ptx.barriers import with_twins
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.row_masks import ROWS, RowMasks, in_each_row
@@ -60,7 +61,13 @@ class Block:
 
     def end_of(self, tile, batch):
         """The end of the first key block of a tile, in blocks."""
+        if self.plan.problem.has_lists:
+            return self.listed_block(tile, jnp.int32(0)) + 1
         return self.needs(tile, batch, 3 if self.plan.problem.has_far_edge else 0)
+
+    def listed_block(self, tile, j):
+        """The key block of step j of a tile that has a list."""
+        return self.key_blocks[tile, LISTED + j]
 
     def load_queries(self, index, place) -> None:
         """Those of a tile, when their buffer is free.

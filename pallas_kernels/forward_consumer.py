@@ -131,6 +131,8 @@ class _Consumer(Products):
             number = self.number(index + fresh_zero())
             tile, batch, _ = plan.tiles.locate(number)
             end_block = block.end_of(tile, batch)
+        if problem.has_lists and problem.has_dropout:
+            end_block = block.listed_block(tile, j) + 1 + j
         mask = lambda values: values
         if needs_mask:
             bounds = rows.bounds(tile, batch)
@@ -241,6 +243,8 @@ class _Consumer(Products):
                 first = compared
             return lax.fori_loop(first, end, functools.partial(step, **options), carry)
 
+        if plan.problem.has_lists:
+            return blocks, self.listed_steps(step, needing_mask, blocks, carry)
         if plan.settles:
             exact, carry = self.steps_until_settled(step, exact, blocks, carry)
         else:
@@ -254,6 +258,20 @@ class _Consumer(Products):
         if has_far_edge and not mask_throughout:
             carry = masked_steps(near, blocks, carry, exact=False, far=True)
         return blocks, carry
+
+    def listed_steps(self, step: Callable, needing_mask, blocks, carry):
+        """The steps of a list: those that look for maxima, others with a mask, those without."""
+        plan = self.plan
+        if plan.settles:
+            exact = jnp.where(self.begin > 0, blocks, 1)
+            exact, carry = self.steps_until_settled(step, exact, blocks, carry)
+            masked = jnp.maximum(exact, needing_mask)
+            masked_step = functools.partial(step, exact=False, far=True)
+            carry = lax.fori_loop(exact, masked, masked_step, carry)
+        else:
+            masked = jnp.maximum(needing_mask, 1)
+            carry = lax.fori_loop(jnp.int32(1), masked, functools.partial(step, exact=True), carry)
+        return lax.fori_loop(masked, blocks, functools.partial(step, exact=False), carry)
 
     def steps_until_settled(self, step: Callable, exact, blocks, carry):
         """Exact steps, at least so many, until every row has seen a key that is not hidden."""

@@ -46,6 +46,8 @@ class Tiles:
         """
         rows_of_warpgroups = -(-self.problem.query_length // ROWS) * ROWS
         is_causal = self.problem.highest is not None and not self.problem.segmented
+        if self.problem.has_lists:
+            is_causal = self.problem.mask_function.grows()
         return self.rows - rows_of_warpgroups if is_causal else 0
 
     def first_row(self, tile, warpgroup):
@@ -70,8 +72,12 @@ class Tiles:
         many come before those with a mask at the far edge, and the end of the first one, in blocks.
         Where some row sees no key, all steps are exact. A tile that sees nothing takes one block,
         fully masked, so that every tile has a first one.
+
+        With a mask function they are what `mask_functions.lists` gives.
         """
         p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv
+        if p.has_lists:
+            return p.mask_function.key_lists(block_q, block_kv, self.shift, p.key_length)
         if p.by_batch:
             raise ValueError("problem: got one that is dynamic or segmented, needs key_blocks_of")
         first_row = np.arange(self.per_head) * block_q - self.shift
@@ -100,7 +106,7 @@ class Tiles:
     @functools.cached_property
     def any_mask(self) -> bool:
         """Whether any step has one, but for segment ids."""
-        if self.problem.has_far_edge:
+        if self.problem.has_far_edge or self.problem.has_lists:
             return True
         return not self.problem.by_batch and bool(self.key_blocks()[:, 1].any())
 

@@ -14,6 +14,7 @@ import numpy as np
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments, tickets
 from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT
+from pallas_kernels.mask_functions import COUNT
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 
@@ -79,17 +80,26 @@ class KeyTiles:
     @property
     def any_mask(self) -> bool:
         p = self.problem
-        return p.highest is not None or p.has_far_edge or self.ragged
+        return p.highest is not None or p.has_far_edge or p.has_lists or self.ragged
 
     def seeing_blocks(self) -> np.ndarray:
         """`[2, per_head]` int32: first and end of the query blocks that see a key of the tile.
 
         A tile that no row sees takes one, fully masked, so that every tile has a step. What is
-        known at run time only is left out, as if it let every query see every key.
+        known at run time only is left out, as if it let every query see every key. With a mask
+        function they are `mask_functions.lists`, a column for each tile.
         """
+        if self.problem.has_lists:
+            return self.lists.T
         first, end = self._seeing_blocks(0, self.block_kv)
         first = np.minimum(first, self.query_blocks - 1)
         return np.stack([first, np.maximum(end, first + 1)])
+
+    @functools.cached_property
+    def lists(self) -> np.ndarray:
+        """`mask_functions.lists` of a problem with a mask function."""
+        p = self.problem
+        return p.mask_function.query_lists(self.block_kv, self.block_q, p.key_length)
 
     def _seeing_blocks(self, own_first_key: int, keys: int) -> np.ndarray:
         """The same of some keys of each tile, of which there may be no block."""
@@ -193,6 +203,8 @@ class KeyTiles:
 
     def steps(self) -> np.ndarray:
         """`[per_head]`: query blocks that a tile takes, of all heads of the group."""
+        if self.problem.has_lists:
+            return self.problem.group * self.lists[:, COUNT]
         first, end = self.seeing_blocks()
         return self.problem.group * (end - first)
 

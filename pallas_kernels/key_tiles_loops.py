@@ -9,8 +9,9 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.key_tiles_masks import StepMask
+from pallas_kernels.key_tiles_masks import ListedMask, StepMask
 from pallas_kernels.key_tiles_walk import Walk
+from pallas_kernels.mask_functions import MASKED
 
 
 def loop_over_steps(
@@ -62,7 +63,8 @@ def loop_over_steps(
         far_in_masked and may_be_far and walk.tiles.any_mask,
     )
     if first_step is not None:
-        mask = loops.mask_of(loops.end_block() - 1, j, comparing=True)
+        first = 0 if walk.tiles.problem.has_lists else loops.end_block() - 1
+        mask = loops.mask_of(first, j, comparing=True)
         first_step(j, mask=mask, far=may_be_far, load_elements=load_elements)
         j = j + 1
     one_head = functools.partial(loops.one_head, end)
@@ -98,9 +100,11 @@ class _Loops:
         return self.walk.first_unmasked_block(self.index, self.own_first_key)
 
     def mask_of(self, block, j, comparing: bool = False) -> StepMask | None:
-        """Of steps from j on, whose blocks run from one on."""
+        """Of steps from j on, whose blocks run from one on, or from a place of the tile's list."""
         if not self.walk.tiles.any_mask:
             return None
+        if self.walk.tiles.problem.has_lists:
+            return ListedMask(self.walk, self.index, block - j, self.own_first_key, comparing)
         return StepMask(self.walk, self.index, block + j, self.own_first_key, comparing)
 
     def masked(self, block, j, end) -> None:
@@ -128,12 +132,36 @@ class _Loops:
         assert self.blank_step is not None
         pl.loop(j, end)(functools.partial(self.blank_step, mask=self.mask_of(block, j)))
 
+    def listed(self, end, j):
+        """The same where tiles have lists: first the steps that need a mask, then the others."""
+        walk, tiles = self.walk, self.walk.tiles
+        place = walk.locate(self.index)
+        count = walk.steps_of_head(place)
+        done, end_of_head = jnp.int32(self.done), end
+        if tiles.problem.group > 1:
+            left = lax.rem(end - j - 1, count) + 1
+            done, end_of_head = count - left, j + left
+        masked = j + jnp.maximum(walk.seeing(place, MASKED) - done, 0)
+        may_be_far = tiles.problem.soft_cap is None
+        if may_be_far and self.far_in_masked:
+            masked = jnp.where(walk.are_any_far()(), end_of_head, masked)
+        elif may_be_far:
+            far = jnp.where(walk.are_any_far()(), end_of_head, j)
+            self.far(done, j, far)
+            j, done = far, done + (far - j)
+            masked = jnp.maximum(masked, j)
+        self.masked(done, j, masked)
+        pl.loop(masked, end_of_head)(functools.partial(self.step, mask=None, far=False))
+        return end_of_head
+
     def one_head(self, end, j):
         """From step j on, which need not be the head's first; returns the number after its last.
 
         Args:
           end: the number after the tile's last.
         """
+        if self.walk.tiles.problem.has_lists:
+            return self.listed(end, j)
         walk, tiles, index, own_first_key = (
             self.walk,
             self.walk.tiles,

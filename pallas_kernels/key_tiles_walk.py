@@ -12,6 +12,7 @@ from jax import lax
 from pallas_kernels import tickets
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.key_tiles import CONSUMER_KEYS, KeyTiles
+from pallas_kernels.mask_functions import COUNT, LISTED
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.loads import load_rows
 from pallas_kernels.ptx.votes import any_positive
@@ -175,6 +176,10 @@ class Walk:
     def _last_entries(self, place):
         return [self._own_entry(place, self.tiles.block_kv, n) for n in range(4)]
 
+    def listed_block(self, place, n):
+        """The query block at place n of the list of a tile."""
+        return self.seeing_blocks_ref[LISTED + n, place[0]]
+
     def blocks_of(self, place):
         """First query block of a tile, and how many there are of each head of the group."""
         first_block = self.first_block(place)
@@ -186,13 +191,21 @@ class Walk:
 
     def steps_of(self, place):
         """The same of what `locate` gives."""
+        return self.steps_of_head(place) * self.tiles.problem.group
+
+    def steps_of_head(self, place):
+        """The same of one head."""
+        if self.tiles.problem.has_lists:
+            return self.seeing(place, COUNT)
         _, per_head = self.blocks_of(place)
-        return per_head * self.tiles.problem.group
+        return per_head
 
     def step_of(self, place, t):
         """Query block of step t of a tile, and the query head's number in its group."""
-        _, per_head = self.blocks_of(place)
+        per_head = self.steps_of_head(place)
         member = lax.div(t, per_head) if self.tiles.problem.group > 1 else 0
+        if self.tiles.problem.has_lists:
+            return self.listed_block(place, t - member * per_head), member
         return self.end_block(place) - 1 - t + member * per_head, member
 
     def advance(self, index, t):

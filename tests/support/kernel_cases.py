@@ -132,6 +132,21 @@ FP8 = [
     ("causal", "ragged", True),
 ]
 
+# With a mask_mod: width, shape, other options, and whether gradients are deterministic.
+FUNCTIONS: list[tuple[int, str, dict[str, Any], bool]] = [
+    (64, "even", {}, False),
+    (64, "ragged", {}, True),
+    (64, "ragged", {"logits_soft_cap": 30.0}, False),
+    (64, "ragged", {"dropout_rate": 0.1}, False),
+    (96, "ragged", {}, False),
+    (128, "even", {}, False),
+    (128, "ragged", {}, True),
+    (128, "ragged", MASKS["window"], False),
+    (128, "ragged", {"logits_soft_cap": 30.0, "dropout_rate": 0.1}, False),
+    (256, "ragged", {}, False),
+    (256, "ragged", {"logits_soft_cap": 30.0, "dropout_rate": 0.1}, False),
+]
+
 BATCH = 2  # a batch of one takes fewer registers
 
 # (T, S, N, K, dtype): tiles that fit, and tails at both ends with grouped heads. Of heads so many
@@ -172,7 +187,7 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
     cases += _cases_of_other_widths() + _cases_of_elements()
     cases += _cases_of_soft_caps() + _cases_of_segments() + _cases_of_dropout()
-    cases += _cases_of_crowded() + _cases_of_tiled_bias()
+    cases += _cases_of_crowded() + _cases_of_tiled_bias() + _cases_of_functions()
     return cases + _cases_of_fp8()
 
 
@@ -322,6 +337,23 @@ def _cases_of_tiled_bias() -> list[tuple[str, Callable, Any]]:
         name = f"H{width}-{mask}-tiled-bias{extras}{'-dropout' * has_dropout}"
         args = query, key, key, bias, dense_mask, lengths, ids if has_ids else (None, None)
         cases.append((name, fn, args))
+    return cases
+
+
+def _near_in_image(b, h, q_idx, kv_idx):
+    """Of pixels in rows of 64."""
+    near = lambda x, y: jnp.abs(x - y) <= 6
+    return near(q_idx // 64, kv_idx // 64) & near(q_idx % 64, kv_idx % 64)
+
+
+def _cases_of_functions() -> list[tuple[str, Callable, Any]]:
+    cases = []
+    for width, shape, options, deterministic in FUNCTIONS:
+        fn = _forward_and_backward(options | {"mask_mod": _near_in_image}, deterministic)
+        args = _args_of(width, width, "full", None, None, None, shape=shape)
+        extras = "-window" * ("is_causal" in options) + "-cap" * ("logits_soft_cap" in options)
+        extras += "-dropout" * ("dropout_rate" in options) + "-deterministic" * deterministic
+        cases.append((f"H{width}-function-{shape}{extras}", fn, args))
     return cases
 
 
