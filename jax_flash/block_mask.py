@@ -12,7 +12,7 @@ from jax import lax
 
 from jax_flash import mask_blocks
 from jax_flash.checks import need
-from jax_flash.functions import Function, traced
+from jax_flash.functions import Function, KnownBlocks, traced
 
 _PICTURE = 32  # characters a side
 _CHARACTERS = ".+#"  # of empty, partial and full blocks
@@ -116,14 +116,16 @@ def block_mask(
     needs = "one that captures arrays that are known: make it outside of jit"
     need(is_known, "mask_mod", "a function that captures traced arrays", needs, TypeError)
     with jax.ensure_compile_time_eval():
-        kinds = np.asarray(_kinds(function, batch, heads, query_length, key_length))
+        shown = jax.device_get(_shown(function, batch, heads, query_length, key_length))
+    known = KnownBlocks(np.asarray(shown.kinds), np.asarray(shown.seen))
+    function = dataclasses.replace(function, known=known)
     batch, heads, query_length, key_length = map(int, sizes.values())
-    return BlockMask(function, batch, heads, query_length, key_length, kinds)
+    return BlockMask(function, batch, heads, query_length, key_length, known.kinds)
 
 
 @functools.partial(jax.jit, static_argnums=range(1, 5))
-def _kinds(function: Function, batch: int, heads: int, query_length: int, key_length: int):
-    """`BlockMask.kinds`, each axis of batch and heads whole."""
+def _shown(function: Function, batch: int, heads: int, query_length: int, key_length: int):
+    """What `KnownBlocks` has, each axis of batch and heads whole."""
     block = BlockMask.BLOCK
     blocks = [-(-length // block) for length in (query_length, key_length)]
     key = jnp.arange(blocks[1] * block, dtype=jnp.int32)
@@ -135,10 +137,10 @@ def _kinds(function: Function, batch: int, heads: int, query_length: int, key_le
         query = row * block + jnp.arange(block, dtype=jnp.int32).reshape(1, 1, -1, 1)
         visible = function.at(entry, head, jnp.minimum(query, query_length - 1), keys)
         there = (query < query_length) & (key < key_length)
-        by_block = lambda x: jnp.broadcast_to(x, there.shape).reshape(block, blocks[1], block)
-        some, whole = by_block(visible & there).any((0, 2)), by_block(visible | ~there).all((0, 2))
-        return jnp.where(whole, 2, jnp.where(some, 1, 0)).astype(jnp.int8)
+        visible = jnp.broadcast_to(visible, there.shape) & there
+        return visible.sum(2, dtype=jnp.uint8)
 
     sizes = batch, heads, blocks[0]
     places = jnp.stack(jnp.unravel_index(jnp.arange(np.prod(sizes), dtype=jnp.int32), sizes))
-    return lax.map(of_rows, tuple(places)).reshape(*sizes, blocks[1])
+    counts = lax.map(of_rows, tuple(places)).reshape(*sizes, len(key))
+    return mask_blocks.by_blocks(counts, query_length, key_length)

@@ -218,6 +218,8 @@ class Plan:
         p = self.problem
         if self.problem.has_cap or self.problem.has_dropout or p.segmented or p.has_bias:
             return True
+        if p.has_given_lists:
+            return True
         if self.is_wide or not self.tiles.any_mask:
             return False
         # H64-full-ragged would spill 40 bytes.

@@ -22,7 +22,7 @@ from pallas_kernels.config import (
 )
 from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
-from pallas_kernels.mask_functions import COUNT, LISTED, MASKED
+from pallas_kernels.mask_functions import COUNT, LISTED, MASKED, MaskRefs
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of, with_twins
@@ -128,7 +128,7 @@ class Plan:
         """
         p, counts = self.problem, self.key_blocks.end - self.key_blocks.first
         if p.has_lists:
-            counts = self.lists[:, COUNT]
+            counts = self.lists[0, 0, :, COUNT]
         section = scheduler.heads_per_section(
             FORWARD_SECTION_BYTES,
             bytes_per_kv_head=p.key_length * p.pair_bytes,
@@ -142,7 +142,7 @@ class Plan:
         if p.has_far_edge:
             order = np.c_[order, self.key_blocks.end[tile]]
         if p.has_lists:
-            order = np.c_[order, self.lists[tile, MASKED]]
+            order = np.c_[order, self.lists[0, 0, tile, MASKED]]
         return order.astype(np.int32)
 
     def order_of(self, intervals, ids) -> jax.Array:
@@ -204,7 +204,7 @@ class ThreadBlock:
     Attributes:
       plan: of the kernel.
       q, k, v, d_out, start, delta, far, dq: refs of operands and result, in global memory.
-      lists: ref of `Plan.lists`, None without.
+      lists: of tiles, with the mask function, None without.
       masks: refs of intervals if dynamic, then of ids if segmented.
       dropout, elements: of rows and keys.
       q_smem, k_smem: lists of buffers of `Plan.key_parts`; o_smem, v_smem: buffers.
@@ -223,9 +223,9 @@ class ThreadBlock:
         self.q_smem, self.k_smem, self.o_smem, self.v_smem = q_smem, k_smem, o_smem, v_smem
         self.q_full, self.o_full, self.k_full, self.v_full = q_full, o_full, k_full, v_full
         self._order, *refs = refs
-        self.lists: Any = None
+        self.lists = None
         if problem.has_lists:
-            self.lists, *refs = refs
+            self.lists, refs = MaskRefs.split(problem, refs)
         count = int(problem.dynamic) + 2 * int(problem.segmented)
         self.masks = refs[:count]
         self.dropout, refs = DropoutRefs.split(problem, refs[count:])
@@ -244,7 +244,8 @@ class ThreadBlock:
 
     def key_block_of(self, j):
         if self.lists is not None:
-            return self.lists[self.ordered(0), LISTED + j]
+            batch, head = self.batch_and_head()
+            return self.lists.entry(batch, head, self.ordered(0), LISTED + j)
         anew = self.plan.crowded and self.plan.problem.has_far_edge
         return (self.ordered(3) - self.ordered(2) if anew else self.first_block) + j
 

@@ -16,7 +16,6 @@ from pallas_kernels.dropout import d_logits
 from pallas_kernels.elements import NOTHING_LOADED
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.far_rows import start_and_share_of_marks, weights_by_query
-from pallas_kernels.mask_functions import function_bits
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.problem import LOG2E
 from pallas_kernels.ptx.compiler import fresh_zero
@@ -130,10 +129,10 @@ class _Consumer:
         With a mask function where it shows them.
         """
         block, problem, block_kv = self.block, self.plan.problem, self.plan.config.block_kv
-        if problem.has_lists:
-            first_key, last_row = block.first_key_of(j), problem.query_length - 1
-            place = self.first_row(), first_key, block_kv
-            return function_bits(problem.mask_function, *place, last_row)
+        if block.lists is not None:
+            batch, head = block.batch_and_head()
+            first_key = block.first_key_of(j)
+            return block.lists.bits(batch, head, self.first_row(), first_key, block_kv)
         if not problem.segmented:
             return None
         batch, _ = block.batch_and_head()

@@ -9,6 +9,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.elements import NOTHING_LOADED
 from pallas_kernels.key_tiles_masks import ListedMask, StepMask
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.mask_functions import MASKED
@@ -30,8 +31,9 @@ def loop_over_steps(
     so that those that begin at the same time read the same blocks, which is easy on L2. Masked
     steps have a loop of their own, and code of their own, after those that need no mask; with a
     lower bound another before them. Each is two with segment ids, which are compared in one.
-    Blank steps, if there are any, come first and last. Where there are rows far from 0 anywhere
-    all steps are in a loop of their own, which alone knows of them.
+    Blank steps, if there are any, come first and last. Where tiles have lists (`mask_functions.py`)
+    masked steps come first, of all heads of the group. Where there are rows far from 0 anywhere all
+    steps are in a loop of their own, which alone knows of them.
 
     Args:
       step: mask is None, or a `StepMask` for the weights of that step; far says whether rows
@@ -67,6 +69,8 @@ def loop_over_steps(
         mask = loops.mask_of(first, j, comparing=True)
         first_step(j, mask=mask, far=may_be_far, load_elements=load_elements)
         j = j + 1
+    if walk.tiles.problem.has_lists:
+        return loops.listed(end, j)
     one_head = functools.partial(loops.one_head, end)
     if walk.tiles.problem.group > 1:
         return lax.while_loop(lambda j: j < end, one_head, j)
@@ -133,26 +137,23 @@ class _Loops:
         pl.loop(j, end)(functools.partial(self.blank_step, mask=self.mask_of(block, j)))
 
     def listed(self, end, j):
-        """The same where tiles have lists: first the steps that need a mask, then the others."""
-        walk, tiles = self.walk, self.walk.tiles
+        """All steps of a tile that has a list: first those that need a mask, then the others."""
+        walk, done = self.walk, jnp.int32(self.done)
         place = walk.locate(self.index)
-        count = walk.steps_of_head(place)
-        done, end_of_head = jnp.int32(self.done), end
-        if tiles.problem.group > 1:
-            left = lax.rem(end - j - 1, count) + 1
-            done, end_of_head = count - left, j + left
-        masked = j + jnp.maximum(walk.seeing(place, MASKED) - done, 0)
-        may_be_far = tiles.problem.soft_cap is None
+        masked = j + jnp.maximum(walk.of_list(place, MASKED) - done, 0)
+        may_be_far = walk.tiles.problem.soft_cap is None
         if may_be_far and self.far_in_masked:
-            masked = jnp.where(walk.are_any_far()(), end_of_head, masked)
+            masked = jnp.where(walk.are_any_far()(), end, masked)
         elif may_be_far:
-            far = jnp.where(walk.are_any_far()(), end_of_head, j)
+            far = jnp.where(walk.are_any_far()(), end, j)
             self.far(done, j, far)
             j, done = far, done + (far - j)
             masked = jnp.maximum(masked, j)
         self.masked(done, j, masked)
-        pl.loop(masked, end_of_head)(functools.partial(self.step, mask=None, far=False))
-        return end_of_head
+        # Of lists there is a dense mask alone, which these need not.
+        rest = functools.partial(self.step, load_elements=lambda j: NOTHING_LOADED)
+        pl.loop(masked, end)(functools.partial(rest, mask=None, far=False))
+        return end
 
     def one_head(self, end, j):
         """From step j on, which need not be the head's first; returns the number after its last.
@@ -160,8 +161,6 @@ class _Loops:
         Args:
           end: the number after the tile's last.
         """
-        if self.walk.tiles.problem.has_lists:
-            return self.listed(end, j)
         walk, tiles, index, own_first_key = (
             self.walk,
             self.walk.tiles,

@@ -11,7 +11,7 @@ from pallas_kernels.elements import Loaded
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.key_tiles import CONSUMER_KEYS
 from pallas_kernels.key_tiles_walk import Walk
-from pallas_kernels.mask_functions import function_bits
+from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.compiler import fresh_rows, fresh_zero
 from pallas_kernels.ptx.loads import load_intervals, load_rows
 from pallas_kernels.ptx.masks import (
@@ -144,18 +144,23 @@ class ListedMask(StepMask):
 
     def block_of(self, j):
         place = self.walk.locate(self.index + fresh_zero())  # made anew: registers are short
-        return self.walk.listed_block(place, self.from_block + j)
+        block, _ = self.walk.listed_step(place, self.from_block + j)
+        return block
 
     def equal_ids(self, j):
-        """Bits of what the mask function shows, but for bounds."""
-        tiles = self.walk.tiles
-        tile, _ = self.walk.locate(self.index + fresh_zero())
-        return function_bits(
-            tiles.problem.mask_function,
+        """Bits of what the mask function shows, but for bounds; None of a dense mask."""
+        walk, tiles = self.walk, self.walk.tiles
+        problem = tiles.problem
+        assert walk.lists is not None
+        place = tile, kv_head_of_all = walk.locate(self.index + fresh_zero())
+        query_block, member = walk.listed_step(place, self.from_block + j)
+        batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
+        return walk.lists.bits(
+            batch,
+            kv_head * problem.group + member,
             tile * tiles.block_kv + self.own_first_key,
-            self.block_of(j) * tiles.block_q,
+            query_block * tiles.block_q,
             tiles.block_q,
-            tiles.problem.key_length - 1,
             rows_are_keys=True,
         )
 

@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels import tickets
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.key_tiles import CONSUMER_KEYS, KeyTiles
-from pallas_kernels.mask_functions import COUNT, LISTED
+from pallas_kernels.mask_functions import COUNT, LISTED, MaskRefs
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.loads import load_rows
 from pallas_kernels.ptx.votes import any_positive
@@ -34,6 +34,7 @@ class Walk:
       elements: mask and bias, with rows of keys, of a problem that has them.
       key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
       any_far_ref: in global memory, `[1]`: more than 0 if any row is far from 0 (`far_rows.py`).
+      lists: of tiles, with the mask function, in the place of seeing_blocks_ref; None without.
       drawn: the tickets of a thread block that draws its tiles. Behind the next ticket,
         `drawn.drawn_ref` has what `prepared_tiles` counts.
     """
@@ -47,6 +48,7 @@ class Walk:
     key_words_ref: Any = None
     drawn: tickets.Tickets | None = None
     any_far_ref: Any = None
+    lists: MaskRefs | None = None
 
     @classmethod
     def of_refs(
@@ -78,8 +80,12 @@ class Walk:
                 functools.partial(lax.axis_index, "block"),
                 first_full,
             )
-        seeing_blocks_ref, *refs = refs
-        count = int(tiles.problem.by_batch) + 2 * int(tiles.problem.segmented)
+        lists, seeing_blocks_ref = None, None
+        if tiles.problem.has_lists:
+            lists, refs = MaskRefs.split(tiles.problem, refs)
+        else:
+            seeing_blocks_ref, *refs = refs
+        count = int(tiles.problem.has_intervals) + 2 * int(tiles.problem.segmented)
         more_refs = tuple(refs[:count])
         key_words_ref = None
         if tiles.problem.dropout:
@@ -96,6 +102,7 @@ class Walk:
             key_words_ref,
             drawn,
             any_far_ref,
+            lists,
         )
         return walk, operands
 
@@ -176,9 +183,22 @@ class Walk:
     def _last_entries(self, place):
         return [self._own_entry(place, self.tiles.block_kv, n) for n in range(4)]
 
-    def listed_block(self, place, n):
-        """The query block at place n of the list of a tile."""
-        return self.seeing_blocks_ref[LISTED + n, place[0]]
+    def of_list(self, place, column):
+        """An entry of the list of a tile (`mask_functions.query_lists`)."""
+        assert self.lists is not None
+        tile, kv_head_of_all = place
+        problem = self.tiles.problem
+        batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
+        if problem.has_given_lists:  # what is behind the last tile is asked for, and not used
+            batch = jnp.minimum(batch, problem.batch - 1)
+        return self.lists.entry(batch, kv_head, tile, column)
+
+    def listed_step(self, place, t):
+        """Query block of step t of a tile that has a list, and the query head's number."""
+        number = self.of_list(place, LISTED + t)
+        if self.tiles.problem.group == 1:
+            return number, 0
+        return div_rem(number, self.tiles.query_blocks)[::-1]
 
     def blocks_of(self, place):
         """First query block of a tile, and how many there are of each head of the group."""
@@ -191,21 +211,17 @@ class Walk:
 
     def steps_of(self, place):
         """The same of what `locate` gives."""
-        return self.steps_of_head(place) * self.tiles.problem.group
-
-    def steps_of_head(self, place):
-        """The same of one head."""
-        if self.tiles.problem.has_lists:
-            return self.seeing(place, COUNT)
+        if self.lists is not None:
+            return self.of_list(place, COUNT)
         _, per_head = self.blocks_of(place)
-        return per_head
+        return per_head * self.tiles.problem.group
 
     def step_of(self, place, t):
         """Query block of step t of a tile, and the query head's number in its group."""
-        per_head = self.steps_of_head(place)
+        if self.lists is not None:
+            return self.listed_step(place, t)
+        _, per_head = self.blocks_of(place)
         member = lax.div(t, per_head) if self.tiles.problem.group > 1 else 0
-        if self.tiles.problem.has_lists:
-            return self.listed_block(place, t - member * per_head), member
         return self.end_block(place) - 1 - t + member * per_head, member
 
     def advance(self, index, t):

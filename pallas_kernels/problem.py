@@ -146,6 +146,16 @@ class Problem:
         return self.mask_function is not None
 
     @property
+    def has_given_lists(self) -> bool:
+        """Whether lists come at run time, for each batch entry and head where these differ."""
+        return self.mask_function is not None and self.mask_function.kinds is None
+
+    @property
+    def has_intervals(self) -> bool:
+        """Whether kernels get intervals as an array."""
+        return self.dynamic or self.segmented
+
+    @property
     def has_far_edge(self) -> bool:
         """Whether a query may be without the first keys of those between the first and the last."""
         return (self.by_batch or self.lowest is not None) and not self.has_lists
@@ -153,7 +163,7 @@ class Problem:
     @property
     def by_batch(self) -> bool:
         """Whether what a tile needs is known at run time only, for each batch entry."""
-        return self.dynamic or self.segmented
+        return self.has_intervals or self.has_given_lists
 
     @property
     def forward_ignores_unseen(self) -> bool:

@@ -25,6 +25,8 @@ _ELEMENTWISE = {
 }
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 _DTYPES = (jnp.bool_, jnp.int32, jnp.uint32, jnp.float32)
+CAPTURED = (jnp.bool_, jnp.int32, jnp.float32)  # dtypes of captured arrays
+_INDICES = 4  # of a program, behind what it captures
 
 
 class Operation(NamedTuple):
@@ -32,12 +34,32 @@ class Operation(NamedTuple):
 
     Attributes:
       instead: what gives the result of values of one shape, where it is not the equation.
+      array: number of the captured array that is read at the place that this gives, or None.
     """
 
     equation: Any
     operands: tuple[int, ...]
     results: tuple[int, ...]
     instead: Callable[..., jax.Array] | None = None
+    array: int | None = None
+
+
+class _View(NamedTuple):
+    """A captured array of which some axes are read at an index.
+
+    Attributes:
+      array: its number.
+      shape: of all axes.
+      dtype: of its elements.
+      indices: number of the value, or None for an axis that is whole, of each axis of the array.
+      axes: of the view, which of the array they are.
+    """
+
+    array: int
+    shape: tuple[int, ...]
+    dtype: Any
+    indices: tuple[int | None, ...]
+    axes: tuple[int, ...]
 
 
 class Part(NamedTuple):
@@ -99,7 +121,8 @@ class Operations:
     """The operations of a program, those of calls in their place.
 
     Attributes:
-      arguments: numbers of the values that it is given.
+      captured: how many arrays it reads, the first of its arguments. The others are indices.
+      arguments: numbers of the values that it is given; those of arrays mean nothing.
       constants: numbers of values that are known, and these.
       operations: in order, without those on which the result does not depend.
       result: number of the value that it gives.
@@ -110,9 +133,17 @@ class Operations:
         self._count = 0
         operations: list[Operation] = []
         self.arguments = [self._new() for _ in steps.arguments]
-        self._counting = set(self.arguments)  # numbers of values that are never negative
+        self.captured = len(steps.arguments) - _INDICES
+        self._counting = set(self.arguments[self.captured :])  # numbers that are never negative
+        self._never: set[int] = set()  # numbers of bools that are false
+        self._views: dict[int, _View] = {}
+        for n, v in enumerate(steps.arguments[: self.captured]):
+            shape, axes = v.aval.shape, tuple(range(len(v.aval.shape)))
+            view = _View(n, shape, v.aval.dtype, (None,) * len(shape), axes)
+            self._views[self.arguments[n]] = view
         given = dict(zip(steps.arguments, self.arguments, strict=True))
-        (self.result,) = self._append(operations, steps.equations, steps.results, given)
+        (result,) = self._append(operations, steps.equations, steps.results, given)
+        self.result = self._loaded(operations, result)
         needed, kept = {self.result}, []
         for operation in reversed(operations):
             if needed.intersection(operation.results):
@@ -136,8 +167,14 @@ class Operations:
 
         for equation in equations:
             operands = tuple(map(number, equation.invars))
+            if (same := self._same(equation, operands)) is not None:
+                known = known | {equation.outvars[0]: same}
+                continue
+            if _CALLS.get(equation.primitive.name) is None:  # a view ends where it is one element
+                operands = tuple(self._loaded(operations, n) for n in operands)
             if (instead := self._division(equation, operands)) is not None:
                 found = [self._new()]
+                operands = tuple(self._loaded(operations, n) for n in operands)
                 operations.append(Operation(equation, operands, tuple(found), instead))
                 if operands[0] in self._counting:
                     self._counting.update(found)
@@ -161,6 +198,74 @@ class Operations:
             known = known | dict(zip(equation.outvars, found, strict=True))
         return [number(v) for v in results]
 
+    def _same(self, equation, operands) -> int | None:
+        """The number of the value that an equation gives, where that is known without it.
+
+        Of a view, and of what JAX makes of an index: below 0 it would count from the end.
+        """
+        name, first = equation.primitive.name, operands[0] if operands else -1
+        if name == "select_n" and first in self._never:
+            return operands[1]
+        if name == "lt" and first in self._counting and not np.any(self._constant(operands[1])):
+            self._never.add(found := self._new())
+            self.constants[found] = np.asarray(False)
+            return found
+        if first not in self._views:
+            return None
+        if name == "squeeze":
+            return self._squeezed(first, equation.params["dimensions"])
+        if name == "dynamic_slice":
+            return self._sliced(first, operands[1:], equation.params["slice_sizes"])
+        if name == "slice" and equation.params["strides"] is None:
+            starts = [self._new() for _ in equation.params["start_indices"]]
+            for start, index in zip(starts, equation.params["start_indices"], strict=True):
+                self.constants[start] = np.asarray(index, np.int32)
+                self._counting.add(start)
+            return self._sliced(first, starts, equation.outvars[0].aval.shape)
+        return None
+
+    def _constant(self, number: int) -> np.ndarray:
+        """Of a value, 1 of one that is not known."""
+        return np.asarray(self.constants.get(number, 1))
+
+    def _squeezed(self, number: int, dimensions) -> int:
+        view = self._views[number]
+        axes = tuple(axis for n, axis in enumerate(view.axes) if n not in dimensions)
+        self._views[found := self._new()] = view._replace(axes=axes)
+        return found
+
+    def _sliced(self, number: int, starts, sizes) -> int | None:
+        view, indices = self._views[number], list(self._views[number].indices)
+        for axis, start, size in zip(view.axes, starts, sizes, strict=True):
+            if indices[axis] is None and size == 1:
+                indices[axis] = start
+            elif size != (1 if indices[axis] is not None else view.shape[axis]):
+                return None
+        self._views[found := self._new()] = view._replace(indices=tuple(indices))
+        return found
+
+    def _loaded(self, operations: list[Operation], number: int) -> int:
+        """A value, or where it is a view of one element, that element."""
+        view = self._views.get(number)
+        if view is None or view.axes or view.dtype not in CAPTURED:
+            return number
+        operands = tuple(n for n in view.indices if n is not None)
+        counting = tuple(n in self._counting for n in operands)
+
+        def place(*indices):
+            """Of the array in one axis; an index is one within, as in XLA."""
+            found = jnp.int32(0)
+            for size, index, is_counting in zip(view.shape, indices, counting, strict=True):
+                index = jnp.minimum(index, size - 1)
+                if not is_counting:
+                    index = jnp.maximum(index, 0)
+                found = found * size + index
+            return found
+
+        found = self._new()
+        operations.append(Operation(view, operands, (found,), place, view.array))
+        return found
+
     def _division(self, equation, operands) -> Callable[..., jax.Array] | None:
         """What does a division of integers by a number above 0 in fewer steps than JAX's own.
 
@@ -178,10 +283,14 @@ class Operations:
     def unsupported(self) -> str | None:
         """Why no kernel can compute them, None if one can."""
         for operation in self.operations:
-            equation = operation.equation
-            name = equation.primitive.name
             if operation.instead is not None:
                 continue
+            equation = operation.equation
+            name = equation.primitive.name
+            views = [self._views[n] for n in operation.operands if n in self._views]
+            for view in views:
+                shape = list(view.shape)
+                return f"{name} of a captured array {shape} of {view.dtype}, not of one element"
             if name not in _ELEMENTWISE:
                 return f"{name} is none of the operations that kernels know"
             avals: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
@@ -207,15 +316,23 @@ class OnRows:
     """
 
     def __init__(
-        self, operations: Operations, given: Sequence[Part], by_column: Collection[int], rows: int
+        self,
+        operations: Operations,
+        given: Sequence[Part],
+        by_column: Collection[int],
+        rows: int,
+        load: Callable[[int, Part], jax.Array],
     ):
         """
         Args:
           given: the arguments, where they do not vary by column.
           by_column: positions of those that do.
           rows: of a tile.
+          load: reads captured arrays, in one axis and as `as_captured` makes them, by their number
+            and by places.
         """
-        self._operations, self._rows, self._rest = operations, rows, []
+        self._operations, self._rows, self._load = operations, rows, load
+        self._rest: list[Operation] = []
         known = {n: Part(x) for n, x in operations.constants.items()}
         varying = {operations.arguments[position] for position in by_column}
         for position, number in enumerate(operations.arguments):
@@ -226,7 +343,7 @@ class OnRows:
                 varying.update(operation.results)
                 self._rest.append(operation)
             else:
-                _apply(operation, known, rows, 0)
+                self._apply(operation, known, 0)
         self._known = known
 
     def evaluate(self, by_column: dict[int, jax.Array], width: int) -> jax.Array:
@@ -239,26 +356,34 @@ class OnRows:
         for position, x in by_column.items():
             known[self._operations.arguments[position]] = Part(x, by_column=True)
         for operation in self._rest:
-            _apply(operation, known, self._rows, width)
+            self._apply(operation, known, width)
         return _spread(known[self._operations.result], _WHOLE, self._rows, width)
+
+    def _apply(self, operation: Operation, known: dict[int, Part], width: int) -> None:
+        equation = operation.equation
+        parts = [known[n] for n in operation.operands]
+        like = Part(None, any(x.by_row for x in parts), any(x.by_column for x in parts))
+        values = [_spread(x, like, self._rows, width) for x in parts]
+        if operation.instead is not None:
+            out = [operation.instead(*values)]
+        else:
+            params = equation.primitive.get_bind_params(equation.params)
+            out = equation.primitive.bind(*values, **params)
+            out = out if equation.primitive.multiple_results else [out]
+        if operation.array is not None:
+            (place,) = out
+            x = self._load(operation.array, like._replace(x=place))
+            out = [x != 0 if equation.dtype == jnp.bool_ else x]
+        for number, x in zip(operation.results, out, strict=True):
+            known[number] = like._replace(x=x)
 
 
 _WHOLE = Part(None, by_row=True, by_column=True)
 
 
-def _apply(operation: Operation, known: dict[int, Part], rows: int, width: int) -> None:
-    equation = operation.equation
-    parts = [known[n] for n in operation.operands]
-    like = Part(None, any(x.by_row for x in parts), any(x.by_column for x in parts))
-    values = [_spread(x, like, rows, width) for x in parts]
-    if operation.instead is not None:
-        out = [operation.instead(*values)]
-    else:
-        params = equation.primitive.get_bind_params(equation.params)
-        out = equation.primitive.bind(*values, **params)
-        out = out if equation.primitive.multiple_results else [out]
-    for number, x in zip(operation.results, out, strict=True):
-        known[number] = like._replace(x=x)
+def as_captured(x: jax.Array) -> jax.Array:
+    """A captured array as kernels read it: in one axis, of int32 or float32."""
+    return (x.astype(jnp.int32) if x.dtype == jnp.bool_ else x).reshape(-1)
 
 
 def _spread(part: Part, like: Part, rows: int, width: int) -> jax.Array:

@@ -12,7 +12,7 @@ import jax_flash
 from jax_flash import mask_blocks
 from jax_flash.functions import traced
 from pallas_kernels import mask_functions
-from pallas_kernels.mask_functions import BLOCK, COUNT, EMPTY, FULL, LISTED, MASKED, PARTIAL
+from pallas_kernels.mask_functions import BEYOND, BLOCK, COUNT, EMPTY, FULL, LISTED, MASKED, PARTIAL
 from pallas_kernels.programs import OnRows, Operations, Part
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
@@ -57,6 +57,27 @@ def nothing(b, h, q_idx, kv_idx):
     return q_idx < 0
 
 
+ENTRIES = jnp.array([[0] * 40 + [1] * 110 + [2] * 100, [0] * 180 + [1] * 70])
+SHOWN = jnp.asarray(np.random.default_rng(1).random((250, 250)) < 0.3)
+
+
+def documents(b, h, q_idx, kv_idx):
+    return (ENTRIES[b, q_idx] == ENTRIES[b, kv_idx]) & (kv_idx <= q_idx)
+
+
+def by_head(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx) % (h + 2) == 0
+
+
+def pairs(b, h, q_idx, kv_idx):
+    return SHOWN[q_idx][kv_idx]
+
+
+def scalars(b, h, q_idx, kv_idx):
+    window = jnp.array([30, 150])
+    return (q_idx - kv_idx < window[h]) & (kv_idx <= q_idx + jnp.int32(5) * b)
+
+
 FUNCTIONS = {f.__name__: f for f in (causal, prefix, dilated, diagonal, image, far_blocks, nothing)}
 
 
@@ -87,6 +108,22 @@ FUNCTIONS = {f.__name__: f for f in (causal, prefix, dilated, diagonal, image, f
 def test_in_interpret_mode(T, S, N, K, H, function, options):
     with interpret_mode():
         check(inputs(1, T, S, N, K, H, jnp.bfloat16), mask_mod=function, **options)
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "function", "options"),
+    [
+        (200, 200, 2, 1, 64, documents, {}),
+        long(150, 200, 4, 2, 128, by_head, {}),
+        long(200, 250, 2, 2, 64, scalars, dict(logits_soft_cap=2.0)),
+        slow(130, 250, 2, 1, 128, pairs, {}),
+        slow(250, 250, 2, 1, 128, documents, dict(local_window_size=(100, 0))),
+        slow(150, 200, 2, 1, 64, documents, dict(dropout_rate=0.25)),
+    ],
+)
+def test_what_reads_arrays_batch_entries_and_heads(T, S, N, K, H, function, options):
+    with interpret_mode():
+        check(inputs(2, T, S, N, K, H, jnp.bfloat16), mask_mod=function, **options)
 
 
 @pytest.mark.long
@@ -123,7 +160,7 @@ def test_keys_that_no_query_sees_do_not_count(poisoned):
 
 def made(function, T, S, lowest=None, highest=None):
     program = traced("mask_mod", function).program
-    return mask_blocks.mask_function(program, T, S, lowest, highest)
+    return mask_blocks.static_mask(program, T, S, lowest, highest)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -150,9 +187,9 @@ def test_lists(name, T, S, rows, columns, shift):
     found, shown = made(function, T, S), dense_mask(function, 1, 1, T, S)[0, 0]
     for by_key in (False, True):
         if by_key:
-            table, shift, shown = found.query_lists(rows, columns, S), 0, shown.T
+            table, shift, shown = found.query_lists(rows, columns, S, 1)[0, 0], 0, shown.T
         else:
-            table = found.key_lists(rows, columns, shift, S)
+            table = found.key_lists(rows, columns, shift, S)[0, 0]
         for tile, (count, masked, *listed) in enumerate(table):
             own = slice(max(tile * rows - shift, 0), (tile + 1) * rows - shift)
             blocks = {}
@@ -176,12 +213,30 @@ def test_equal_functions_are_one_program():
         assert other != same[0] and repr(other) != repr(same[0])
 
 
-def test_a_table_has_its_columns():
-    table = mask_functions.lists(
-        np.array([[1, 1, 1], [0, 0, 0]], bool), np.array([[0, 1, 0], [0, 0, 0]], bool)
-    )
-    assert (COUNT, MASKED, LISTED) == (0, 1, 2)
-    np.testing.assert_array_equal(table, [[3, 2, 2, 0, 1], [1, 1, 0, 0, 0]])
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (1, 3), (6, 3)])
+def test_lists_of_numpy_and_of_arrays(heads, group):
+    kinds = np.random.default_rng(0).integers(0, 3, (2, heads, 5, 7)).astype(np.int8)
+    kinds[0, 0, 2] = kinds[0, 0, :, 3] = EMPTY
+    kv_heads = 6 // group
+    by_key = lambda xp: mask_functions.query_lists(xp, kinds, 128, 64, 400, (kv_heads, group))
+    by_query = lambda xp: mask_functions.key_lists(xp, kinds, 192, 128, 64, 448)
+    for make in (by_key, by_query):
+        table, given = make(np), np.asarray(make(jnp))
+        assert (COUNT, MASKED, LISTED) == (0, 1, 2)
+        columns = table.shape[-1] - BEYOND
+        np.testing.assert_array_equal(given[..., :columns], table[..., :columns])
+    # Of a group all blocks stand in one list, with numbers that say whose they are.
+    table = by_key(np)
+    assert table.shape[1] == (1 if heads == 1 else kv_heads)
+    padded = np.pad(kinds, ((0, 0), (0, 0), (0, 0), (0, 1)))
+    for entry, kv_head, tile in np.ndindex(*table.shape[:3]):
+        count, _, *listed = table[entry, kv_head, tile]
+        needed = set()
+        for member in range(group):
+            own = padded[entry, 0 if heads == 1 else kv_head * group + member]
+            seeing = (own[:, 2 * tile : 2 * tile + 2] > 0).any(1)
+            needed |= {member * 5 + n for n in np.flatnonzero(seeing)}
+        assert {*listed[:count]} == (needed or {0})
 
 
 # --- programs -------------------------------------------------------------------------------------
@@ -239,7 +294,7 @@ def test_programs_on_tiles(seed):
     row, column = (jnp.arange(n, dtype=jnp.int32) for n in (rows, width))
     zero = Part(jnp.int32(0))
     given = zero, zero, Part(row + 30, by_row=True), zero
-    on_rows = OnRows(operations, given, {3}, rows)
+    on_rows = OnRows(operations, given, {3}, rows, lambda *_: None)
     for first in (0, 40, 48):
         got = on_rows.evaluate({3: column + first}, width)
         expected = function(0, 0, row[:, None] + 30, column + first)
@@ -257,11 +312,12 @@ def test_random_functions_in_interpret_mode(seed):
 # --- what is refused, and what is not -------------------------------------------------------------
 
 
-ALLOWED = jnp.arange(200) % 7 > 0
+ALLOWED = jnp.arange(200, dtype=jnp.int8)
 REFUSED = [
-    (lambda b, h, q, k: ALLOWED[k], {}, r"mask_mod reads arrays \[200\]"),
-    (lambda b, h, q, k: k > b, {}, "mask_mod reads b: the kernels take"),
-    (lambda b, h, q, k: k > b + h, {}, "mask_mod reads b and h"),
+    (lambda b, h, q, k: ALLOWED[k] > 7, {}, r"mask_mod: gt of a captured array \[200\] of int8"),
+    (lambda b, h, q, k: jnp.take(ALLOWED, k) > 0, {}, "mask_mod: "),
+    (lambda b, h, q, k: ALLOWED[k] > jnp.floor(q / 3), {}, "mask_mod: "),
+    (lambda b, h, q, k: k > b, dict(deterministic=True), "mask_mod with deterministic gradients"),
     (lambda b, h, q, k: jnp.cumsum(jnp.arange(3) + q)[2] > k, {}, "mask_mod: "),
     (lambda b, h, q, k: jnp.floor(q / 3) > k, {}, "mask_mod: floor is none of the operations"),
     (causal, dict(mask=jnp.ones((1, 1, 128, 200), bool)), "mask_mod with a dense mask"),
