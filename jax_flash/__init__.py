@@ -2,6 +2,7 @@
 
 from jax_flash.api import attention, explain
 from jax_flash.batches import segment_ids
+from jax_flash.block_mask import BlockMask, block_mask
 from jax_flash.call import CHECKPOINT_NAMES
 from jax_flash.decode import decode_attention, explain_decode, update_cache
 from jax_flash.drop_in import install
@@ -20,11 +21,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CHECKPOINT_NAMES",
+    "BlockMask",
     "Config",
     "Quantized",
     "all_gather_attention",
     "attention",
     "attention_fp8",
+    "block_mask",
     "decode_attention",
     "explain",
     "explain_decode",

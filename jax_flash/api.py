@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jax_flash import dispatch
 from jax_flash.arguments import checked, explained
 from jax_flash.batches import as_given
+from jax_flash.block_mask import BlockMask
 from jax_flash.quantization import Quantized
 from pallas_kernels.config import Config
 
@@ -33,7 +34,7 @@ class Options(TypedDict, total=False):
     dropout_key: jax.Array | None
     deterministic: bool
     config: Config | None
-    mask_mod: Callable[..., ArrayLike] | None
+    mask_mod: BlockMask | Callable[..., ArrayLike] | None
     score_mod: Callable[..., ArrayLike] | None
 
 
@@ -99,7 +100,7 @@ def attention(
     dropout_key: jax.Array | None = None,
     deterministic: bool = False,
     config: Config | None = None,
-    mask_mod: Callable[..., ArrayLike] | None = None,
+    mask_mod: BlockMask | Callable[..., ArrayLike] | None = None,
     score_mod: Callable[..., ArrayLike] | None = None,
 ) -> Any:
     """Exact multi-head attention, in memory linear in the sequence lengths.
@@ -185,6 +186,7 @@ def attention(
         int32 scalars: the batch entry, of several axes the flat index, the query head, and
         positions, which `query_offset` does not shift. Under sharded jit they count in the whole
         arrays, under vmap and inside `jax.shard_map` in those that this call gets. No callbacks.
+        Or what `jax_flash.block_mask` made of one. The kernels skip blocks that it hides whole.
       score_mod: a function (score, b, h, q_idx, kv_idx) that gives a float, the new score: of the
         scaled logit, with bias, float32 (float64 of such inputs), before soft cap and masks. Both
         functions may capture arrays and read them by index, such as slopes[h]; those of score_mod

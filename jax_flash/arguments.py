@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_flash import dispatch
 from jax_flash.batches import with_one_axis
+from jax_flash.block_mask import BlockMask
 from jax_flash.call import Call
 from jax_flash.checks import (
     as_array,
@@ -115,7 +116,12 @@ def checked(
         config=config,
         **in_float8,
     )
-    call = dataclasses.replace(call, mask_mod=traced("mask_mod", mask_mod, operands=call.arrays))
+    if isinstance(mask_mod, BlockMask):
+        mask_mod.check((B, N, T, S))
+        call = dataclasses.replace(call, mask_mod=mask_mod.function)
+    else:
+        function = traced("mask_mod", mask_mod, operands=call.arrays)
+        call = dataclasses.replace(call, mask_mod=function)
     scores = accumulator(query.dtype)
     score_mod = traced("score_mod", score_mod, scores, operands=call.arrays)
     return dataclasses.replace(call, score_mod=score_mod)

@@ -18,6 +18,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from jax_flash import mask_blocks
 from jax_flash.call import LSE_NAME, Call, named
 from jax_flash.kernel_operands import (
     SCALES,
@@ -32,6 +33,7 @@ from jax_flash.kernel_operands import (
     zero_empty,
     zero_masked,
     zero_unseeing,
+    zero_unseen_by_heads,
 )
 from jax_flash.launch import launch
 from jax_flash.sharding import over_devices, vary_alike
@@ -58,7 +60,6 @@ def unsupported(call: Call) -> str | None:
             value_width not in SUPPORTED_WIDTHS
         ),
         "symbolic sizes: kernels are made for sizes that are known": call.is_symbolic,
-        "mask_mod: the kernels take masks as arrays alone": call.mask_mod is not None,
         "score_mod: the kernels take a bias as an array alone": call.score_mod is not None,
         "scale as an array": not isinstance(call.scale, (int, float)),
         # The exponent's multiplier is a float32, and -LSE / scale is added up in one.
@@ -69,7 +70,32 @@ def unsupported(call: Call) -> str | None:
             and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
         ),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return found or (None if call.mask_mod is None else _unsupported_beside_mask_mod(call))
+
+
+def _unsupported_beside_mask_mod(call: Call) -> str | None:
+    """Why they cannot do one with a mask_mod."""
+    see, function = call.visibility, call.mask_mod
+    assert function is not None
+    widest = max(call.query.shape[-1], call.value.shape[-1])
+    others = {
+        "lengths or an offset that are arrays": not see.are_bounds_static,
+        "segment ids": see.query_segment_ids is not None,
+        "a dense mask": see.mask is not None,
+        "a bias": call.bias is not None,
+        # The kernels of dQ alone have lists of static blocks.
+        "deterministic gradients, but of functions of positions alone,": (
+            call.deterministic and not mask_blocks.is_static(function)
+        ),
+        f"width {widest}, but of functions of positions alone,": (
+            widest > 128 and not mask_blocks.is_static(function)
+        ),
+    }
+    for name, holds in others.items():
+        if holds:
+            return f"mask_mod with {name}: the kernels take one or the other"
+    return mask_blocks.unsupported(function)
 
 
 def attention(call: Call) -> tuple[jax.Array, jax.Array]:
@@ -108,19 +134,24 @@ def _prepared(call: Call):
     are_one = call.visibility.query_segment_ids is call.visibility.key_value_segment_ids
     width, value_width = call.query.shape[-1], call.value.shape[-1]
     window = None if lowest is None or highest is None else highest - lowest + 1
+    mask_function, blocks, seen = _mask_of_blocks(call, lowest, highest)
     elements = elements_of(call)
     has_mask, has_bias = elements.mask is not None, elements.bias is not None
+    all_count = bool(ids) and are_one and not intervals and sees_itself(lowest, highest)
+    if mask_function is not None:
+        all_count = mask_function.all_count
     settings = _Settings(
         scale=float(call.scale),
         lowest=lowest,
         highest=highest,
         dynamic=bool(intervals),
         segmented=bool(ids),
-        all_count=bool(ids) and are_one and not intervals and sees_itself(lowest, highest),
+        all_count=all_count,
         has_mask=has_mask,
         has_bias=has_bias,
         soft_cap=call.logits_soft_cap,
         dropout=dropout_words.steps_of(call.dropout_rate),
+        mask_function=mask_function,
         deterministic=call.deterministic,
         config=call.config
         or default(
@@ -144,12 +175,43 @@ def _prepared(call: Call):
         sinks = (batch_and_heads + call.sinks.astype(jnp.float32)[None],)
     query, key, value = call.query, call.key, call.value
     problem = settings.problem(query, key, value)
-    if has_mask:
+    if has_mask and seen is None:
         key, value = (zero_masked(x, call.visibility, problem) for x in (key, value))
+    if seen is not None:
+        key, value = (zero_unseen_by_heads(x, seen) for x in (key, value))
     if not (settings.all_count or problem.forward_ignores_unseen):
         query, key, value = zero_all_unseen(query, key, value, problem, intervals, ids)
-    operands = query, key, value, sinks, intervals, ids, *words_of(call), elements
+    operands = query, key, value, sinks, intervals, ids, *words_of(call), blocks, elements
     return settings, vary_alike(operands)
+
+
+def _has_dense_blocks(call: Call) -> bool:
+    """Whether a dense mask hides blocks that the kernels skip: beside what they have lists of."""
+    see = call.visibility
+    if see.mask is None or 1 in see.mask.shape[2:]:
+        return False
+    widest = max(call.query.shape[-1], call.value.shape[-1])
+    beside_others = call.bias is not None or see.query_segment_ids is not None
+    return see.are_bounds_static and widest <= 128 and not (beside_others or call.deterministic)
+
+
+def _mask_of_blocks(call: Call, lowest: int | None, highest: int | None):
+    """A `MaskFunction` or None, `Blocks` or none, and None or which keys each head sees."""
+    if call.mask_mod is None and not _has_dense_blocks(call):
+        return None, (), None
+    from pallas_kernels.mask_functions import MaskFunction  # brings Pallas
+
+    lengths = call.query.shape[1], call.key.shape[1]
+    if call.mask_mod is None:
+        mask = call.visibility.mask
+        assert mask is not None
+        blocks, seen = mask_blocks.dense_blocks(mask, *lengths, lowest, highest)
+        return MaskFunction(None), (blocks,), seen
+    if mask_blocks.is_static(call.mask_mod):
+        program = call.mask_mod.program
+        return mask_blocks.static_mask(program, *lengths, lowest, highest), (), None
+    blocks, seen = mask_blocks.given_blocks(call, lowest, highest)
+    return MaskFunction(call.mask_mod.program), (blocks,), seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +228,7 @@ class _Settings:
     has_bias: bool
     soft_cap: float | None
     dropout: int
+    mask_function: Any
     deterministic: bool
     config: Config
 
@@ -183,6 +246,7 @@ class _Settings:
             has_bias=self.has_bias,
             soft_cap=self.soft_cap,
             dropout=self.dropout,
+            mask_function=self.mask_function,
         )
 
     def backward_ignores_unseen(self, problem: Problem) -> bool:
@@ -192,15 +256,15 @@ class _Settings:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    settings, query, key, value, sinks, intervals, ids, query_words, key_words, elements
+    settings, query, key, value, sinks, intervals, ids, query_words, key_words, blocks, elements
 ):
     """Output `[B, T, N, h]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
 
     Intervals are one `[B, 2, T]`, or none where they are static. Ids are `[B, T]` of queries and
     `[B, S]` of keys, or none. Words of dropout are one `[B, N, T]` of queries, T rounded up, and
-    one `[B, S]` of keys, or none.
+    one `[B, S]` of keys, or none. Blocks are one `mask_functions.Blocks`, or none.
     """
-    operands = query, key, value, sinks, intervals, ids, query_words, key_words, elements
+    operands = query, key, value, sinks, intervals, ids, query_words, key_words, blocks, elements
     return _attention_forward(settings, *operands)[0]
 
 
@@ -287,13 +351,19 @@ _attention.defvjp(_attention_with_residuals, _attention_backward, symbolic_zeros
 _QUERY, _KEY, _ROWS, _INTERVALS, _IDS, _ELEMENTS = "b.n.", "b.k.", "bn.", "b..", "b.", "bn.."
 _REFERENCES = "bn.."
 _MASKS = _INTERVALS, _IDS, _ROWS, _IDS  # words of dropout too
-_OPERANDS = _QUERY, _KEY, _KEY, "bn", *_MASKS, _ELEMENTS
+_BLOCKS = "bn..", "bn.", "b."  # of the fields of `mask_functions.Blocks`
+
+
+def _letters_of_blocks(blocks: tuple) -> tuple:
+    return tuple(type(x)(*_BLOCKS) for x in blocks)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
 def _run_forward(settings, leading, *args):
     run = functools.partial(_local_forward, settings)
-    return over_devices(run, _OPERANDS, (_QUERY, _ROWS, _REFERENCES), leading)(*args)
+    blocks = _letters_of_blocks(args[-2])
+    operands = _QUERY, _KEY, _KEY, "bn", *_MASKS, blocks, _ELEMENTS
+    return over_devices(run, operands, (_QUERY, _ROWS, _REFERENCES), leading)(*args)
 
 
 def _local_forward(settings, query, key, value, *operands):
@@ -302,7 +372,9 @@ def _local_forward(settings, query, key, value, *operands):
     return launch(_forward, (settings,), out_types, query, key, value, *operands)
 
 
-def _forward(settings, query, key, value, sinks, intervals, ids, query_words, key_words, elements):
+def _forward(
+    settings, query, key, value, sinks, intervals, ids, query_words, key_words, blocks, elements
+):
     from pallas_kernels import forward  # of Pallas, which is slow to import
 
     problem = settings.problem(query, key, value)
@@ -315,6 +387,7 @@ def _forward(settings, query, key, value, sinks, intervals, ids, query_words, ke
         ids or None,
         elements,
         (*query_words, *key_words) or None,
+        next(iter(blocks), None),
         problem=problem,
         config=settings.config.forward,
     )
@@ -323,7 +396,8 @@ def _forward(settings, query, key, value, sinks, intervals, ids, query_words, ke
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_backward(settings, leading, *args):
     results_and_cotangents = _QUERY, _ROWS, _QUERY, _ROWS
-    of_operands = _QUERY, _KEY, _KEY, *_MASKS, _ELEMENTS, _ELEMENTS, _REFERENCES
+    blocks = _letters_of_blocks(args[7])
+    of_operands = _QUERY, _KEY, _KEY, *_MASKS, blocks, _ELEMENTS, _ELEMENTS, _REFERENCES
     operands = *of_operands, *results_and_cotangents
     differentiated = args[-6]
     results = _QUERY, _KEY, _KEY, *(_ELEMENTS for _ in differentiated)
@@ -340,7 +414,7 @@ def _local_backward(settings, query, key, value, *args):
 
 
 def _backward(
-    settings, query, key, value, intervals, ids, query_words, key_words, elements,
+    settings, query, key, value, intervals, ids, query_words, key_words, blocks, elements,
     differentiated, references, out, lse, d_out, d_lse,
 ):  # fmt: skip
     from pallas_kernels.gradients import attention_gradients  # of Pallas, slow to import
@@ -368,5 +442,6 @@ def _backward(
         ids=ids or None,
         elements=elements,
         dropout_words=(*query_words, *key_words) or None,
+        blocks=next(iter(blocks), None),
         with_bias_gradient=bool(differentiated),
     )

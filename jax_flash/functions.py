@@ -12,6 +12,7 @@ which it has a derivative.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +36,29 @@ def _core() -> Any:
     return core
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class KnownBlocks:
+    """What is known of a mask_mod of some sizes (`block_mask`); equal if it says the same.
+
+    Attributes:
+      kinds: int8 `[b, n, query blocks, key blocks]`, of the batch entries and heads, or of all.
+      seen: bool `[b, n, S]`, which keys any query sees.
+    """
+
+    kinds: np.ndarray
+    seen: np.ndarray
+
+    @functools.cached_property
+    def _bytes(self) -> tuple:
+        return self.kinds.shape, self.kinds.tobytes(), self.seen.shape, self.seen.tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KnownBlocks) and self._bytes == other._bytes
+
+    def __hash__(self) -> int:
+        return hash(self._bytes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Function:
     """A traced function.
@@ -42,10 +66,12 @@ class Function:
     Attributes:
       program: what it computes, of one pair.
       captured: the arrays that it read beside its arguments.
+      known: None, or what is known of a mask_mod beforehand.
     """
 
     program: "_Program"
     captured: tuple[jax.Array, ...]
+    known: KnownBlocks | None = None
 
     def held_in(self, dtype) -> "Function":
         """The same, whose captured floating arrays are of a dtype at least as wide.
@@ -89,7 +115,9 @@ class Function:
         return _over_axes(of_pair, inputs if visible is None else (visible, *inputs))
 
 
-jax.tree_util.register_dataclass(Function, data_fields=["captured"], meta_fields=["program"])
+jax.tree_util.register_dataclass(
+    Function, data_fields=["captured"], meta_fields=["program", "known"]
+)
 
 
 class _Steps(NamedTuple):
@@ -110,6 +138,7 @@ class _Program:
     def __init__(self, jaxpr: "Jaxpr", varies_over: frozenset[str]):
         self.varies_over = varies_over  # mesh axes, as the operations of a jaxpr are strict in them
         self.steps = _Steps.of(jaxpr)
+        self._text = str(jaxpr)
         self.dtypes = [v.aval.dtype for v in self.steps.arguments[: len(jaxpr.constvars)]]
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | set(map(id, jaxpr.outvars))
         self.reads = [id(v) in used for v in jaxpr.invars]
@@ -121,6 +150,10 @@ class _Program:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __repr__(self) -> str:
+        """All that it does, where it captures nothing."""
+        return self._text
 
 
 def traced(

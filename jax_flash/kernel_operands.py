@@ -13,7 +13,7 @@ from jax_flash.sharding import mapped_zero_times, vary_alike
 from pallas_kernels import dropout_words
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels.config import ForwardConfig
-from pallas_kernels.element_arrays import BIAS_DTYPES, Elements
+from pallas_kernels.element_arrays import BIAS_DTYPES, Blocks, Elements
 from pallas_kernels.problem import Problem
 
 SCALES = (1e-30, 1e4)  # of logits, that kernels take
@@ -82,6 +82,17 @@ def zero_masked(x: jax.Array, see: Visibility, problem: Problem) -> jax.Array:
     return jnp.where(seen[..., None], x, 0)
 
 
+def zero_unseen_by_heads(x: jax.Array, seen: jax.Array) -> jax.Array:
+    """x `[B, S, K, ...]` with zeros where no query head of a key head sees the key.
+
+    Args:
+      seen: bool `[b, n, S]`, of query heads, each axis whole or 1.
+    """
+    if seen.shape[1] > 1:
+        seen = seen.reshape(seen.shape[0], x.shape[2], -1, seen.shape[2]).any(2)
+    return jnp.where(seen.swapaxes(1, 2)[..., None], x, 0)
+
+
 def _bounds(
     see: Visibility, query_offset: int, query_length: int, key_length: int
 ) -> tuple[int | None, int | None]:
@@ -113,6 +124,8 @@ def zero_unseeing(
     ids: tuple[jax.Array, ...],
 ) -> jax.Array:
     """x `[B, T, ...]` with zeros where a query sees no key: 0 * NaN would be NaN."""
+    if problem.has_lists and not problem.has_given_lists:
+        return _zero_unless(problem.mask_function.seeing[None], x)
     others: tuple[Any, ...] = intervals
     if ids and not others:
         others = (run_time_intervals.of_bounds_of_queries(problem),)
@@ -126,6 +139,8 @@ def zero_unseen(
     ids: tuple[jax.Array, ...],
 ) -> jax.Array:
     """x `[B, S, ...]` with zeros where no query sees the key."""
+    if problem.has_lists and not problem.has_given_lists:
+        return _zero_unless(problem.mask_function.seen[None], x)
     others: tuple[Any, ...] = tuple(
         run_time_intervals.of_keys(seen, problem.key_length) for seen in intervals
     )
@@ -166,19 +181,20 @@ def _zero_outside(x: jax.Array, kept: slice) -> jax.Array:
 
 def zero_empty(query, d_out, lse, problem: Problem):
     """Query and d_out with zeros in rows that see nothing by mask or bias, where 0 * NaN is NaN."""
-    if not problem.has_elements:
+    if not (problem.has_elements or problem.has_given_lists):
         return query, d_out
     seeing = jnp.logical_not(jnp.isneginf(of_rows(lse, d_out))).transpose(0, 2, 1)[..., None]
     d_out = jnp.where(seeing, d_out, 0)
-    return jnp.where(seeing, query, 0) if problem.has_mask else query, d_out
+    hides = problem.has_mask or problem.has_given_lists
+    return jnp.where(seeing, query, 0) if hides else query, d_out
 
 
 def folding_vmap(run, leading: int = 0):
     """`run(leading, *arrays)` of arrays `[B, ...]`, where vmap gives all one more leading axis.
 
     Each device makes the leading axes part of its batch (`over_devices`): done here, that would
-    gather a batch that is sharded. Its arguments may be tuples of such arrays, or `Elements`, whose
-    arrays may have an axis of 1 for the batch, or of what divides it.
+    gather a batch that is sharded. Its arguments may be tuples of such arrays, or `Elements` or
+    `Blocks`, whose arrays may have an axis of 1 for the batch, or of what divides it.
     """
     function = jax.custom_batching.custom_vmap(functools.partial(run, leading))
 
@@ -191,8 +207,12 @@ def folding_vmap(run, leading: int = 0):
             is_one = not batched and set(x.shape[: leading + 1]) == {1}
             return x[None] if is_one else spread(x, batched)
 
+        def has_ones(arg):
+            parts = arg if isinstance(arg, tuple) else ()
+            return isinstance(arg, Elements) or any(isinstance(x, Blocks) for x in parts)
+
         spread_args = (
-            jax.tree.map(spread_element if isinstance(arg, Elements) else spread, arg, batched)
+            jax.tree.map(spread_element if has_ones(arg) else spread, arg, batched)
             for arg, batched in zip(args, in_batched, strict=True)
         )
         if axis_size == 0:  # no device has a batch to run a kernel on

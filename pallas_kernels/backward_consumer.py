@@ -78,7 +78,8 @@ class _Consumer:
         key_words = walk.key_words(index, first_key)
         step = functools.partial(step, index=index, key_words=key_words)
         blank = None
-        if not plan.problem.has_elements:  # beside a mask, a bias and ids it would spill
+        # Beside a mask, a bias and ids it would spill; lists are of both consumers' keys.
+        if not (plan.problem.has_elements or plan.problem.has_lists):
             blank = functools.partial(self.blank_step, index=index)
         j = loop_over_steps(
             walk, step, index, j, first_key, blank_step=blank, far_in_masked=plan.far_in_masked
@@ -106,11 +107,13 @@ class _Consumer:
         """
         block, plan = self.block, self.plan
         slot, o_slot, parity = self.slots(j)
+        equal_ids, early_ids = None, plan.problem.has_lists
+        if mask is not None and early_ids:  # as a function may take many registers
+            equal_ids = mask.equal_ids(j)
         self.await_query(slot, mask, j)
         self.issue_logits(slot, index)
         self.issue_late_dq(1 - parity, index)
-        equal_ids = None
-        if mask is not None and not plan.problem.has_dropout:  # while S' is made
+        if mask is not None and not (early_ids or plan.problem.has_dropout):  # while S' is made
             equal_ids = mask.equal_ids(j)
         loaded = load_elements(j)
         weights = self.load_weights(loaded, j, far=far, wait_n=1)
@@ -127,7 +130,8 @@ class _Consumer:
             weights = self.shared(weights, j, far=far)
         if plan.is_wide:
             weights = self.dropped(weights, key_words, slot)
-        if mask is not None and plan.problem.has_dropout:  # only now are there registers for it
+        if mask is not None and plan.problem.has_dropout and not early_ids:
+            # Only now are there registers for it.
             equal_ids = mask.equal_ids(j)
         self.issue_d_weights(o_slot)
         weights = masked(weights, mask, j, equal_ids, loaded)

@@ -34,9 +34,10 @@ def d_logits_sections(problem: Problem, config: BackwardKeyConfig) -> list[Secti
     """The key heads whose dS' is in memory at a time, as few sections as may be.
 
     None where config.d_logits_bytes are too few for a head, or what is visited is known at run
-    time only: `backward_query_product.py` takes no step that was not.
+    time only: `backward_query_product.py` takes no step that was not. Nor where tiles have lists,
+    of whose steps it does not know where they stand.
     """
-    if problem.by_batch:
+    if problem.by_batch or problem.has_lists:
         return []
     tiles = key_tiles(problem, config)
     tile_bytes = config.block_kv * config.block_q * problem.dtype.itemsize

@@ -135,7 +135,7 @@ class Plan:
         Lists are as fast where nothing is drawn anyway, and beside elements this would spill.
         """
         p = self.problem
-        is_plain = not (p.by_batch or p.has_elements or p.has_cap or p.has_dropout)
+        is_plain = not (p.by_batch or p.has_lists or p.has_elements or p.has_cap or p.has_dropout)
         most = self.config.thread_blocks or SM_COUNT
         return is_plain and self.with_query_gradient and self.tiles.count <= most
 
@@ -245,6 +245,8 @@ class Plan:
         """Whether addresses are made anew in each step."""
         p = self.problem
         if self.problem.has_cap or self.problem.has_dropout or p.segmented or p.has_bias:
+            return True
+        if p.has_given_lists:
             return True
         if self.is_wide or not self.tiles.any_mask:
             return False

@@ -120,6 +120,8 @@ def _build(problem: Problem, config: BackwardQueryConfig, interpret: bool, part:
     )
 
     def run(intervals, ids, *operands):
+        if problem.has_lists:
+            return kernel(jnp.asarray(plan.order), jnp.asarray(plan.lists), *operands)
         if not problem.by_batch:
             return kernel(jnp.asarray(plan.order), *operands)
         masks: tuple[jax.Array, ...] = () if intervals is None else (intervals,)

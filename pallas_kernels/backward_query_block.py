@@ -22,6 +22,7 @@ from pallas_kernels.config import (
 )
 from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
+from pallas_kernels.mask_functions import COUNT, LISTED, MASKED, MaskRefs
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of, with_twins
@@ -109,14 +110,25 @@ class Plan:
         return key_blocks(self.problem, block_kv, first_rows, block_q, np)
 
     @functools.cached_property
+    def lists(self) -> np.ndarray:
+        """`mask_functions.lists` of a problem with a mask function."""
+        c, p = self.config, self.problem
+        return p.mask_function.key_lists(c.block_q, c.block_kv, 0, p.key_length)
+
+    @functools.cached_property
     def any_mask(self) -> bool:
         blocks = self.key_blocks
         return self.problem.has_far_edge or bool((blocks.end_unmasked < blocks.end).any())
 
     @functools.cached_property
     def order(self) -> np.ndarray:
-        """The tiles as thread blocks take them: of each its number, head and key blocks."""
+        """The tiles as thread blocks take them: of each its number, head and key blocks.
+
+        With lists also how many of these need a mask.
+        """
         p, counts = self.problem, self.key_blocks.end - self.key_blocks.first
+        if p.has_lists:
+            counts = self.lists[0, 0, :, COUNT]
         section = scheduler.heads_per_section(
             FORWARD_SECTION_BYTES,
             bytes_per_kv_head=p.key_length * p.pair_bytes,
@@ -129,6 +141,8 @@ class Plan:
         order = np.stack([tile, head, counts[tile]], axis=1)
         if p.has_far_edge:
             order = np.c_[order, self.key_blocks.end[tile]]
+        if p.has_lists:
+            order = np.c_[order, self.lists[0, 0, tile, MASKED]]
         return order.astype(np.int32)
 
     def order_of(self, intervals, ids) -> jax.Array:
@@ -190,6 +204,7 @@ class ThreadBlock:
     Attributes:
       plan: of the kernel.
       q, k, v, d_out, start, delta, far, dq: refs of operands and result, in global memory.
+      lists: of tiles, with the mask function, None without.
       masks: refs of intervals if dynamic, then of ids if segmented.
       dropout, elements: of rows and keys.
       q_smem, k_smem: lists of buffers of `Plan.key_parts`; o_smem, v_smem: buffers.
@@ -208,6 +223,9 @@ class ThreadBlock:
         self.q_smem, self.k_smem, self.o_smem, self.v_smem = q_smem, k_smem, o_smem, v_smem
         self.q_full, self.o_full, self.k_full, self.v_full = q_full, o_full, k_full, v_full
         self._order, *refs = refs
+        self.lists = None
+        if problem.has_lists:
+            self.lists, refs = MaskRefs.split(problem, refs)
         count = int(problem.dynamic) + 2 * int(problem.segmented)
         self.masks = refs[:count]
         self.dropout, refs = DropoutRefs.split(problem, refs[count:])
@@ -225,6 +243,9 @@ class ThreadBlock:
         return self._order[self._number + fresh_zero() if crowded else self._number, column]
 
     def key_block_of(self, j):
+        if self.lists is not None:
+            batch, head = self.batch_and_head()
+            return self.lists.entry(batch, head, self.ordered(0), LISTED + j)
         anew = self.plan.crowded and self.plan.problem.has_far_edge
         return (self.ordered(3) - self.ordered(2) if anew else self.first_block) + j
 

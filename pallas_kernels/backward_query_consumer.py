@@ -54,6 +54,9 @@ class _Consumer:
 
     def run(self) -> None:
         block, plan, problem = self.block, self.plan, self.plan.problem
+        if problem.has_lists:
+            self.run_list()
+            return
         own = self.key_blocks()
         plgpu.barrier_wait(block.q_full)
         plgpu.barrier_wait(block.o_full)
@@ -72,6 +75,17 @@ class _Consumer:
         if plan.any_mask:
             lax.fori_loop(end_rest, end, masking, None)
         lax.fori_loop(end, block.blocks, self.skip, None)
+        self.store_dq()
+
+    def run_list(self) -> None:
+        """The same of a tile that has a list, of which the first steps need a mask."""
+        block = self.block
+        plgpu.barrier_wait(block.q_full)
+        plgpu.barrier_wait(block.o_full)
+        needing_mask = block.ordered(3)
+        masking, rest = (functools.partial(self.step, needs_mask=x) for x in (True, False))
+        lax.fori_loop(jnp.int32(0), needing_mask, masking, None)
+        lax.fori_loop(needing_mask, block.blocks, rest, None)
         self.store_dq()
 
     def key_blocks(self) -> KeyBlocks:
@@ -110,8 +124,15 @@ class _Consumer:
         return start_and_share_of_marks(start, block.far, self.place(), problem)
 
     def compare_ids(self, j):
-        """Where keys of step j and rows have equal segment ids; None if there are none."""
+        """Where keys of step j and rows have equal segment ids; None if there are none.
+
+        With a mask function where it shows them.
+        """
         block, problem, block_kv = self.block, self.plan.problem, self.plan.config.block_kv
+        if block.lists is not None:
+            batch, head = block.batch_and_head()
+            first_key = block.first_key_of(j)
+            return block.lists.bits(batch, head, self.first_row(), first_key, block_kv)
         if not problem.segmented:
             return None
         batch, _ = block.batch_and_head()

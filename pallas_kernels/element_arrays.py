@@ -64,6 +64,27 @@ class Elements(NamedTuple):
         return self._replace(bias=bias / problem.scale).operands()
 
 
+class Blocks(NamedTuple):
+    """What kernels take of a mask whose blocks are known at run time only.
+
+    A leading axis is that of the batch, or 1, or what divides it, as in `Elements`.
+
+    Attributes:
+      kinds: int8 `[b, n, query blocks, key blocks]`.
+      numbers: None, or int32 `[b, N, 2]`: batch entry and query head as the function counts them.
+      captured: the arrays that it reads, `[b, size]` of int32 or float32.
+    """
+
+    kinds: jax.Array
+    numbers: jax.Array | None = None
+    captured: tuple[jax.Array, ...] = ()
+
+    @property
+    def operands(self) -> tuple[jax.Array, ...]:
+        """Those of kernels beside lists."""
+        return self.captured if self.numbers is None else (self.numbers, *self.captured)
+
+
 def _whole_tiles(bias: jax.Array, axis: int) -> jax.Array:
     """One value a column with zeros up to whole tiles, so that no column needs a test."""
     if bias.shape[axis] == 1 or bias.shape[5 - axis] > 1:

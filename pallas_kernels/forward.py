@@ -22,6 +22,9 @@ segment ids, of which rows see an interval too where equal ids lie side by side;
 steps compare the ids of their rows and of their keys. What a tile costs is not known before
 either, so thread blocks have no lists, but draw tiles as they get free (`tickets.py`).
 
+A mask function and a dense mask show blocks that are no interval: then each tile has a list of its
+key blocks in the place of one, those that need a mask first (`mask_functions.py`).
+
 A bias of one value a key, or of 16 bits in tiles, comes with K, and the logits begin with it.
 Threads load other biases, and the bits of masks, themselves (`elements.py`).
 
@@ -49,13 +52,14 @@ from pallas_kernels.columns import Columns, as_rows
 from pallas_kernels.config import ForwardConfig
 from pallas_kernels.dropout import Words
 from pallas_kernels.dropout import operands as dropout_operands
-from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
+from pallas_kernels.element_arrays import NO_ELEMENTS, Blocks, Elements
 from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_consumer import consume
 from pallas_kernels.forward_plan import BIAS_BOX, Plan
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
+from pallas_kernels.mask_functions import COUNT
 from pallas_kernels.problem import LOG2E, Problem
 
 
@@ -68,6 +72,7 @@ def attention(
     ids: tuple[jax.Array, jax.Array] | None = None,
     elements: Elements = NO_ELEMENTS,
     dropout_words: Words | None = None,
+    blocks: Blocks | None = None,
     *,
     problem: Problem,
     config: ForwardConfig,
@@ -88,6 +93,7 @@ def attention(
       elements: mask and bias of a problem that has them (`element_arrays.py`).
       dropout_words: None, or for a problem with dropout the words of queries and keys, as
         `dropout.Words` has them.
+      blocks: None, or for a problem that has given lists what they are made of.
       problem: static description.
       config: tile sizes.
 
@@ -110,9 +116,12 @@ def attention(
     optional = *words, *elements.forward_operands(problem)
     if sinks is not None:
         optional = (*optional, sinks * LOG2E)
+    tiles = Tiles(problem, config)
+    if blocks is not None:
+        lists = tiles.given_lists(blocks.kinds)
+        return kernel(lists, *blocks.operands, query, key, value, *optional)
     if not problem.by_batch:
         return kernel(query, key, value, *optional)
-    tiles = Tiles(problem, config)
     bounds, ids_are_sorted = intervals, None
     if ids is not None:
         query_ids, key_ids = ids
@@ -192,20 +201,27 @@ class _Producer:
         block, plan = self.block, self.plan
         tile, batch, head = self.locate(index)
         kv_head = lax.div(head, jnp.int32(plan.problem.group))
-        blocks = block.needs(tile, batch, 0)
-        end_block = block.end_of(tile, batch) if plan.problem.has_far_edge else blocks
+        if plan.problem.has_lists:
+            blocks = block.of_list((tile, batch, head), COUNT)
+            key_block = lambda j: block.key_block((tile, batch, head), j)
+        else:
+            blocks = block.needs(tile, batch, 0)
+            end_block = block.end_of(tile, batch) if plan.problem.has_far_edge else blocks
+            key_block = lambda j: end_block - 1 - j
 
         def load(ref, buffers, columns: Columns, full, free, j):
             step = steps + j
             slot = lambda: block.slot(step)  # made anew, as registers are few
+            listed = key_block(j) if plan.problem.has_lists else None  # read under the wait
             pl.when(step >= plan.config.stages)(lambda: free.wait(slot()))
-            rows = pl.ds((end_block - 1 - j) * plan.config.block_kv, plan.config.block_kv)
+            number = key_block(j) if listed is None else listed
+            rows = pl.ds(number * plan.config.block_kv, plan.config.block_kv)
             columns.load(ref.at[batch, rows, kv_head], buffers.at[slot()], full.at[slot()])
 
         def load_key(j):
             load(block.k, block.k_smem, plan.key_columns, block.k_full, block.k_free, j)
             if plan.comes_by_tma:
-                first_key = (end_block - 1 - j) * plan.config.block_kv
+                first_key = key_block(j) * plan.config.block_kv
                 self.load_bias((tile, batch, head), first_key, block.slot(steps + j))
 
         def load_value(j):

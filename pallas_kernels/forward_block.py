@@ -12,6 +12,7 @@ from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
 from pallas_kernels.forward_plan import Plan
 from pallas_kernels.hopper import Turns
+from pallas_kernels.mask_functions import LISTED, MaskRefs
 from pallas_kernels.ptx.barriers import with_twins
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.row_masks import ROWS, RowMasks, in_each_row
@@ -84,6 +85,7 @@ class ThreadBlock(Block):
       q, k, v, o, lse, references: refs of operands and results, in global memory.
       reach: refs of the first key that a tile's rows see and of the end, if rows ignore others.
       sinks: ref of them, or None.
+      lists: of tiles, with the mask function, None without.
       dropout, elements, masks: of rows and keys.
       q_smem, k_smem, v_smem, bias_smem: buffers that TMA fills; o_smem, one that it stores.
       q_full, k_full, v_full: mbarriers a buffer, completed by TMA.
@@ -108,10 +110,15 @@ class ThreadBlock(Block):
 
         self.schedule, *rest = refs
         drawn_refs, rest = rest[: int(by_batch)], rest[int(by_batch) :]
-        self.key_blocks, self.q, self.k, self.v, *rest = rest
+        self.lists = None
+        if problem.has_lists:
+            self.lists, (self.q, self.k, self.v, *rest) = MaskRefs.split(problem, rest)
+        else:
+            self.key_blocks, self.q, self.k, self.v, *rest = rest
         *rest, self.o, self.lse, self.references = rest
         # Intervals come first, then the reach of tiles, ids, words, elements and sinks.
-        intervals, rest = rest[: int(by_batch)], rest[int(by_batch) :]
+        has_intervals = problem.has_intervals
+        intervals, rest = rest[: int(has_intervals)], rest[int(has_intervals) :]
         count = 2 * int(problem.forward_ignores_unseen)
         self.reach, rest = rest[:count], rest[count:]
         ids, rest = rest[: 2 * int(problem.segmented)], rest[2 * int(problem.segmented) :]
@@ -122,7 +129,7 @@ class ThreadBlock(Block):
             problem,
             plan.config.block_kv,
             plan.tiles.rows,
-            intervals_ref=intervals[0] if by_batch else None,
+            intervals_ref=intervals[0] if has_intervals else None,
             ids_refs=ids,
         )
 
@@ -151,6 +158,26 @@ class ThreadBlock(Block):
         if needed_by_all is not None:  # no load to wait for; where ptxas knows the number it spills
             return jnp.int32(needed_by_all[column]) + fresh_zero()
         return super().needs(tile, batch, column)
+
+    def of_list(self, place, column):
+        """An entry of the list of a tile, batch entry and head (`mask_functions.lists`)."""
+        assert self.lists is not None
+        tile, batch, head = place
+        return self.lists.entry(batch, head, tile, column)
+
+    def end_of_first(self, place):
+        """The end of the first key block of a tile, in blocks."""
+        if self.lists is not None:
+            return self.key_block(place, jnp.int32(0)) + 1
+        tile, batch, _ = place
+        return self.end_of(tile, batch)
+
+    def key_block(self, place, j):
+        """The key block of step j of a tile."""
+        if self.lists is not None:
+            return self.of_list(place, LISTED + j)
+        tile, batch, _ = place
+        return self.end_of(tile, batch) - 1 - j
 
     def tile_count(self):
         """Of the list."""

@@ -10,9 +10,11 @@ from jax import lax
 
 from pallas_kernels import online_softmax
 from pallas_kernels.dropout import kept
+from pallas_kernels.elements import NOTHING_LOADED
 from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_products import Products
 from pallas_kernels.forward_rows import Rows
+from pallas_kernels.mask_functions import COUNT, MASKED
 from pallas_kernels.online_softmax import RowState, spread
 from pallas_kernels.ptx.barriers import warpgroup_any
 from pallas_kernels.ptx.compiler import code_fence, fresh_zero
@@ -88,8 +90,8 @@ class _Consumer(Products):
         """The first key block of a tile, if it is there, with no other product open."""
         block, rows = self.block, self.rows
         tile, batch, _ = place
-        end_block, bounds = block.end_of(tile, batch), rows.bounds(tile, batch)
-        bits = rows.bits(tile, batch, jnp.int32(0), is_first=True)
+        end_block, bounds = block.end_of_first(place), rows.bounds(tile, batch)
+        bits = rows.bits(place, jnp.int32(0), is_first=True)
         loaded = rows.load_elements(number, jnp.int32(0), is_first=True)
 
         @pl.when(there())
@@ -127,19 +129,23 @@ class _Consumer(Products):
         block, plan, rows = self.block, self.plan, self.rows
         problem, config = plan.problem, plan.config
         weights, state = carry
-        tile, batch, _ = place
+        tile, batch, head = place
         needs_mask = exact or far
         locate_anew = lambda: plan.tiles.locate(self.number(index + fresh_zero()))
         has_ids = needs_mask and problem.segmented and plan.registers_are_short
         if plan.loads_elements or has_ids or plan.cap_beside_lengths:  # registers are short
             number = self.number(index + fresh_zero())
-            tile, batch, _ = plan.tiles.locate(number)
-            end_block = block.end_of(tile, batch)
+            tile, batch, head = place = plan.tiles.locate(number)
+            if block.lists is None:
+                end_block = block.end_of(tile, batch)
+        has_lists = block.lists is not None
+        if has_lists and (problem.has_dropout or (needs_mask and problem.mask_function.is_dense)):
+            end_block = block.key_block(place, j) + 1 + j
         mask = lambda values: values
         if needs_mask:
             bounds = rows.bounds(tile, batch)
             ids = rows.ids(tile, batch, j) if comparing else None
-            bits = None if comparing else rows.bits(tile, batch, j, near=exact)
+            bits = None if comparing else rows.bits((tile, batch, head), j, near=exact)
             if plan.tiles.any_mask:
                 mask = lambda values: rows.masked(
                     values, tile, end_block - 1 - j, bounds(), bits, ids=ids, near=exact
@@ -153,7 +159,9 @@ class _Consumer(Products):
         self.issue_output(weights, v_slot)
         if not config.products_first:
             block.turns.pass_on()
-        loaded = rows.load_elements(lambda: number, j)
+        loaded = NOTHING_LOADED
+        if needs_mask or not has_lists:  # of lists there is a mask alone
+            loaded = rows.load_elements(lambda: number, j)
         products = self.load_logits()
         if config.products_first:
             output = self.load_output()
@@ -224,6 +232,8 @@ class _Consumer(Products):
         block, plan = self.block, self.plan
         has_far_edge, mask_throughout = plan.problem.has_far_edge, plan.mask_throughout
         tile, batch, _ = place
+        if block.lists is not None:
+            return self.listed_steps(index, steps, place, carry)
         blocks, needing_mask = block.needs(tile, batch, 0), block.needs(tile, batch, 1)
         exact = jnp.where(self.begin > 0, blocks, jnp.maximum(needing_mask, 1))
         if mask_throughout:
@@ -261,6 +271,30 @@ class _Consumer(Products):
             carry = masked_steps(near, blocks, carry, exact=False, far=True)
         return blocks, carry
 
+    def listed_steps(self, index, steps, place, carry):
+        """The same of a list: those that look for maxima, others with a mask, those without."""
+        block, plan = self.block, self.plan
+        blocks, needing_mask = (block.of_list(place, column) for column in (COUNT, MASKED))
+        step = functools.partial(
+            self.key_step,
+            steps=steps,
+            index=index,
+            place=place,
+            words=self.rows.words(*place),
+            end_block=blocks,
+        )
+        if plan.settles:
+            exact = jnp.where(self.begin > 0, blocks, 1)
+            exact, carry = self.steps_until_settled(step, exact, blocks, carry)
+            masked = jnp.maximum(exact, needing_mask)
+            masked_step = functools.partial(step, exact=False, far=True)
+            carry = lax.fori_loop(exact, masked, masked_step, carry)
+        else:
+            masked = jnp.maximum(needing_mask, 1)
+            carry = lax.fori_loop(jnp.int32(1), masked, functools.partial(step, exact=True), carry)
+        rest = functools.partial(step, exact=False)
+        return blocks, lax.fori_loop(masked, blocks, rest, carry)
+
     def steps_until_settled(self, step: Callable, exact, blocks, carry):
         """Exact steps, at least so many, until every row has seen a key that is not hidden."""
 
@@ -295,7 +329,7 @@ class _Consumer(Products):
         inverse, too_low = rows.finish(state, too_low, tile, batch, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         bounds = rows.bounds(next_tile, next_batch)
-        bits = rows.bits(next_tile, next_batch, jnp.int32(0), is_first=True)
+        bits = rows.bits(next_place, jnp.int32(0), is_first=True)
 
         # After the last tile the logits are of no tile, and go nowhere.
         @pl.when(there())
@@ -311,7 +345,7 @@ class _Consumer(Products):
         loaded = rows.load_elements(lambda: following, jnp.int32(0), is_first=True)
         logits = self.load_logits()
         pl.when(there())(lambda: block.k_free.arrive(k_slot))
-        end_block = block.end_of(next_tile, next_batch)
+        end_block = block.end_of_first(next_place)
         first = rows.first_weights(logits, next_tile, end_block - 1, bounds, bits, loaded)
         weights, next_state = lax.optimization_barrier(first)
         output = self.load_output()

@@ -86,7 +86,8 @@ class Plan:
     @property
     def _searches(self) -> bool:
         # With a bias or a mask a row's first keys may be hidden, or as good as that.
-        return self.problem.has_elements and self.reference is None
+        may_hide = self.problem.has_elements or self.problem.has_lists
+        return may_hide and self.reference is None
 
     @property
     def settles(self) -> bool:
@@ -135,6 +136,7 @@ class Plan:
         return (
             self.problem.has_cap
             or self.loads_bias
+            or (p.has_lists and p.widest > 64)
             or (p.widest > 192 and beside_wide_output)
             or (p.segmented and self.problem.has_dropout and p.widest > 64)
         )

@@ -68,11 +68,14 @@ class Rows:
         first_key = self.first_key(tile, batch, j)
         return self.block.masks.load_ids(batch, self.first(tile), first_key)
 
-    def bits(self, tile, batch, j, *, near: bool = True, is_first: bool = False):
-        """Which keys of step j rows see whose ids are in an interval; None without ids.
+    def bits(self, place, j, *, near: bool = True, is_first: bool = False):
+        """Which keys of step j rows see whose ids are in an interval, or by a mask function.
 
-        A first step that is of one more block sees none.
+        None without either. A first step that is of one more block sees none.
         """
+        if self.block.lists is not None:
+            return self._function_bits(place, j)
+        tile, batch, _ = place
         if not self.plan.problem.segmented:
             return None
         there = self.block.needs(tile, batch, 4) == 0 if is_first else True
@@ -80,6 +83,15 @@ class Rows:
         bounds = self.block.masks.load_bounds(batch, first_row)
         bits = all_columns(ROWS, self.plan.config.block_kv, there)
         return self.block.masks.visible(bits, first_row, first_key, bounds, near=near)
+
+    def _function_bits(self, place, j):
+        """Which keys of step j rows see by a mask function and static bounds; None without one."""
+        block, block_kv = self.block, self.plan.config.block_kv
+        assert block.lists is not None
+        tile, batch, head = place
+        first_row, first_key = self.first(tile), block.key_block(place, j) * block_kv
+        bits = block.lists.bits(batch, head, first_row, first_key, block_kv)
+        return None if bits is None else block.masks.visible(bits, first_row, first_key, None)
 
     def masked(self, values, tile, key_block, bounds, bits, *, ids=None, near=True):
         """Logits, or weights if their reference is known, without those of unseen keys."""
@@ -109,7 +121,7 @@ class Rows:
             return NOTHING_LOADED
         tile, batch, head = self.plan.tiles.locate(number())
         first_row = self.first(tile)
-        key_block = self.block.end_of(tile, batch) - 1 - j
+        key_block = self.block.key_block((tile, batch, head), j)
         if is_first:
             key_block = self.there_is(key_block)
         block_kv = self.plan.config.block_kv

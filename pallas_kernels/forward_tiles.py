@@ -14,6 +14,7 @@ from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments, tickets
 from pallas_kernels.config import ForwardConfig
 from pallas_kernels.hopper import kernel
+from pallas_kernels.mask_functions import COUNT, key_lists
 from pallas_kernels.problem import Problem, sees_itself
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.row_masks import ROWS
@@ -46,6 +47,8 @@ class Tiles:
         """
         rows_of_warpgroups = -(-self.problem.query_length // ROWS) * ROWS
         is_causal = self.problem.highest is not None and not self.problem.segmented
+        if self.problem.has_lists:
+            is_causal = self.problem.mask_function.grows()
         return self.rows - rows_of_warpgroups if is_causal else 0
 
     def first_row(self, tile, warpgroup):
@@ -64,11 +67,13 @@ class Tiles:
 
     @property
     def one_each(self) -> bool:
-        """Whether each thread block has one tile, that of its number, and no next one."""
+        """Whether each thread block has one tile, that of its number, and no next one.
+
+        Not where tiles are drawn or have lists of blocks; beside a cap and elements 4 bytes spill.
+        """
         p = self.problem
-        if p.by_batch or (p.has_cap and p.has_elements):  # drawn; 4 bytes would spill
-            return False
-        return self.thread_blocks == self.count
+        is_plain = not (p.by_batch or p.has_lists or (p.has_cap and p.has_elements))
+        return is_plain and self.thread_blocks == self.count
 
     def key_blocks(self) -> np.ndarray:
         """What each tile of a head needs: `[tiles, 2]` int32, or `[tiles, 4]` with a lower bound.
@@ -78,8 +83,14 @@ class Tiles:
         many come before those with a mask at the far edge, and the end of the first one, in blocks.
         Where some row sees no key, all steps are exact. A tile that sees nothing takes one block,
         fully masked, so that every tile has a first one.
+
+        With a mask function they are what `mask_functions.lists` gives.
         """
         p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv
+        if p.has_given_lists:
+            raise ValueError("problem: got one whose lists come at run time, needs given_lists")
+        if p.has_lists:
+            return p.mask_function.key_lists(block_q, block_kv, self.shift, p.key_length)
         if p.by_batch:
             raise ValueError("problem: got one that is dynamic or segmented, needs key_blocks_of")
         first_row = np.arange(self.per_head) * block_q - self.shift
@@ -105,6 +116,11 @@ class Tiles:
         near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), exact)
         return np.stack([blocks, exact, near, end], axis=1).astype(np.int32)
 
+    def given_lists(self, kinds: jax.Array) -> jax.Array:
+        """The lists of tiles, `[b, n, tiles, columns]`, from `mask_functions.Blocks.kinds`."""
+        c = self.config
+        return key_lists(jnp, kinds, c.block_q, c.block_kv, self.shift, self.problem.key_length)
+
     @functools.cached_property
     def needed_by_all(self) -> np.ndarray | None:
         """What `key_blocks` says of all tiles alike, where there is one each; else None."""
@@ -116,7 +132,7 @@ class Tiles:
     @functools.cached_property
     def any_mask(self) -> bool:
         """Whether any step has one, but for segment ids."""
-        if self.problem.has_far_edge:
+        if self.problem.has_far_edge or self.problem.has_lists:
             return True
         return not self.problem.by_batch and bool(self.key_blocks()[:, 1].any())
 
@@ -220,7 +236,9 @@ class Tiles:
         """
         p = self.problem
         cost = np.zeros(self.per_head)
-        if not p.by_batch:
+        if p.has_lists and not p.by_batch:
+            cost = self.key_blocks()[0, 0, :, COUNT] + _TILE_OVERHEAD
+        elif not p.by_batch:
             cost = self.key_blocks()[:, 0] + _TILE_OVERHEAD
         bytes_per_kv_head = p.key_length * p.pair_bytes
         section = scheduler.heads_per_section(
@@ -286,11 +304,22 @@ class Tiles:
         numbers, _, _ = self.order(tickets.LAST_TILES * self.thread_blocks)
 
         def run(key_blocks, *operands):
-            order = scheduler.order_by_rank(numbers, _cost(key_blocks), self.problem.heads)
+            cost, heads = _cost(key_blocks), self.problem.heads
+            if self.problem.has_lists:
+                cost, heads = self._cost_of_lists(key_blocks), 1
+            order = scheduler.order_by_rank(numbers, cost, heads)
             drawn = jax.new_ref(tickets.none_drawn(self.thread_blocks, self.count))
             return kernel(order, drawn, key_blocks, *operands)
 
         return run
+
+    def _cost_of_lists(self, lists: jax.Array) -> jax.Array:
+        """Of each tile of all heads, `[B * N, tiles]`."""
+        entries, _, tiles, _ = lists.shape
+        p = self.problem
+        cost = lists[:, :, :, COUNT].astype(jnp.float32) + _TILE_OVERHEAD
+        cost = jnp.repeat(cost, p.batch // entries, axis=0)
+        return jnp.broadcast_to(cost, (p.batch, p.heads, tiles)).reshape(-1, tiles)
 
     def locate(self, number):
         """Tile, batch entry and head of a tile's number; of any if it is below 0."""

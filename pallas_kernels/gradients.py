@@ -34,7 +34,7 @@ from pallas_kernels.config import (
     check_backward,
 )
 from pallas_kernels.dropout import Words
-from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
+from pallas_kernels.element_arrays import NO_ELEMENTS, Blocks, Elements
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import Section
 from pallas_kernels.key_tiles_kernel import with_words
@@ -59,6 +59,7 @@ def attention_gradients(
     ids: tuple[jax.Array, jax.Array] | None = None,
     elements: Elements = NO_ELEMENTS,
     dropout_words: Words | None = None,
+    blocks: Blocks | None = None,
     with_bias_gradient: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Gradients of attention.
@@ -86,6 +87,7 @@ def attention_gradients(
       elements: mask and bias of a problem that has them (`element_arrays.py`).
       dropout_words: None, or for a problem with dropout the words of queries and keys, as
         `dropout.Words` has them.
+      blocks: None, or for a problem that has given lists what they are made of.
       with_bias_gradient: the bias has a gradient too, which takes a kernel of its own.
 
     Returns:
@@ -151,6 +153,8 @@ def attention_gradients(
     main = functools.partial(
         main, intervals, ids, dropout_words, *elements_of_keys, *operands_of_keys
     )
+    if blocks is not None:
+        main = functools.partial(main, blocks=blocks)
     of_shares = functools.partial(map, _summed, (key, value))
     if deterministic:
         return of_query_alone(), *of_shares(main()), *d_bias

@@ -14,6 +14,7 @@ import numpy as np
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments, tickets
 from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT
+from pallas_kernels.mask_functions import COUNT, query_lists
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 
@@ -79,17 +80,31 @@ class KeyTiles:
     @property
     def any_mask(self) -> bool:
         p = self.problem
-        return p.highest is not None or p.has_far_edge or self.ragged
+        return p.highest is not None or p.has_far_edge or p.has_lists or self.ragged
 
     def seeing_blocks(self) -> np.ndarray:
         """`[2, per_head]` int32: first and end of the query blocks that see a key of the tile.
 
         A tile that no row sees takes one, fully masked, so that every tile has a step. What is
-        known at run time only is left out, as if it let every query see every key.
+        known at run time only is left out, as if it let every query see every key. With a mask
+        function they are its lists.
         """
+        if self.problem.has_lists:
+            return self.lists
         first, end = self._seeing_blocks(0, self.block_kv)
         first = np.minimum(first, self.query_blocks - 1)
         return np.stack([first, np.maximum(end, first + 1)])
+
+    @functools.cached_property
+    def lists(self) -> np.ndarray:
+        """`mask_functions.query_lists` of a problem whose kinds of blocks are static."""
+        p = self.problem
+        return p.mask_function.query_lists(self.block_kv, self.block_q, p.key_length, p.group)
+
+    def given_lists(self, kinds: jax.Array) -> jax.Array:
+        """The same where kinds come at run time."""
+        p, heads = self.problem, (self.problem.kv_heads, self.problem.group)
+        return query_lists(jnp, kinds, self.block_kv, self.block_q, p.key_length, heads)
 
     def _seeing_blocks(self, own_first_key: int, keys: int) -> np.ndarray:
         """The same of some keys of each tile, of which there may be no block."""
@@ -193,6 +208,10 @@ class KeyTiles:
 
     def steps(self) -> np.ndarray:
         """`[per_head]`: query blocks that a tile takes, of all heads of the group."""
+        if self.problem.has_given_lists:  # the most that they can be
+            return np.full(self.per_head, self.problem.group * self.query_blocks)
+        if self.problem.has_lists:
+            return self.lists[0, 0, :, COUNT]
         first, end = self.seeing_blocks()
         return self.problem.group * (end - first)
 
@@ -297,11 +316,11 @@ class KeyTiles:
         """The order and, in a ref, what is drawn, as `Walk.of_refs` takes them.
 
         Args:
-          cost: `[B, tiles]`, where costs are known at run time only.
+          cost: `[B, tiles]`, or `[B * key heads, tiles]`, where costs are known at run time only.
         """
         order: jax.Array | np.ndarray = self.order_to_draw(thread_blocks)
         if cost is not None:
-            order = scheduler.order_by_rank(order, cost, self.problem.kv_heads)
+            order = scheduler.order_by_rank(order, cost, len(self.kv_heads) // cost.shape[0])
         # Behind the last stands what is no tile. Static numbers that go up by one to the end would
         # be made by XLA in a kernel of its own.
         none = self.count if cost is not None else self.count + 1

@@ -15,6 +15,7 @@ from pallas_kernels import scheduler, segments
 from pallas_kernels.config import BACKWARD_CONSUMERS
 from pallas_kernels.dropout import Words
 from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles
+from pallas_kernels.mask_functions import COUNT
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import HAND_ORDERED
 
@@ -46,12 +47,13 @@ def gradient_kernel(
 
     Returns:
       A function of the intervals of keys `[B, 2, T]` that queries see, or None, of the segment
-      ids of queries and keys, or None, of the words of dropout, or None, and of the operands.
+      ids of queries and keys, or None, of the words of dropout, or None, and of the operands; by
+      name of `mask_functions.Blocks`, where lists are given.
       Of a section the kernel takes its heads alone, and if there are refs of results, it writes
       those heads of them.
     """
     p = tiles.problem
-    seeing_blocks = tiles.seeing_blocks()
+    seeing_blocks = np.zeros(0) if p.has_given_lists else tiles.seeing_blocks()
     if more_results:
         seeing_blocks = np.append(seeing_blocks, tiles.first_steps()[None], axis=0)
 
@@ -69,14 +71,32 @@ def gradient_kernel(
         )
         return jax.jit(kernel)  # lowered once for all sections
 
-    def run(intervals, ids, words: Words | None, *operands, kv_heads=None, results=()):
+    def cost_of_lists(lists):
+        """Of each tile of all key heads, `[B * key heads, tiles]`."""
+        entries, heads = lists.shape[:2]
+        cost = jnp.repeat(lists[..., COUNT].astype(jnp.float32), p.batch // entries, axis=0)
+        if heads == 1:
+            return cost[:, 0] + TILE_OVERHEAD
+        return cost.reshape(-1, tiles.per_head) + TILE_OVERHEAD
+
+    def run(intervals, ids, words: Words | None, *operands, blocks=None, kv_heads=None, results=()):
         thread_blocks = tiles.thread_blocks(most_thread_blocks, kv_heads, draws)
         kernel = kernel_of(thread_blocks, bool(results))
         operands = (*operands, *results)
         if words is not None:  # those of queries come with their start
             operands = (words[1], *operands)
+        tables: tuple[Any, ...]
+        if blocks is not None:
+            lists = tiles.given_lists(blocks.kinds)
+            cost = cost_of_lists(lists)
+            if draws:
+                tables = tiles.tables_to_draw(thread_blocks, cost)
+            else:
+                schedule = tiles.schedule(thread_blocks, from_end, kv_heads)
+                sharing = len(tiles.kv_heads) // cost.shape[0]
+                tables = (scheduler.longest_first(schedule, cost, sharing),)
+            return kernel(*tables, lists, *blocks.operands, *operands)
         if not p.by_batch:
-            tables: tuple[Any, ...]
             if draws:
                 tables = tiles.tables_to_draw(thread_blocks)
             else:

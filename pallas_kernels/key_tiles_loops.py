@@ -9,8 +9,10 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.key_tiles_masks import StepMask
+from pallas_kernels.elements import NOTHING_LOADED
+from pallas_kernels.key_tiles_masks import ListedMask, StepMask
 from pallas_kernels.key_tiles_walk import Walk
+from pallas_kernels.mask_functions import MASKED
 
 
 def loop_over_steps(
@@ -29,8 +31,9 @@ def loop_over_steps(
     so that those that begin at the same time read the same blocks, which is easy on L2. Masked
     steps have a loop of their own, and code of their own, after those that need no mask; with a
     lower bound another before them. Each is two with segment ids, which are compared in one.
-    Blank steps, if there are any, come first and last. Where there are rows far from 0 anywhere
-    all steps are in a loop of their own, which alone knows of them.
+    Blank steps, if there are any, come first and last. Where tiles have lists (`mask_functions.py`)
+    masked steps come first, of all heads of the group. Where there are rows far from 0 anywhere all
+    steps are in a loop of their own, which alone knows of them.
 
     Args:
       step: mask is None, or a `StepMask` for the weights of that step; far says whether rows
@@ -62,9 +65,12 @@ def loop_over_steps(
         far_in_masked and may_be_far and walk.tiles.any_mask,
     )
     if first_step is not None:
-        mask = loops.mask_of(loops.end_block() - 1, j, comparing=True)
+        first = 0 if walk.tiles.problem.has_lists else loops.end_block() - 1
+        mask = loops.mask_of(first, j, comparing=True)
         first_step(j, mask=mask, far=may_be_far, load_elements=load_elements)
         j = j + 1
+    if walk.tiles.problem.has_lists:
+        return loops.listed(end, j)
     one_head = functools.partial(loops.one_head, end)
     if walk.tiles.problem.group > 1:
         return lax.while_loop(lambda j: j < end, one_head, j)
@@ -98,9 +104,11 @@ class _Loops:
         return self.walk.first_unmasked_block(self.index, self.own_first_key)
 
     def mask_of(self, block, j, comparing: bool = False) -> StepMask | None:
-        """Of steps from j on, whose blocks run from one on."""
+        """Of steps from j on, whose blocks run from one on, or from a place of the tile's list."""
         if not self.walk.tiles.any_mask:
             return None
+        if self.walk.tiles.problem.has_lists:
+            return ListedMask(self.walk, self.index, block - j, self.own_first_key, comparing)
         return StepMask(self.walk, self.index, block + j, self.own_first_key, comparing)
 
     def masked(self, block, j, end) -> None:
@@ -127,6 +135,25 @@ class _Loops:
         """Steps j to end, from a block on, of queries that see none of these keys."""
         assert self.blank_step is not None
         pl.loop(j, end)(functools.partial(self.blank_step, mask=self.mask_of(block, j)))
+
+    def listed(self, end, j):
+        """All steps of a tile that has a list: first those that need a mask, then the others."""
+        walk, done = self.walk, jnp.int32(self.done)
+        place = walk.locate(self.index)
+        masked = j + jnp.maximum(walk.of_list(place, MASKED) - done, 0)
+        may_be_far = walk.tiles.problem.soft_cap is None
+        if may_be_far and self.far_in_masked:
+            masked = jnp.where(walk.are_any_far()(), end, masked)
+        elif may_be_far:
+            far = jnp.where(walk.are_any_far()(), end, j)
+            self.far(done, j, far)
+            j, done = far, done + (far - j)
+            masked = jnp.maximum(masked, j)
+        self.masked(done, j, masked)
+        # Of lists there is a dense mask alone, which these need not.
+        rest = functools.partial(self.step, load_elements=lambda j: NOTHING_LOADED)
+        pl.loop(masked, end)(functools.partial(rest, mask=None, far=False))
+        return end
 
     def one_head(self, end, j):
         """From step j on, which need not be the head's first; returns the number after its last.

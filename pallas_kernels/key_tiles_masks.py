@@ -11,6 +11,7 @@ from pallas_kernels.elements import Loaded
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.key_tiles import CONSUMER_KEYS
 from pallas_kernels.key_tiles_walk import Walk
+from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.compiler import fresh_rows, fresh_zero
 from pallas_kernels.ptx.loads import load_intervals, load_rows
 from pallas_kernels.ptx.masks import (
@@ -50,7 +51,7 @@ class StepMask:
           equal_ids: what the method of that name gives.
           fill: what stands there, where it is not 0.
         """
-        block = self.from_block - j
+        block = self.block_of(j)
         first, last = self._seeing_columns(self.walk.locate(self.index), block)
         if equal_ids is None:
             if first is not None:
@@ -62,6 +63,10 @@ class StepMask:
         if last is not None:
             equal_ids = bits_to(equal_ids, last)
         return keep_bits(weights, equal_ids, fill)
+
+    def block_of(self, j):
+        """The query block of step j."""
+        return self.from_block - j
 
     def equal_ids(self, j):
         """Where keys and queries have equal segment ids, for a call; None if there are no ids.
@@ -80,7 +85,7 @@ class StepMask:
         first_key = place[0] * tiles.block_kv + self.own_first_key
         batch, last_key = walk.batch_of(place), tiles.per_head * tiles.block_kv - 1
         ids = load_rows(key_ids_ref.at[batch], first_key, last_key)
-        first_query = (self.from_block - j) * block_q
+        first_query = self.block_of(j) * block_q
         return equal_columns(ids, query_ids_ref.at[batch], first_query, block_q)
 
     def counting_queries(self, j):
@@ -91,7 +96,7 @@ class StepMask:
         tiles = self.walk.tiles
         # Read anew: registers are short.
         first, end = self.walk.counting_queries(self.walk.locate(self.index + fresh_zero()))
-        first_query = (self.from_block - j) * tiles.block_q
+        first_query = self.block_of(j) * tiles.block_q
         end_query = jnp.minimum(first_query + tiles.block_q, tiles.problem.query_length)
         is_cut = (first > first_query) | (end < end_query)
         return first - first_query, end - first_query, is_cut
@@ -132,6 +137,32 @@ class StepMask:
             first = begin if first is None else jnp.maximum(first, begin)
             last = end if last is None else jnp.minimum(last, end)
         return first, last
+
+
+class ListedMask(StepMask):
+    """The same where tiles have lists: from_block + j is the place of step j's block in one."""
+
+    def block_of(self, j):
+        place = self.walk.locate(self.index + fresh_zero())  # made anew: registers are short
+        block, _ = self.walk.listed_step(place, self.from_block + j)
+        return block
+
+    def equal_ids(self, j):
+        """Bits of what the mask function shows, but for bounds; None of a dense mask."""
+        walk, tiles = self.walk, self.walk.tiles
+        problem = tiles.problem
+        assert walk.lists is not None
+        place = tile, kv_head_of_all = walk.locate(self.index + fresh_zero())
+        query_block, member = walk.listed_step(place, self.from_block + j)
+        batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
+        return walk.lists.bits(
+            batch,
+            kv_head * problem.group + member,
+            tile * tiles.block_kv + self.own_first_key,
+            query_block * tiles.block_q,
+            tiles.block_q,
+            rows_are_keys=True,
+        )
 
 
 def masked(weights, mask: StepMask | None, j, equal_ids, loaded: Loaded, fill: float = 0.0):

@@ -12,6 +12,7 @@ from jax import lax
 from pallas_kernels import tickets
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.key_tiles import CONSUMER_KEYS, KeyTiles
+from pallas_kernels.mask_functions import COUNT, LISTED, MaskRefs
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.loads import load_rows
@@ -34,6 +35,7 @@ class Walk:
       elements: mask and bias, with rows of keys, of a problem that has them.
       key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
       any_far_ref: in global memory, `[1]`: more than 0 if any row is far from 0 (`far_rows.py`).
+      lists: of tiles, with the mask function, in the place of seeing_blocks_ref; None without.
       drawn: the tickets of a thread block that draws its tiles. Behind the next ticket,
         `drawn.drawn_ref` has what `prepared_tiles` counts.
       one_each: each thread block has one tile, that of its number.
@@ -48,6 +50,7 @@ class Walk:
     key_words_ref: Any = None
     drawn: tickets.Tickets | None = None
     any_far_ref: Any = None
+    lists: MaskRefs | None = None
     one_each: bool = False
 
     @classmethod
@@ -82,8 +85,12 @@ class Walk:
                 functools.partial(lax.axis_index, "block"),
                 first_full,
             )
-        seeing_blocks_ref, *refs = refs
-        count = int(tiles.problem.by_batch) + 2 * int(tiles.problem.segmented)
+        lists, seeing_blocks_ref = None, None
+        if tiles.problem.has_lists:
+            lists, refs = MaskRefs.split(tiles.problem, refs)
+        else:
+            seeing_blocks_ref, *refs = refs
+        count = int(tiles.problem.has_intervals) + 2 * int(tiles.problem.segmented)
         more_refs = tuple(refs[:count])
         key_words_ref = None
         if tiles.problem.dropout:
@@ -100,6 +107,7 @@ class Walk:
             key_words_ref,
             drawn,
             any_far_ref,
+            lists,
             one_each,
         )
         return walk, operands
@@ -185,6 +193,23 @@ class Walk:
     def _last_entries(self, place):
         return [self._own_entry(place, self.tiles.block_kv, n) for n in range(4)]
 
+    def of_list(self, place, column):
+        """An entry of the list of a tile (`mask_functions.query_lists`)."""
+        assert self.lists is not None
+        tile, kv_head_of_all = place
+        problem = self.tiles.problem
+        batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
+        if problem.has_given_lists:  # what is behind the last tile is asked for, and not used
+            batch = jnp.minimum(batch, problem.batch - 1)
+        return self.lists.entry(batch, kv_head, tile, column)
+
+    def listed_step(self, place, t):
+        """Query block of step t of a tile that has a list, and the query head's number."""
+        number = self.of_list(place, LISTED + t)
+        if self.tiles.problem.group == 1:
+            return number, 0
+        return div_rem(number, self.tiles.query_blocks)[::-1]
+
     def blocks_of(self, place):
         """First query block of a tile, and how many there are of each head of the group."""
         first_block = self.first_block(place)
@@ -196,11 +221,15 @@ class Walk:
 
     def steps_of(self, place):
         """The same of what `locate` gives."""
+        if self.lists is not None:
+            return self.of_list(place, COUNT)
         _, per_head = self.blocks_of(place)
         return per_head * self.tiles.problem.group
 
     def step_of(self, place, t):
         """Query block of step t of a tile, and the query head's number in its group."""
+        if self.lists is not None:
+            return self.listed_step(place, t)
         _, per_head = self.blocks_of(place)
         member = lax.div(t, per_head) if self.tiles.problem.group > 1 else 0
         return self.end_block(place) - 1 - t + member * per_head, member

@@ -30,6 +30,8 @@ class Problem:
     Attributes:
       value_width: as width if it is 0.
       dropout: how many of `DROPOUT_STEPS` weights are dropped.
+      mask_function: None, or what hides keys beside the bounds (`mask_functions.MaskFunction`).
+        Then tiles have lists of blocks in the place of intervals.
     """
 
     batch: int
@@ -49,6 +51,7 @@ class Problem:
     has_bias: bool = False
     soft_cap: float | None = None
     dropout: int = 0
+    mask_function: Any = None
 
     def __post_init__(self):
         object.__setattr__(self, "value_width", self.value_width or self.width)
@@ -138,14 +141,29 @@ class Problem:
         return 1.0 / self.delta_unit
 
     @property
+    def has_lists(self) -> bool:
+        """Whether tiles have lists of blocks (`mask_functions.lists`)."""
+        return self.mask_function is not None
+
+    @property
+    def has_given_lists(self) -> bool:
+        """Whether lists come at run time, for each batch entry and head where these differ."""
+        return self.mask_function is not None and self.mask_function.kinds is None
+
+    @property
+    def has_intervals(self) -> bool:
+        """Whether kernels get intervals as an array."""
+        return self.dynamic or self.segmented
+
+    @property
     def has_far_edge(self) -> bool:
-        """Whether a query may be without the first keys."""
-        return self.by_batch or self.lowest is not None
+        """Whether a query may be without the first keys of those between the first and the last."""
+        return (self.by_batch or self.lowest is not None) and not self.has_lists
 
     @property
     def by_batch(self) -> bool:
         """Whether what a tile needs is known at run time only, for each batch entry."""
-        return self.dynamic or self.segmented
+        return self.has_intervals or self.has_given_lists
 
     @property
     def forward_ignores_unseen(self) -> bool:

@@ -496,11 +496,13 @@ def test_explain_has_the_signature_of_attention():
 def test_public_names():
     assert jax_flash.__all__ == [
         "CHECKPOINT_NAMES",
+        "BlockMask",
         "Config",
         "Quantized",
         "all_gather_attention",
         "attention",
         "attention_fp8",
+        "block_mask",
         "decode_attention",
         "explain",
         "explain_decode",

@@ -910,3 +910,50 @@ def test_dropout_drops_the_same_as_xla(H, steps):
 
     ours, theirs = run("mosaic_gpu"), run("xla")
     chex.assert_trees_all_close(ours, theirs, rtol=2**-9, atol=2**-13)
+
+
+ENTRIES = (np.arange(2048).reshape(2, 1024) // 190).astype(np.int32)
+PAIRS = np.random.default_rng(3).random((1024, 1024)) < 0.5
+MASK_FUNCTIONS = {
+    "neighbours": lambda b, h, q, k: (abs(q // 32 - k // 32) <= 3) & (abs(q % 32 - k % 32) <= 3),
+    "dilated": lambda b, h, q, k: (k <= q) & ((q - k) % 5 == 0),
+    "prefix": lambda b, h, q, k: (k < 200) | (k <= q),
+    "blocks": lambda b, h, q, k: ((k // 128 + q // 256) % 3 == 0) & (q != 300),
+    "signs": lambda b, h, q, k: ((q - k) // 7 % 3 == 1) | ((k - 2 * q) % 9 < 2),
+    "by_head": lambda b, h, q, k: (k <= q) & ((q - k) % (h + 1 + b) == 0),
+    "documents": lambda b, h, q, k: jnp.asarray(ENTRIES)[b, q] == jnp.asarray(ENTRIES)[0, k],
+    "pairs": lambda b, h, q, k: jnp.asarray(PAIRS)[q, k],
+    "floats": lambda b, h, q, k: jnp.exp2(-0.01 * q) + jnp.float32(0.3) * k > q,
+}
+
+
+@pytest.mark.parametrize("function", MASK_FUNCTIONS.values(), ids=MASK_FUNCTIONS)
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "options"),
+    [
+        (600, 600, 4, 2, 128, {}),
+        (1000, 777, 2, 2, 64, {}),
+        slow(800, 1000, 4, 1, 128, dict(logits_soft_cap=3.0)),
+        slow(800, 1000, 4, 1, 64, dict(dropout_rate=0.25)),
+        slow(500, 600, 2, 1, 96, dict(local_window_size=(300, 40))),
+    ],
+)
+def test_mask_functions(function, T, S, N, K, H, options):
+    check(inputs(2, T, S, N, K, H, jnp.bfloat16), mask_mod=function, **options)
+
+
+@pytest.mark.parametrize("name", ["neighbours", "dilated", "blocks", "signs"])
+@pytest.mark.parametrize(("H", "deterministic"), [(256, False), (64, True), slow(128, True)])
+def test_mask_functions_of_other_kernels(name, H, deterministic):
+    arrays = inputs(1, 500, 700, 2, 1, H, jnp.float16)
+    check(arrays, mask_mod=MASK_FUNCTIONS[name], deterministic=deterministic)
+
+
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("axes", ["ts", "bts", "bnts"])
+def test_dense_masks_whose_hidden_blocks_are_skipped(axes, H):
+    sizes = dict(b=2, n=2, t=700, s=900)
+    shape = tuple(size if axis in axes else 1 for axis, size in sizes.items())
+    mask = np.tril(np.ones((700, 900), bool), 100) & (np.arange(900) // 128 != 2)
+    mask = jnp.asarray(mask & np.ones(shape, bool)).at[:, :, 5].set(False)
+    check(inputs(2, 700, 900, 2, 1, H, jnp.bfloat16), mask=mask)

@@ -5,20 +5,26 @@ import math
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.ptx.mlir import (
+    COLUMNS,
     ROWS,
+    TILE,
     asm,
     base_address,
     bytes_to,
     clamped,
     extract,
     global_address,
+    insert,
     int32,
+    like_array,
     result_type,
     row_of_thread,
     rows_like,
@@ -206,3 +212,40 @@ def row_products(a_ref, b_ref, first, last) -> jax.Array:
         return rows_like(like, [one_row_a_quad([multiply(*x) for x in row]) for row in loaded])
 
     return products(a_ref, b_ref, jnp.int32(first), jnp.int32(last), zeros)
+
+
+def load_at(ref, places, *, by_row: bool = False, by_column: bool = False) -> jax.Array:
+    """Elements of a one-dimensional view of global memory, of int32 or float32.
+
+    Args:
+      places: int32, within the view: a scalar, or in the layout of rows, of columns, or of a tile.
+      by_row, by_column: by which places vary.
+    """
+    if interpreting():
+        return ref[...][places]
+    if not (by_row or by_column):
+        return ref[places]
+
+    layout = TILE if by_row and by_column else ROWS if by_row else COLUMNS
+    shape = result_type(places.shape, jnp.int32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=shape)
+    def load(_, ref, places):
+        i32, base = ir.IntegerType.get_signless(32), base_address(ref)
+
+        def read(place):
+            address = arith.addi(base, bytes_to(place, 4))
+            return asm("ld.global.nc.b32 $0, [$1];", "=r,l", [address], i32)
+
+        out = places.registers.copy()
+        for index, register in np.ndenumerate(places.registers):
+            if not isinstance(register.type, ir.VectorType):
+                out[index] = read(register)
+                continue
+            for e in range(ir.VectorType(register.type).shape[0]):
+                register = insert(register, read(extract(register, e)), e)
+            out[index] = register
+        return like_array(places, out)
+
+    found = load(ref, places)
+    return lax.bitcast_convert_type(found, ref.dtype) if ref.dtype == jnp.float32 else found

@@ -10,11 +10,13 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.ptx.mlir import (
+    COLUMNS,
     ROWS,
     TILE,
     asm,
     bit_mask,
     column_of_thread,
+    columns_like,
     extract,
     fragments,
     insert,
@@ -162,6 +164,56 @@ def all_columns(rows: int, columns: int, there=True) -> jax.Array:
         return jnp.broadcast_to(there, (rows, columns))
     bits = jnp.where(there, jnp.int32(-1), jnp.int32(0))
     return plgpu.layout_cast(jnp.broadcast_to(bits, (rows,)), ROWS)
+
+
+def no_columns(columns: int) -> jax.Array:
+    """What `equal_columns` gives where none is equal, for `with_columns`."""
+    if interpreting():
+        return jnp.zeros((64, columns), bool)
+    return plgpu.layout_cast(jnp.zeros((64,), jnp.int32), ROWS)
+
+
+def column_numbers(columns: int) -> jax.Array:
+    """`(columns,)` int32, the numbers of a tile's columns, made anew like `compiler.fresh_zero`."""
+    if interpreting():
+        return lax.iota(jnp.int32, columns)
+
+    zeros = plgpu.layout_cast(jnp.zeros((columns,), jnp.int32), COLUMNS)
+    shape = result_type((columns,), jnp.int32, layout=COLUMNS)
+
+    @plgpu.inline_mgpu(arg_types=(COLUMNS,), return_type=shape)
+    def numbers(_, like):
+        own = column_of_thread()
+        count = 2 * len(like.registers.flat)
+        values = [arith.addi(own, int32(n // 2 * 8 + n % 2)) for n in range(count)]
+        return columns_like(like, values)
+
+    return numbers(zeros)
+
+
+def with_columns(bits: jax.Array, tile: jax.Array, first: int) -> jax.Array:
+    """What `equal_columns` gave, and where a bool tile of some columns, from `first` on, is true.
+
+    In interpret mode the tile has all columns.
+    """
+    if interpreting():
+        return bits | tile
+
+    shape = result_type((64,), jnp.int32, layout=ROWS)
+
+    @plgpu.inline_mgpu(arg_types=(ROWS, TILE), return_type=shape)
+    def put(_, bits, tile):
+        words = [scalar(r) for r in bits.registers.flat]
+        for _, group, half, pair in fragments(tile.registers):
+            for e in range(2):
+                is_set = arith.cmpi(arith.CmpIPredicate.ne, extract(pair, e), int32(0))
+                bit = arith.select(is_set, bit_mask(first // 4 + 2 * group + e), int32(0))
+                words[half] = arith.ori(words[half], bit)
+        # The compiler must not see through them, and keep all comparisons in their stead.
+        i32 = ir.IntegerType.get_signless(32)
+        return rows_like(bits, [asm("mov.b32 $0, $1;", "=r,r", [x], i32) for x in words])
+
+    return put(bits, jnp.where(tile, jnp.int32(1), jnp.int32(0)))
 
 
 def bits_from(bits: jax.Array, first: jax.Array) -> jax.Array:

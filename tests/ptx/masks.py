@@ -1,16 +1,21 @@
 import math
 
 import numpy as np
+from jax import lax
 
+from pallas_kernels.interpret import interpreting
 from pallas_kernels.ptx.masks import (
     all_columns,
     bits_from,
     bits_to,
+    column_numbers,
     equal_columns,
     keep_bits,
     keep_columns_from,
     keep_columns_to,
     keep_equal_columns,
+    no_columns,
+    with_columns,
 )
 from tests.support.ptx import (
     LEAST,
@@ -91,3 +96,23 @@ def bits_of_equal_ids(columns):
     ]  # fmt: skip
     expected = np.where(np.stack(kept), tile, np.float32(-math.inf))
     return Case(body, (tile, rows, ids, bounds, is_there), (expected,))
+
+
+@case(no_columns, column_numbers, with_columns, columns=(8, 64, 128))
+def bits_of_groups_of_columns(columns):
+    tile, rows = numbers(64, columns), some([*range(-3, columns + 3)])
+
+    def body(tile_ref, rows_ref, out_ref, none_ref):
+        rows, bits = load(rows_ref, "rows"), no_columns(columns)
+        width = columns if interpreting() else min(columns, 16)
+        own = column_numbers(width)
+        for first in range(0, columns, width):
+            column = lax.broadcast_in_dim(own + first, (64, width), [1])
+            row = lax.broadcast_in_dim(rows, (64, width), [0])
+            bits = with_columns(bits, (column < row) | (column == row + 2), first)
+        show(out_ref, keep_bits(load(tile_ref), bits, 0.5))
+        show(none_ref, keep_bits(load(tile_ref), no_columns(columns), 0.5))
+
+    column, row = np.arange(columns), rows[:, None]
+    kept = np.where((column < row) | (column == row + 2), tile, np.float32(0.5))
+    return Case(body, (tile, rows), (kept, np.full_like(tile, 0.5)))

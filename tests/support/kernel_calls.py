@@ -46,13 +46,14 @@ def check(
     config=None,
     deterministic=False,
     dropout_rate=0.0,
+    mask_mod=None,
     **options,
 ):
     """Runs forward and backward and compares every result with float64.
 
     Args:
       arrays: what `inputs` gives.
-      sinks, bias, logits_soft_cap, config, deterministic, dropout_rate: as for
+      sinks, bias, logits_soft_cap, config, deterministic, dropout_rate, mask_mod: as for
         `jax_flash.attention`; the rate is a multiple of 2^-15.
       **options: what of its other arguments decides what is visible.
     """
@@ -73,12 +74,15 @@ def check(
             deterministic=deterministic,
             dropout_rate=dropout_rate,
             dropout_key=DROPOUT_KEY,
+            mask_mod=mask_mod,
         )
 
     (out, lse), vjp = jax.vjp(attention, query, key, value, bias, sinks)
     *gradients, d_sinks = vjp((dout, dlse))
 
     (B, T, N, _), S = query.shape, key.shape[1]
+    if mask_mod is not None:
+        options["mask"] = dense_mask(mask_mod, B, N, T, S)
     keep = np.ones((B, N, T, S), bool)
     if dropout_rate:
         places = np.ix_(range(B), range(N), range(T), range(S))
@@ -131,6 +135,12 @@ def check(
         np.testing.assert_allclose(d_sinks, exact.sinks, atol=1e-2 * terms + 1e-6)
     for empty in (np.asarray(out)[~seen], np.asarray(gradients[0])[~seen]):
         assert not empty.any()
+
+
+def dense_mask(mask_mod, *sizes) -> np.ndarray:
+    """What a mask_mod shows, bool `[B, N, T, S]`."""
+    indices = (jnp.asarray(x, jnp.int32) for x in np.ix_(*map(range, sizes)))
+    return np.broadcast_to(mask_mod(*indices), sizes)
 
 
 # Compiled as a whole, as that of single operations takes longer; rounded like these.

@@ -30,7 +30,7 @@ ELEMENTS: dict[str, tuple[str, str | None, str | None, Any, bool]] = {
 }
 # The widths that each is compiled at.
 ELEMENT_WIDTHS = {
-    "dense-mask": (64, 256),
+    "dense-mask": (64, 128, 256),
     "key-bias": (64, 128, 256),
     "dense-bias": (128, 160, 256),
     "mask-bias": (64, 128, 160, 256),
@@ -132,6 +132,31 @@ FP8 = [
     ("causal", "ragged", True),
 ]
 
+# With a mask_mod of that name (`_function`): width, shape, other options, and whether gradients are
+# deterministic.
+_CROWD = {"logits_soft_cap": 30.0, "dropout_rate": 0.1}
+FUNCTIONS: list[tuple[str, int, str, dict[str, Any], bool]] = [
+    ("image", 64, "even", {}, False),
+    ("image", 64, "ragged", {}, True),
+    ("image", 64, "ragged", {"logits_soft_cap": 30.0}, False),
+    ("image", 64, "ragged", {"dropout_rate": 0.1}, False),
+    ("image", 96, "ragged", {}, False),
+    ("image", 128, "even", {}, False),
+    ("image", 128, "ragged", {}, True),
+    ("image", 128, "ragged", MASKS["window"], False),
+    ("image", 128, "ragged", _CROWD, False),
+    ("image", 256, "ragged", {}, False),
+    ("image", 256, "ragged", _CROWD, False),
+    ("documents", 64, "even", {}, False),
+    ("documents", 64, "ragged", {}, False),
+    ("documents", 64, "ragged", _CROWD, False),
+    ("documents", 128, "even", {}, False),
+    ("documents", 128, "ragged", {}, False),
+    ("documents", 128, "ragged", _CROWD, False),
+    ("pairs", 64, "ragged", {}, False),
+    ("pairs", 128, "ragged", {}, False),
+]
+
 BATCH = 2  # a batch of one takes fewer registers
 
 # (T, S, N, K, dtype): tiles that fit, and tails at both ends with grouped heads. Of heads so many
@@ -185,7 +210,7 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
     cases += _cases_of_other_widths() + _cases_of_elements() + _cases_of_short()
     cases += _cases_of_soft_caps() + _cases_of_segments() + _cases_of_dropout()
-    cases += _cases_of_crowded() + _cases_of_tiled_bias()
+    cases += _cases_of_crowded() + _cases_of_tiled_bias() + _cases_of_functions()
     return cases + _cases_of_fp8()
 
 
@@ -345,6 +370,37 @@ def _cases_of_tiled_bias() -> list[tuple[str, Callable, Any]]:
         name = f"H{width}-{mask}-tiled-bias{extras}{'-dropout' * has_dropout}"
         args = query, key, key, bias, dense_mask, lengths, ids if has_ids else (None, None)
         cases.append((name, fn, args))
+    return cases
+
+
+def _function(name: str, shape: str) -> Callable:
+    """One of positions, of pixels in rows of 64; of ids; or of each pair and head."""
+    T, S, *_ = SHAPES[shape]
+    ids = jnp.zeros((BATCH, max(T, S)), jnp.int32)
+    shown = jnp.ones((T, S), bool)
+
+    def image(b, h, q_idx, kv_idx):
+        near = lambda x, y: jnp.abs(x - y) <= 6
+        return near(q_idx // 64, kv_idx // 64) & near(q_idx % 64, kv_idx % 64)
+
+    def documents(b, h, q_idx, kv_idx):
+        return (ids[b, q_idx] == ids[b, kv_idx]) & (kv_idx <= q_idx)
+
+    def pairs(b, h, q_idx, kv_idx):
+        return shown[q_idx, kv_idx] & ((q_idx - kv_idx) % (h + 1) == 0)
+
+    return {"image": image, "documents": documents, "pairs": pairs}[name]
+
+
+def _cases_of_functions() -> list[tuple[str, Callable, Any]]:
+    cases = []
+    for function, width, shape, options, deterministic in FUNCTIONS:
+        mask_mod = {"mask_mod": _function(function, shape)}
+        fn = _forward_and_backward(options | mask_mod, deterministic)
+        args = _args_of(width, width, "full", None, None, None, shape=shape)
+        extras = "-window" * ("is_causal" in options) + "-cap" * ("logits_soft_cap" in options)
+        extras += "-dropout" * ("dropout_rate" in options) + "-deterministic" * deterministic
+        cases.append((f"H{width}-{function}-function-{shape}{extras}", fn, args))
     return cases
 
 

@@ -1,0 +1,398 @@
+"""Functions of users inside a kernel: their operations, one after the other, on parts of a tile.
+
+A program is a jaxpr of scalars: what a function makes of the indices of one pair of a query and a
+key. A kernel wants it for a tile. So each value is there as often as it varies: once, once a row,
+once a column, or once a pair; and what does not depend on the columns is computed once for all of
+them.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+# What Mosaic GPU lowers of arrays in registers, and gives the same results as XLA.
+_ELEMENTWISE = {
+    *("add", "sub", "mul", "div", "rem", "max", "min", "clamp", "neg", "sign", "abs", "square"),
+    *("and", "or", "xor", "not", "eq", "ne", "lt", "le", "gt", "ge", "select_n"),
+    *("convert_element_type", "integer_pow", "exp", "exp2", "log", "log2", "sqrt", "rsqrt"),
+    *("tanh", "sin", "cos"),
+}
+_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+_DTYPES = (jnp.bool_, jnp.int32, jnp.uint32, jnp.float32)
+CAPTURED = (jnp.bool_, jnp.int32, jnp.float32)  # dtypes of captured arrays
+_INDICES = 4  # of a program, behind what it captures
+
+
+class Operation(NamedTuple):
+    """One equation; operands and results are numbers of values.
+
+    Attributes:
+      instead: what gives the result of values of one shape, where it is not the equation.
+      array: number of the captured array that is read at the place that this gives, or None.
+    """
+
+    equation: Any
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    instead: Callable[..., jax.Array] | None = None
+    array: int | None = None
+
+
+class _View(NamedTuple):
+    """A captured array of which some axes are read at an index.
+
+    Attributes:
+      array: its number.
+      shape: of all axes.
+      dtype: of its elements.
+      indices: number of the value, or None for an axis that is whole, of each axis of the array.
+      axes: of the view, which of the array they are.
+    """
+
+    array: int
+    shape: tuple[int, ...]
+    dtype: Any
+    indices: tuple[int | None, ...]
+    axes: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """A value on a tile: a scalar, `(rows,)`, `(columns,)` or `(rows, columns)`."""
+
+    x: Any
+    by_row: bool = False
+    by_column: bool = False
+
+
+def _names(jaxpr) -> tuple[str, ...]:
+    """Of the operations of a jaxpr, those of calls in their place."""
+    found: list[str] = []
+    for equation in jaxpr.eqns:
+        inner = equation.params.get("jaxpr") if equation.primitive.name == "jit" else None
+        found += [equation.primitive.name] if inner is None else _names(inner.jaxpr)
+    return tuple(found)
+
+
+@functools.cache
+def _divisions() -> dict[str, tuple[str, ...]]:
+    """What JAX's own divisions of int32 are made of, by the names of their calls."""
+    found = {}
+    for function in (jnp.floor_divide, jnp.remainder):
+        jaxpr = jax.make_jaxpr(lambda x, f=function: f(x, 3))(np.int32(0)).jaxpr
+        (equation,) = jaxpr.eqns
+        found[equation.params["name"]] = _names(equation.params["jaxpr"].jaxpr)
+    return found
+
+
+def _unsigned(operation: Callable) -> Callable[..., jax.Array]:
+    def of_integers(x, divisor):
+        x, divisor = (lax.convert_element_type(y, jnp.uint32) for y in (x, divisor))
+        return lax.convert_element_type(operation(x, divisor), jnp.int32)
+
+    return of_integers
+
+
+def _floored(x, divisor):
+    rest = lax.rem(x, divisor)
+    return lax.div(x, divisor) - jnp.where(rest < 0, jnp.int32(1), jnp.int32(0))
+
+
+def _remainder(x, divisor):
+    rest = lax.rem(x, divisor)
+    return jnp.where(rest < 0, rest + divisor, rest)
+
+
+# By name, and whether the dividend is never negative.
+_DIVISIONS = {
+    ("floor_divide", True): _unsigned(lax.div),
+    ("remainder", True): _unsigned(lax.rem),
+    ("floor_divide", False): _floored,
+    ("remainder", False): _remainder,
+}
+
+
+class Operations:
+    """The operations of a program, those of calls in their place.
+
+    Attributes:
+      captured: how many arrays it reads, the first of its arguments. The others are indices.
+      arguments: numbers of the values that it is given; those of arrays mean nothing.
+      constants: numbers of values that are known, and these.
+      operations: in order, without those on which the result does not depend.
+      result: number of the value that it gives.
+    """
+
+    def __init__(self, steps: Any):
+        self.constants: dict[int, Any] = {}
+        self._count = 0
+        operations: list[Operation] = []
+        self.arguments = [self._new() for _ in steps.arguments]
+        self.captured = len(steps.arguments) - _INDICES
+        self._counting = set(self.arguments[self.captured :])  # numbers that are never negative
+        self._never: set[int] = set()  # numbers of bools that are false
+        self._views: dict[int, _View] = {}
+        for n, v in enumerate(steps.arguments[: self.captured]):
+            shape, axes = v.aval.shape, tuple(range(len(v.aval.shape)))
+            view = _View(n, shape, v.aval.dtype, (None,) * len(shape), axes)
+            self._views[self.arguments[n]] = view
+        given = dict(zip(steps.arguments, self.arguments, strict=True))
+        (result,) = self._append(operations, steps.equations, steps.results, given)
+        self.result = self._loaded(operations, result)
+        needed, kept = {self.result}, []
+        for operation in reversed(operations):
+            if needed.intersection(operation.results):
+                needed.update(operation.operands)
+                kept.append(operation)
+        self.operations = kept[::-1]
+
+    def _new(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _append(self, operations, equations, results, known) -> list[int]:
+        def number(v: Any) -> int:
+            if not isinstance(v, Literal):
+                return known[v]
+            dtype: Any = v.aval.dtype  # type: ignore[attr-defined]
+            self.constants[constant := self._new()] = np.asarray(v.val, dtype)
+            if v.val >= 0:
+                self._counting.add(constant)
+            return constant
+
+        for equation in equations:
+            operands = tuple(map(number, equation.invars))
+            if (same := self._same(equation, operands)) is not None:
+                known = known | {equation.outvars[0]: same}
+                continue
+            if _CALLS.get(equation.primitive.name) is None:  # a view ends where it is one element
+                operands = tuple(self._loaded(operations, n) for n in operands)
+            if (instead := self._division(equation, operands)) is not None:
+                found = [self._new()]
+                operands = tuple(self._loaded(operations, n) for n in operands)
+                operations.append(Operation(equation, operands, tuple(found), instead))
+                if operands[0] in self._counting:
+                    self._counting.update(found)
+                known = known | dict(zip(equation.outvars, found, strict=True))
+                continue
+            name = _CALLS.get(equation.primitive.name)
+            inner = equation.params.get(name) if name else None
+            if inner is None or not hasattr(inner, "jaxpr"):
+                found = [self._new() for _ in equation.outvars]
+                operations.append(Operation(equation, operands, tuple(found)))
+            else:
+                consts = []
+                for x in inner.consts:
+                    self.constants[constant := self._new()] = x
+                    consts.append(constant)
+                jaxpr = inner.jaxpr
+                given = dict(
+                    zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True)
+                )
+                found = self._append(operations, jaxpr.eqns, jaxpr.outvars, given)
+            known = known | dict(zip(equation.outvars, found, strict=True))
+        return [number(v) for v in results]
+
+    def _same(self, equation, operands) -> int | None:
+        """The number of the value that an equation gives, where that is known without it.
+
+        Of a view, and of what JAX makes of an index: below 0 it would count from the end.
+        """
+        name, first = equation.primitive.name, operands[0] if operands else -1
+        if name == "select_n" and first in self._never:
+            return operands[1]
+        if name == "lt" and first in self._counting and not np.any(self._constant(operands[1])):
+            self._never.add(found := self._new())
+            self.constants[found] = np.asarray(False)
+            return found
+        if first not in self._views:
+            return None
+        if name == "squeeze":
+            return self._squeezed(first, equation.params["dimensions"])
+        if name == "dynamic_slice":
+            return self._sliced(first, operands[1:], equation.params["slice_sizes"])
+        if name == "slice" and equation.params["strides"] is None:
+            starts = [self._new() for _ in equation.params["start_indices"]]
+            for start, index in zip(starts, equation.params["start_indices"], strict=True):
+                self.constants[start] = np.asarray(index, np.int32)
+                self._counting.add(start)
+            return self._sliced(first, starts, equation.outvars[0].aval.shape)
+        return None
+
+    def _constant(self, number: int) -> np.ndarray:
+        """Of a value, 1 of one that is not known."""
+        return np.asarray(self.constants.get(number, 1))
+
+    def _squeezed(self, number: int, dimensions) -> int:
+        view = self._views[number]
+        axes = tuple(axis for n, axis in enumerate(view.axes) if n not in dimensions)
+        self._views[found := self._new()] = view._replace(axes=axes)
+        return found
+
+    def _sliced(self, number: int, starts, sizes) -> int | None:
+        view, indices = self._views[number], list(self._views[number].indices)
+        for axis, start, size in zip(view.axes, starts, sizes, strict=True):
+            if indices[axis] is None and size == 1:
+                indices[axis] = start
+            elif size != (1 if indices[axis] is not None else view.shape[axis]):
+                return None
+        self._views[found := self._new()] = view._replace(indices=tuple(indices))
+        return found
+
+    def _loaded(self, operations: list[Operation], number: int) -> int:
+        """A value, or where it is a view of one element, that element."""
+        view = self._views.get(number)
+        if view is None or view.axes or view.dtype not in CAPTURED:
+            return number
+        operands = tuple(n for n in view.indices if n is not None)
+        counting = tuple(n in self._counting for n in operands)
+
+        def place(*indices):
+            """Of the array in one axis; an index is one within, as in XLA."""
+            found = jnp.int32(0)
+            for size, index, is_counting in zip(view.shape, indices, counting, strict=True):
+                index = jnp.minimum(index, size - 1)
+                if not is_counting:
+                    index = jnp.maximum(index, 0)
+                found = found * size + index
+            return found
+
+        found = self._new()
+        operations.append(Operation(view, operands, (found,), place, view.array))
+        return found
+
+    def _division(self, equation, operands) -> Callable[..., jax.Array] | None:
+        """What does a division of integers by a number above 0 in fewer steps than JAX's own.
+
+        JAX's floor_divide and remainder are a dozen, as a divisor may be negative.
+        """
+        if equation.primitive.name != "jit" or equation.params["name"] not in _divisions():
+            return None
+        name, (operand, divisor) = equation.params["name"], (*operands, -1)[:2]
+        number = self.constants.get(divisor)
+        is_of_integers = number is not None and number.dtype == np.int32 and number > 0
+        if not is_of_integers or _names(equation.params["jaxpr"].jaxpr) != _divisions()[name]:
+            return None
+        return _DIVISIONS[name, operand in self._counting]
+
+    def unsupported(self) -> str | None:
+        """Why no kernel can compute them, None if one can."""
+        for operation in self.operations:
+            if operation.instead is not None:
+                continue
+            equation = operation.equation
+            name = equation.primitive.name
+            views = [self._views[n] for n in operation.operands if n in self._views]
+            for view in views:
+                shape = list(view.shape)
+                return f"{name} of a captured array {shape} of {view.dtype}, not of one element"
+            if name not in _ELEMENTWISE:
+                return f"{name} is none of the operations that kernels know"
+            avals: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
+            for aval in avals:
+                if aval.dtype not in _DTYPES:
+                    return f"{name} of {aval.dtype}, of which kernels know no operations"
+                if aval.shape != ():
+                    return f"{name} of an array {list(aval.shape)} for each pair"
+            kinds = [aval.dtype.kind for aval in (avals[0], avals[-1])]
+            if name == "convert_element_type" and kinds[0] == "f" and kinds[1] != "f":
+                return "a conversion from float"
+            if name == "integer_pow" and equation.params["y"] < 2:
+                return f"a power {equation.params['y']}"
+            if name == "select_n" and len(equation.invars) != 3:
+                return f"a choice of {len(equation.invars) - 1}"
+        return None
+
+
+class OnRows:
+    """A program on tiles of the same rows and of different columns.
+
+    What does not depend on the columns is computed once.
+    """
+
+    def __init__(
+        self,
+        operations: Operations,
+        given: Sequence[Part],
+        by_column: Collection[int],
+        rows: int,
+        load: Callable[[int, Part], jax.Array],
+    ):
+        """
+        Args:
+          given: the arguments, where they do not vary by column.
+          by_column: positions of those that do.
+          rows: of a tile.
+          load: reads captured arrays, in one axis and as `as_captured` makes them, by their number
+            and by places.
+        """
+        self._operations, self._rows, self._load = operations, rows, load
+        self._rest: list[Operation] = []
+        known = {n: Part(x) for n, x in operations.constants.items()}
+        varying = {operations.arguments[position] for position in by_column}
+        for position, number in enumerate(operations.arguments):
+            if number not in varying:
+                known[number] = given[position]
+        for operation in operations.operations:
+            if varying.intersection(operation.operands):
+                varying.update(operation.results)
+                self._rest.append(operation)
+            else:
+                self._apply(operation, known, 0)
+        self._known = known
+
+    def evaluate(self, by_column: dict[int, jax.Array], width: int) -> jax.Array:
+        """The result on a tile `(rows, width)`.
+
+        Args:
+          by_column: the arguments that vary by column, `(width,)`, by their position.
+        """
+        known = dict(self._known)
+        for position, x in by_column.items():
+            known[self._operations.arguments[position]] = Part(x, by_column=True)
+        for operation in self._rest:
+            self._apply(operation, known, width)
+        return _spread(known[self._operations.result], _WHOLE, self._rows, width)
+
+    def _apply(self, operation: Operation, known: dict[int, Part], width: int) -> None:
+        equation = operation.equation
+        parts = [known[n] for n in operation.operands]
+        like = Part(None, any(x.by_row for x in parts), any(x.by_column for x in parts))
+        values = [_spread(x, like, self._rows, width) for x in parts]
+        if operation.instead is not None:
+            out = [operation.instead(*values)]
+        else:
+            params = equation.primitive.get_bind_params(equation.params)
+            out = equation.primitive.bind(*values, **params)
+            out = out if equation.primitive.multiple_results else [out]
+        if operation.array is not None:
+            (place,) = out
+            x = self._load(operation.array, like._replace(x=place))
+            out = [x != 0 if equation.dtype == jnp.bool_ else x]
+        for number, x in zip(operation.results, out, strict=True):
+            known[number] = like._replace(x=x)
+
+
+_WHOLE = Part(None, by_row=True, by_column=True)
+
+
+def as_captured(x: jax.Array) -> jax.Array:
+    """A captured array as kernels read it: in one axis, of int32 or float32."""
+    return (x.astype(jnp.int32) if x.dtype == jnp.bool_ else x).reshape(-1)
+
+
+def _spread(part: Part, like: Part, rows: int, width: int) -> jax.Array:
+    """A value as often as another one varies."""
+    if (part.by_row, part.by_column) == (like.by_row, like.by_column):
+        return jnp.asarray(part.x)
+    if like.by_row and like.by_column:
+        shape: tuple[int, ...] = (rows, width)
+        axes = [0] if part.by_row else [1] if part.by_column else []
+    else:
+        shape, axes = ((rows,) if like.by_row else (width,)), []
+    return lax.broadcast_in_dim(jnp.asarray(part.x), shape, axes)
