@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import joined as joining
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.joined import joined
 from pallas_kernels.problem import Problem, box_width
 from pallas_kernels.ptx.operands import operand_form, store_operand
 
@@ -83,7 +83,7 @@ class Columns:
     @property
     def products(self) -> int:
         """Commit groups that a product takes: one for each tile, if they are not joined."""
-        return 1 if self.odd_rows else self.tiles
+        return 1 if self.odd_rows and joining.IS_KNOWN else self.tiles
 
     @property
     def tile_slices(self) -> list[slice]:
@@ -135,7 +135,7 @@ class Columns:
         a is in shared memory, or a list of its tiles in registers, which are a group each.
         """
         if self._are_joined and not isinstance(a, list):
-            plgpu.wgmma(accumulator, joined(a), joined(b).transpose((1, 0)))
+            plgpu.wgmma(accumulator, joining.joined(a), joining.joined(b).transpose((1, 0)))
             return
         for n in range(self.tiles):
             left = a[n] if isinstance(a, list) else a.at[n]
@@ -147,7 +147,7 @@ class Columns:
         a is in registers, or a matrix in shared memory.
         """
         if self._are_joined:
-            plgpu.wgmma(accumulator, a, joined(b))
+            plgpu.wgmma(accumulator, a, joining.joined(b))
             return
         for n, columns in enumerate(self.tile_slices):
             part = accumulator.at[:, columns] if self.tiles > 1 else accumulator
@@ -157,7 +157,7 @@ class Columns:
         """The same with some columns of b, and an accumulator of these, as in `put_part`."""
         size = columns.stop - columns.start
         if self._are_joined:
-            plgpu.wgmma(accumulator, a, joined(b).at[:, pl.ds(columns.start, size)])
+            plgpu.wgmma(accumulator, a, joining.joined(b).at[:, pl.ds(columns.start, size)])
             return
         for of_tile, part in self._pieces(b, columns):
             is_all = part.stop - part.start == size
@@ -166,7 +166,7 @@ class Columns:
     @property
     def _are_joined(self) -> bool:
         """Whether products see one operand; interpret mode has but its boxes."""
-        return self.odd_rows and self.tiles > 1 and not interpreting()
+        return self.products < self.tiles and not interpreting()
 
     def _pieces(self, buffer, columns: slice):
         """Of each tile with some columns, its part of these, and which of them it has."""

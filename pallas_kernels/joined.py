@@ -4,29 +4,39 @@ TMA brings rows that end anywhere in boxes as wide as it swizzles (`columns.py`)
 the same how far boxes stand apart, if they do so evenly, and Mosaic GPU makes its descriptors of
 memory with any strides. Only Pallas has no transform that says so. Here is one, `joined`, which
 `plgpu.wgmma` alone takes: its rule of lowering gets memory with strides in the place of it.
+
+That rule is private to JAX. Where it is not what this was written for, `IS_KNOWN` is false, and
+columns have a product for each box: right, but slower.
 """
 
 import dataclasses
-import functools
 import itertools
 from typing import Any
 
 import jax
-from jax._src.pallas.mosaic_gpu import core, lowering, primitives
-from jax._src.state import types as state_types
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-_RULES = lowering.mosaic_lowering_rules[core.LANExWG_SEMANTICS]
+_Transform: Any = object
+try:
+    from jax._src.pallas.mosaic_gpu import core, lowering, primitives
+    from jax._src.state.types import AbstractRef, Transform
+
+    _RULES = lowering.mosaic_lowering_rules[core.LANExWG_SEMANTICS]
+    _LOWER, _HANDLE = _RULES[primitives.wgmma_p], lowering._handle_transforms
+    _Transform, IS_KNOWN = Transform, True
+except (ImportError, AttributeError, KeyError):
+    IS_KNOWN = False
+
 _NAMES = ("acc", "a", "b")  # of the operands of wgmma
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Joined(state_types.Transform):
+class _Joined(_Transform):
     """From `(boxes, rows, columns)` to `(rows, boxes * columns)`."""
 
     def transform_type(self, x: Any) -> Any:
-        if isinstance(x, state_types.AbstractRef):
+        if isinstance(x, AbstractRef):
             return x.update(inner_aval=self.transform_type(x.inner_aval))
         boxes, rows, columns = x.shape
         return x.update(shape=(rows, boxes * columns))
@@ -61,9 +71,7 @@ class _Operand:
         if _Joined() not in transforms:
             return self
         at = transforms.index(_Joined())
-        ref, _, form = lowering._handle_transforms(
-            ctx, self.aval, self.value, avals[:at], transforms[:at]
-        )
+        ref, _, form = _HANDLE(ctx, self.aval, self.value, avals[:at], transforms[:at])
         # (boxes, rows / 8, 1, 8, columns) to (rows / 8, boxes, 8, columns)
         ref = mgpu_utils.memref_slice(ref, (slice(None), slice(None), 0))
         ref = mgpu_utils.memref_transpose(ref, (1, 0, 2, 3))
@@ -75,8 +83,8 @@ class _Operand:
         return _Operand(ref, aval, tuple(leaves), tuple(leaf_avals), tree)
 
 
-def _lower_wgmma(lower: Any, ctx: Any, *values: Any, **trees: Any) -> Any:
-    """As `lower` does, of operands with strides where they are joined."""
+def _lower_wgmma(ctx: Any, *values: Any, **trees: Any) -> Any:
+    """As JAX's own rule does, of operands with strides where they are joined."""
     operands, first = [], 3
     for n, name in enumerate(_NAMES):
         tree = trees[f"{name}_transforms_tree"]
@@ -88,7 +96,8 @@ def _lower_wgmma(lower: Any, ctx: Any, *values: Any, **trees: Any) -> Any:
     trees = {f"{name}_transforms_tree": x.tree for name, x in zip(_NAMES, operands, strict=True)}
     leaves = itertools.chain.from_iterable(x.leaves for x in operands)
     avals = [*(x.aval for x in operands), *(aval for x in operands for aval in x.avals)]
-    return lower(ctx.replace(avals_in=avals), *(x.value for x in operands), *leaves, **trees)
+    return _LOWER(ctx.replace(avals_in=avals), *(x.value for x in operands), *leaves, **trees)
 
 
-_RULES[primitives.wgmma_p] = functools.partial(_lower_wgmma, _RULES[primitives.wgmma_p])
+if IS_KNOWN:
+    _RULES[primitives.wgmma_p] = _lower_wgmma

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jax_flash
+from pallas_kernels import joined
 from tests.support import compile as support
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
@@ -202,3 +203,12 @@ def test_repeats_are_bit_equal_on_a_gpu(H, h):
         got = results(query, key, value, d_out)
         chex.assert_trees_all_equal(got, first)
         del poison
+
+
+@pytest.mark.long
+@pytest.mark.compiler
+def test_products_of_boxes_where_jax_is_another(monkeypatch):
+    """Slower, but right, where JAX's rule of lowering for wgmma is none that `joined.py` knows."""
+    monkeypatch.setattr(joined, "IS_KNOWN", False)
+    reports = support.compile_kernels(*forward_and_backward(181, 181, 128, 128))
+    assert not any(report.faults() for report in reports)
