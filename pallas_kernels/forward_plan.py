@@ -131,7 +131,7 @@ class Plan:
     @property
     def registers_are_scarce(self) -> bool:
         """Then addresses and bounds are."""
-        p, in_boxes = self.problem, self.key_columns.products > 1
+        p, in_boxes = self.problem, self.key_columns.tiles > 1
         beside_wide_output = p.segmented or self.problem.has_dropout or (in_boxes and p.dynamic)
         return (
             self.problem.has_cap
