@@ -115,9 +115,8 @@ def block_mask(
     is_known = not any(isinstance(x, jax.core.Tracer) for x in function.captured)
     needs = "one that captures arrays that are known: make it outside of jit"
     need(is_known, "mask_mod", "a function that captures traced arrays", needs, TypeError)
-    with jax.ensure_compile_time_eval():
-        shown = jax.device_get(_shown(function, batch, heads, query_length, key_length))
-    known = KnownBlocks(np.asarray(shown.kinds), np.asarray(shown.seen))
+    sizes_of_all = batch, heads, query_length, key_length
+    known = KnownBlocks(*mask_blocks.computed_now(_shown, function, *sizes_of_all))
     function = dataclasses.replace(function, known=known)
     batch, heads, query_length, key_length = map(int, sizes.values())
     return BlockMask(function, batch, heads, query_length, key_length, known.kinds)

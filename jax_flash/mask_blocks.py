@@ -7,6 +7,8 @@ many of 64 queries see each key, from which follow the blocks, and the keys that
 """
 
 import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -120,11 +122,19 @@ def static_mask(
     """
     from pallas_kernels.mask_functions import MaskFunction  # brings Pallas
 
-    with jax.ensure_compile_time_eval():
-        sizes, bounds = (query_length, key_length), (lowest, highest)
-        found = _ask(program, sizes, bounds)
-        kinds, seen, seeing = map(np.asarray, jax.device_get(found))
+    sizes, bounds = (query_length, key_length), (lowest, highest)
+    kinds, seen, seeing = computed_now(_ask, program, sizes, bounds)
     return MaskFunction(program, kinds, seeing, seen)
+
+
+def computed_now(function: Callable, *args: Any) -> Any:
+    """`function(*args)` in numpy, whatever is being traced, mapped or sharded here.
+
+    A thread of its own knows nothing of that.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        compute = lambda: jax.tree.map(np.asarray, jax.device_get(function(*args)))
+        return thread.submit(compute).result()
 
 
 @functools.partial(jax.jit, static_argnums=range(3))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_flash
 from jax_flash import mask_blocks
@@ -24,6 +25,7 @@ from tests.support.kernel_calls import (
     inputs,
     with_a_jump,
 )
+from tests.support.sharded import mesh_of
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -354,3 +356,36 @@ def test_under_vmap_and_jit():
         whole = gradients(*arrays)
         mapped = jax.jit(jax.vmap(gradients))(*(x[:, None] for x in arrays))
     chex.assert_trees_all_equal(whole, jax.tree.map(lambda x: x[:, 0], mapped))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("function", [diagonal, documents])
+def test_lowers_where_operands_are_sharded(kind, function):
+    mesh = mesh_of((2,), kind)
+    sharding = NamedSharding(mesh, PartitionSpec(None, None, "x"))
+    x = jax.ShapeDtypeStruct((2, 200, 2, 64), jnp.bfloat16, sharding=sharding)
+
+    def loss(query, key, value):
+        run = functools.partial(jax_flash.attention, mask_mod=function, implementation="mosaic_gpu")
+        return run(query, key, value).astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh):
+        traced_gradients = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x)
+        text = traced_gradients.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text or "CustomSPMDPartitioning" in text
+
+
+@pytest.mark.parametrize("axes", [0, None])
+def test_lowers_where_captured_arrays_are_mapped(axes):
+    def gradient(ids, x):
+        def loss(x):
+            mask_mod = lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx]
+            out = jax_flash.attention(x, x, x, mask_mod=mask_mod, implementation="mosaic_gpu")
+            return out.astype(jnp.float32).sum()
+
+        return jax.grad(loss)(x)
+
+    ids = jax.ShapeDtypeStruct((3, 2, 200)[axes is None :], jnp.int32)
+    x = jax.ShapeDtypeStruct((3, 2, 200, 2, 64), jnp.bfloat16)
+    mapped = jax.jit(jax.vmap(gradient, (axes, 0)))
+    assert "mosaic_gpu" in mapped.trace(ids, x).lower(lowering_platforms=("cuda",)).as_text()

@@ -3,6 +3,7 @@ import numpy as np
 
 from pallas_kernels.ptx.loads import (
     count_sorted,
+    load_at,
     load_intervals,
     load_rows,
     prefetch,
@@ -84,3 +85,26 @@ def products_of_rows(dtype, columns):
     sums = (a[:, 1].astype(np.float32) * b[:, 1].astype(np.float32)).sum(axis=1)
     expected = sums[np.minimum(firsts[:, None] + np.arange(64), count - 1)]
     return Case(body, (a, b, firsts), (np.broadcast_to(expected[..., None], (4, 64, 8)),))
+
+
+@case(load_at, dtype=(jnp.float32, jnp.int32), columns=(8, 16, 64))
+def elements_at_places(dtype, columns):
+    x = numbers(1, 300)[0].view(dtype)
+    of_tile = np.arange(64 * columns, dtype=np.int32).reshape(64, columns) * 7 % 300
+    of_rows, of_columns = some([0, 299, 5, 17], 64), some([299, 3, 0, 44], columns)
+
+    def body(x_ref, tile_ref, rows_ref, columns_ref, *out_refs):
+        show(out_refs[0], load_at(x_ref, load(tile_ref), by_row=True, by_column=True))
+        show(out_refs[1], load_at(x_ref, load(rows_ref, "rows"), by_row=True), "rows")
+        places = load(columns_ref, "columns")
+        show(out_refs[2], load_at(x_ref, places, by_column=True), "columns")
+        show(out_refs[3], load_at(x_ref, rows_ref[1]), "scalar")
+
+    shape = 64, columns
+    expected = (
+        x[of_tile],
+        shown(x[of_rows], "rows", shape),
+        shown(x[of_columns], "columns", shape),
+        np.broadcast_to(x[of_rows[1]], shape),
+    )
+    return Case(body, (x, of_tile, of_rows, of_columns), expected)
