@@ -88,6 +88,10 @@ def _unsupported_beside_mask_mod(call: Call) -> str | None:
         "deterministic gradients, but of functions of positions alone,": (
             call.deterministic and not mask_blocks.is_static(function)
         ),
+        # It would spill.
+        f"a soft cap and dropout at width {widest}, above 128": (
+            widest > 128 and call.logits_soft_cap is not None and call.dropout_rate > 0
+        ),
         f"width {widest}, but of functions of positions alone,": (
             widest > 128 and not mask_blocks.is_static(function)
         ),
