@@ -129,8 +129,8 @@ MISTAKES = [
         ),
         (
             "bias: loaded a step too late",
-            "key_block = self.block.end_of(tile, batch) - 1 - j",
-            "key_block = self.block.end_of(tile, batch) - j",
+            "key_block = self.block.key_block((tile, batch, head), j)",
+            "key_block = self.block.key_block((tile, batch, head), j) + 1",
         ),
         (
             "sinks: those of another batch entry's head",
