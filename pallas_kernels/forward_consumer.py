@@ -18,7 +18,6 @@ from pallas_kernels.mask_functions import COUNT, MASKED
 from pallas_kernels.online_softmax import RowState, spread
 from pallas_kernels.ptx.barriers import warpgroup_any
 from pallas_kernels.ptx.compiler import code_fence, fresh_zero
-from pallas_kernels.ptx.mlir import zero_tile
 from pallas_kernels.row_masks import ROWS
 
 
@@ -388,20 +387,3 @@ class _Consumer(Products):
         block.v_free.arrive(block.slot(steps - 1))
         self.store_output(output, inverse, tile, batch, head)
         return too_low
-
-    def store_output(self, output, inverse, tile, batch, head) -> None:
-        """Divides by the row sums and sends output to global memory."""
-        block, plan = self.block, self.plan
-        staging = block.o_smem.at[block.warpgroup]
-        factor = spread(inverse, output.shape)
-        output *= factor
-        if plan.problem.forward_ignores_unseen:
-            output = jnp.where(factor < 0.0, 0.0, output)
-        self.o_acc[...] = zero_tile(ROWS, plan.value_columns.size)
-        for columns in plan.staged_columns:
-            if columns.first > 0:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            part = output[:, columns.first : columns.first + columns.size]
-            columns.put(staging, part.astype(plan.problem.dtype), anew=plan.registers_are_scarce)
-            plgpu.commit_smem()
-            columns.store(staging, block.o.at[batch, self.rows.all(tile), head])

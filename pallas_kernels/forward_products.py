@@ -1,4 +1,4 @@
-"""The two products of a consumer of the forward: logits, and what weights add to the output."""
+"""The products of a consumer of the forward: logits, the output, and where that is stored."""
 
 from collections.abc import Callable
 
@@ -11,6 +11,7 @@ from pallas_kernels.element_arrays import compressed
 from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_plan import BIAS_BOX
 from pallas_kernels.forward_rows import Rows
+from pallas_kernels.online_softmax import spread
 from pallas_kernels.ptx.barriers import fence_async_shared
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.mlir import zero_tile
@@ -93,3 +94,20 @@ class Products:
                 self.plan.value_columns.box_width,
             )
             block.unseen_values.keep_rows(block.v_smem.at[slot], *rows, block.warpgroup, box_width)
+
+    def store_output(self, output, inverse, tile, batch, head) -> None:
+        """Divides by the row sums and sends output to global memory."""
+        block, plan = self.block, self.plan
+        staging = block.o_smem.at[block.warpgroup]
+        factor = spread(inverse, output.shape)
+        output *= factor
+        if plan.problem.forward_ignores_unseen:
+            output = jnp.where(factor < 0.0, 0.0, output)
+        self.o_acc[...] = zero_tile(ROWS, plan.value_columns.size)
+        for columns in plan.staged_columns:
+            if columns.first > 0:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            part = output[:, columns.first : columns.first + columns.size]
+            columns.put(staging, part.astype(plan.problem.dtype), anew=plan.registers_are_scarce)
+            plgpu.commit_smem()
+            columns.store(staging, block.o.at[batch, self.rows.all(tile), head])
