@@ -58,13 +58,15 @@ from pallas_kernels.online_softmax import spread
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import HAND_ORDERED, NamedBarriers
-from pallas_kernels.ptx.compiler import fresh_zero
+from pallas_kernels.ptx.compiler import code_fence, fresh_zero
 from pallas_kernels.ptx.loads import load_intervals, load_rows
 from pallas_kernels.ptx.masks import equal_columns, keep_bits
 from pallas_kernels.ptx.mlir import zero_tile
 from pallas_kernels.ptx.stores import store_column_sums, store_rows, store_tile, store_tile_inside
 
 _REGISTERS = (232, 40)  # of a thread of a consumer, and of the producer
+# With so many boxes of an operand that their addresses would spill 8 to 28 bytes.
+_MANY_BOXES, _REGISTERS_OF_BOXES = 5, (224, 56)
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 _Place = tuple[Any, Any, Any, Any]  # batch entry, head, first row and first key
 
@@ -145,7 +147,8 @@ def _build(pieces: Pieces, interpret: bool):
     def attention_bias_gradient(*refs, **scratch):
         block = _ThreadBlock(pieces, with_steps, thread_blocks, free, refs, **scratch)
         roles = functools.partial(_consume, block), functools.partial(_produce, block)
-        warp_specialised(block.warpgroup, CONSUMERS, _REGISTERS, *roles)
+        registers = _REGISTERS_OF_BOXES if block.has_many_boxes else _REGISTERS
+        warp_specialised(block.warpgroup, CONSUMERS, registers, *roles)
 
     kernel = plgpu.kernel(
         attention_bias_gradient,
@@ -194,6 +197,10 @@ class _ThreadBlock:
         self.full, self.free = full, dataclasses.replace(free, twins=twin)
         self.warpgroup = lax.axis_index("warpgroup")
         self._number = lax.axis_index("block")
+
+    @property
+    def has_many_boxes(self) -> bool:
+        return self.key_columns.odd_rows and self.key_columns.tiles >= _MANY_BOXES
 
     def slot_of(self, j):
         return lax.rem(j, jnp.int32(self.pieces.config.stages))
@@ -352,6 +359,8 @@ def _produce(block: _ThreadBlock) -> None:
             slot = block.slot_of(j + step)
             full = block.full.at[slot]
             pl.when(j + step >= config.stages)(lambda: block.free.wait(slot))
+            if block.has_many_boxes:  # whose addresses are not to be made ahead
+                code_fence(step)
             for consumer in range(CONSUMERS):
                 rows = pl.ds(row_block * BLOCK_Q + consumer * ROWS, ROWS)
                 of_rows, own = (batch, rows, head), (slot, consumer)
