@@ -66,7 +66,8 @@ def by_blocks(counts, query_length: int, key_length: int) -> Shown:
         np.minimum(BLOCK, length - BLOCK * np.arange(-(-length // BLOCK)))
         for length in (query_length, key_length)
     )
-    whole = in_blocks == rows[:, None] * keys
+    pairs = np.asarray(rows[:, None] * keys, np.int32)
+    whole = in_blocks == np.broadcast_to(pairs, in_blocks.shape)
     kinds = jnp.where(whole, 2, jnp.where(in_blocks > 0, 1, 0)).astype(jnp.int8)
     return Shown(kinds, (counts > 0).any(-2)[..., :key_length])
 
@@ -93,7 +94,7 @@ def _visible(program: Any, captured, numbers, first, rows: int, sizes, bounds) -
     load = lambda array, place: captured[array][place.x]
     on_rows = OnRows(_operations(program), given, {count + 3}, rows, load)
     visible = on_rows.evaluate({count + 3: keys}, len(key))
-    query = query[:, None]
+    query, key = query[:, None], key[None]
     if lowest is not None:
         visible &= key >= query + lowest
     if highest is not None:
@@ -213,12 +214,11 @@ def _shown_by_each(function: Function, entries, heads, sizes, bounds) -> Shown:
 
 def dense_blocks(mask: jax.Array, query_length: int, key_length: int, lowest, highest):
     """The same of a dense mask, `[b, n, t, s]` with each axis whole or 1, and bounds."""
-
     query, key = np.arange(query_length)[:, None], np.arange(key_length)
     if lowest is not None:
-        mask = mask & (key >= query + lowest)
+        mask = mask & (key >= query + lowest)[None, None]
     if highest is not None:
-        mask = mask & (key <= query + highest)
+        mask = mask & (key <= query + highest)[None, None]
     mask = jnp.broadcast_to(mask, (*mask.shape[:2], query_length, key_length))
     beyond = ((0, 0), (0, 0), (0, -query_length % BLOCK), (0, -key_length % BLOCK))
     shown = by_blocks(_counts(jnp.pad(mask, beyond)), query_length, key_length)

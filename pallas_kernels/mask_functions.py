@@ -125,7 +125,8 @@ def key_lists(xp, kinds, rows: int, keys: int, shift: int, key_length: int):
     """
     some, whole = _coarse(xp, kinds, rows // BLOCK, keys // BLOCK, shift // BLOCK)
     if key_length % keys:  # beyond the end there are none to see
-        whole = whole & (np.arange(whole.shape[-1]) < whole.shape[-1] - 1)
+        is_last = np.arange(whole.shape[-1]) == whole.shape[-1] - 1
+        whole = whole & ~np.broadcast_to(is_last, whole.shape)
     return lists(xp, some, whole)
 
 
@@ -139,7 +140,8 @@ def query_lists(xp, kinds, keys: int, rows: int, key_length: int, heads: tuple[i
     """
     some, whole = _coarse(xp, kinds.swapaxes(2, 3), keys // BLOCK, rows // BLOCK, 0)
     if key_length % keys:
-        whole = whole & (np.arange(whole.shape[2]) < whole.shape[2] - 1)[:, None]
+        is_last = np.arange(whole.shape[2])[:, None] == whole.shape[2] - 1
+        whole = whole & ~np.broadcast_to(is_last, whole.shape)
     batch, n, tiles, blocks = some.shape
     kv_heads, group = heads
 
@@ -183,7 +185,7 @@ def lists(xp, some, whole):
       their numbers. Of numpy without columns that no tile needs.
     """
     blocks = some.shape[-1]
-    number = np.arange(blocks, dtype=np.int32)
+    number = np.broadcast_to(np.arange(blocks, dtype=np.int32), some.shape)
     masked = (some & ~whole) | (~some.any(-1, keepdims=True) & (number == 0))
     rank = xp.where(masked, 0, xp.where(some, 1, 2)).astype(np.int32)
     places = rank * blocks + (blocks - 1 - number)

@@ -73,8 +73,10 @@ def _visible(problem, T: int, S: int, intervals, ids):
     return visible
 
 
-def _attention(query, key, value, sinks, intervals, ids, elements, words, *, problem, config):
-    assert elements.mask is None and words is None
+def _attention(
+    query, key, value, sinks, intervals, ids, elements, words, blocks, *, problem, config
+):
+    assert elements.mask is None and words is None and blocks is None
     assert (problem.batch, problem.heads) == (query.shape[0], query.shape[2])
     assert problem.kv_heads == key.shape[2]
     query = query[:, : problem.query_length]
