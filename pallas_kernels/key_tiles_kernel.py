@@ -79,6 +79,14 @@ def gradient_kernel(
             return cost[:, 0] + TILE_OVERHEAD
         return cost.reshape(-1, tiles.per_head) + TILE_OVERHEAD
 
+    def tables_by_cost(cost, thread_blocks, kv_heads) -> tuple[Any, ...]:
+        """What there is to draw, or lists, by costs that are known at run time."""
+        if draws:
+            return tiles.tables_to_draw(thread_blocks, cost)
+        schedule = tiles.schedule(thread_blocks, from_end, kv_heads)
+        sharing = len(tiles.kv_heads) // cost.shape[0]
+        return (scheduler.longest_first(schedule, cost, sharing),)
+
     def run(intervals, ids, words: Words | None, *operands, blocks=None, kv_heads=None, results=()):
         thread_blocks = tiles.thread_blocks(most_thread_blocks, kv_heads, draws)
         kernel = kernel_of(thread_blocks, bool(results))
@@ -88,13 +96,7 @@ def gradient_kernel(
         tables: tuple[Any, ...]
         if blocks is not None:
             lists = tiles.given_lists(blocks.kinds)
-            cost = cost_of_lists(lists)
-            if draws:
-                tables = tiles.tables_to_draw(thread_blocks, cost)
-            else:
-                schedule = tiles.schedule(thread_blocks, from_end, kv_heads)
-                sharing = len(tiles.kv_heads) // cost.shape[0]
-                tables = (scheduler.longest_first(schedule, cost, sharing),)
+            tables = tables_by_cost(cost_of_lists(lists), thread_blocks, kv_heads)
             return kernel(*tables, lists, *blocks.operands, *operands)
         if not p.by_batch:
             if draws:
@@ -112,11 +114,7 @@ def gradient_kernel(
         blocks = tiles.seeing_blocks_of(seeing, ids, ids_are_sorted)
         steps = p.group * (blocks[:-1, :, 1] - blocks[:-1, :, 0])
         cost = steps.astype(jnp.float32) + TILE_OVERHEAD
-        if draws:
-            tables = tiles.tables_to_draw(thread_blocks, cost)
-        else:
-            schedule = tiles.schedule(thread_blocks, from_end, kv_heads)
-            tables = (scheduler.longest_first(schedule, cost, p.kv_heads),)
+        tables = tables_by_cost(cost, thread_blocks, kv_heads)
         tables = (*tables, blocks, jnp.asarray(bounds))
         if ids is not None:
             tables = (*tables, segments.padded(query_ids, tiles.block_q), key_ids)
