@@ -18,7 +18,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_flash import mask_blocks
+from jax_flash import kernel_scores, mask_blocks
 from jax_flash.call import LSE_NAME, Call, named
 from jax_flash.kernel_operands import (
     SCALES,
@@ -60,7 +60,6 @@ def unsupported(call: Call) -> str | None:
             value_width not in SUPPORTED_WIDTHS
         ),
         "symbolic sizes: kernels are made for sizes that are known": call.is_symbolic,
-        "score_mod: the kernels take a bias as an array alone": call.score_mod is not None,
         "scale as an array": not isinstance(call.scale, (int, float)),
         # The exponent's multiplier is a float32, and -LSE / scale is added up in one.
         f"scale {call.scale} is not in {SCALES}": isinstance(call.scale, (int, float))
@@ -71,6 +70,8 @@ def unsupported(call: Call) -> str | None:
         ),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
+    if found is None and call.score_mod is not None:
+        found = kernel_scores.unsupported(call)
     return found or (None if call.mask_mod is None else _unsupported_beside_mask_mod(call))
 
 
@@ -106,7 +107,7 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     """Attention on the kernels; call must be one that `unsupported` has no reason against."""
     settings, operands = _prepared(call)
     out, lse = _attention(settings, *operands)
-    return out, lse.transpose(0, 2, 1)
+    return kernel_scores.with_gradients_of_captured(call, out, lse.transpose(0, 2, 1))
 
 
 def gradients(
@@ -139,8 +140,11 @@ def _prepared(call: Call):
     width, value_width = call.query.shape[-1], call.value.shape[-1]
     window = None if lowest is None or highest is None else highest - lowest + 1
     mask_function, blocks, seen = _mask_of_blocks(call, lowest, highest)
-    elements = elements_of(call)
+    score_function, scores = kernel_scores.score_of(call)
+    soft_cap = call.logits_soft_cap if score_function is None else None  # else it is in there
+    elements = elements_of(call)._replace(scores=scores)
     has_mask, has_bias = elements.mask is not None, elements.bias is not None
+    has_score = score_function is not None
     all_count = bool(ids) and are_one and not intervals and sees_itself(lowest, highest)
     if mask_function is not None:
         all_count = mask_function.all_count
@@ -153,9 +157,10 @@ def _prepared(call: Call):
         all_count=all_count,
         has_mask=has_mask,
         has_bias=has_bias,
-        soft_cap=call.logits_soft_cap,
+        soft_cap=soft_cap,
         dropout=dropout_words.steps_of(call.dropout_rate),
         mask_function=mask_function,
+        score_function=score_function,
         deterministic=call.deterministic,
         config=call.config
         or default(
@@ -165,10 +170,12 @@ def _prepared(call: Call):
             causal=highest is not None,
             window=window,
             segmented=bool(ids),
-            has_elements=has_mask or has_bias,
-            forward_loads_elements=has_mask or (has_bias and not elements.has_bias_of_keys),
+            has_elements=has_mask or has_bias or has_score,
+            forward_loads_elements=has_mask
+            or has_score
+            or (has_bias and not elements.has_bias_of_keys),
             tiled_bias=elements.tiled_bias_dtype is not None,
-            soft_cap=call.logits_soft_cap is not None,
+            soft_cap=soft_cap is not None,
             dropout=call.dropout_rate > 0,
         ),
     )
@@ -233,6 +240,7 @@ class _Settings:
     soft_cap: float | None
     dropout: int
     mask_function: Any
+    score_function: Any
     deterministic: bool
     config: Config
 
@@ -251,6 +259,7 @@ class _Settings:
             soft_cap=self.soft_cap,
             dropout=self.dropout,
             mask_function=self.mask_function,
+            score_function=self.score_function,
         )
 
     def backward_ignores_unseen(self, problem: Problem) -> bool:

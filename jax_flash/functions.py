@@ -69,7 +69,7 @@ class Function:
       known: None, or what is known of a mask_mod beforehand.
     """
 
-    program: "_Program"
+    program: "Program"
     captured: tuple[jax.Array, ...]
     known: KnownBlocks | None = None
 
@@ -132,10 +132,10 @@ class _Steps(NamedTuple):
         return _Steps([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
 
 
-class _Program:
+class Program:
     """Operations on scalars and on captured arrays, which come first. Equal if it does the same."""
 
-    def __init__(self, jaxpr: "Jaxpr", varies_over: frozenset[str]):
+    def __init__(self, jaxpr: "Jaxpr", varies_over: frozenset[str] = frozenset()):
         self.varies_over = varies_over  # mesh axes, as the operations of a jaxpr are strict in them
         self.steps = _Steps.of(jaxpr)
         self._text = str(jaxpr)
@@ -146,7 +146,7 @@ class _Program:
         self._hash = hash(self._form)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Program) and self._form == other._form
+        return isinstance(other, Program) and self._form == other._form
 
     def __hash__(self) -> int:
         return self._hash
@@ -208,7 +208,7 @@ def traced(
         "one without callbacks and side effects, as it runs part by part, and again for gradients",
     )
     return Function(
-        _Program(closed.jaxpr, varied_over(inputs)), tuple(map(jnp.asarray, closed.consts))
+        Program(closed.jaxpr, varied_over(inputs)), tuple(map(jnp.asarray, closed.consts))
     )
 
 
@@ -277,6 +277,13 @@ def _results(steps: _Steps, values: list[_Value], pair: _Pair) -> list[_Value]:
             found = [_Value(x, varies) for x in out]
         known.update(zip(eqn.outvars, found, strict=True))
     return list(map(read, steps.results))
+
+
+def applied(program: Program, arguments: tuple[Any, ...]) -> jax.Array:
+    """The result of a program of one pair, of captured arrays and what else it takes."""
+    values = [_Value(x, False) for x in arguments]
+    (result,) = _results(program.steps, values, _Pair(None, None))
+    return jnp.asarray(result.x)
 
 
 def _bound(eqn, operands: list[Any]) -> list[Any]:

@@ -93,7 +93,7 @@ def _visible(program: Any, captured, numbers, first, rows: int, sizes, bounds) -
     given = [*[zero] * count, *map(Part, numbers), Part(queries, by_row=True), zero]
     load = lambda array, place: captured[array][place.x]
     on_rows = OnRows(_operations(program), given, {count + 3}, rows, load)
-    visible = on_rows.evaluate({count + 3: keys}, len(key))
+    (visible,) = on_rows.evaluate({count + 3: Part(keys, by_column=True)}, len(key))
     query, key = query[:, None], key[None]
     if lowest is not None:
         visible &= key >= query + lowest
@@ -129,13 +129,14 @@ def static_mask(
 
 
 def computed_now(function: Callable, *args: Any) -> Any:
-    """`function(*args)` in numpy, whatever is being traced, mapped or sharded here.
+    """`function(*args)` in numpy, whatever is being traced, mapped or sharded here."""
+    return elsewhere(lambda: jax.tree.map(np.asarray, jax.device_get(function(*args))))
 
-    A thread of its own knows nothing of that.
-    """
+
+def elsewhere(function: Callable) -> Any:
+    """`function()` in a thread of its own, which knows nothing of what is going on here."""
     with ThreadPoolExecutor(1) as thread:
-        compute = lambda: jax.tree.map(np.asarray, jax.device_get(function(*args)))
-        return thread.submit(compute).result()
+        return thread.submit(function).result()
 
 
 @functools.partial(jax.jit, static_argnums=range(3))

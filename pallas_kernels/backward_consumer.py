@@ -18,6 +18,7 @@ from pallas_kernels.far_rows import shared_by_key, weights_by_key
 from pallas_kernels.key_tiles_loops import loop_over_steps
 from pallas_kernels.key_tiles_masks import masked
 from pallas_kernels.online_softmax import spread
+from pallas_kernels.problem import LOG2E
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import fence_async_shared
 from pallas_kernels.ptx.compiler import code_fence, fresh_rows, fresh_zero
@@ -147,6 +148,7 @@ class _Consumer:
         """The same, and no product of dQ beside it."""
         block, plan = self.block, self.plan
         slot, o_slot, parity = self.slots(j)
+        slope = None
         equal_ids = mask.equal_ids(j) if mask is not None else None
         self.await_query(slot, mask, j)
         self.issue_logits(slot, index)
@@ -159,6 +161,8 @@ class _Consumer:
             operand, weights = self.load_capped_weights(
                 loaded, mask, j, equal_ids, o_slot, key_words, wait_n=wait_n
             )
+        elif plan.problem.has_score:
+            weights, slope = self.load_scored_weights(loaded, j, far=far, wait_n=wait_n)
         else:
             weights = self.load_weights(loaded, j, far=far, wait_n=wait_n)
             weights = self.shared(weights, j, far=far)
@@ -169,6 +173,8 @@ class _Consumer:
             weights = masked(weights, mask, j, equal_ids, loaded)
             weights = self.dropped(weights, key_words, slot)
             operand = as_operand(weights, plan.problem)
+        if slope is not None:
+            weights = weights * slope
         plan.value_columns.expand(self.dv_acc, operand, block.o_smem.at[o_slot])
         ds = self.load_ds(weights, o_slot)
         plan.key_columns.expand(self.dk_acc, ds, block.q_smem.at[slot])
@@ -261,8 +267,7 @@ class _Consumer:
 
     def issue_logits(self, slot, index) -> None:
         block, plan = self.block, self.plan
-        # What a cap is for must come alone.
-        alone = plan.problem.has_cap
+        alone = plan.problem.has_slope  # with a cap or a function they must be
         self.s_acc[...] = zero_tile(KEYS, plan.config.block_q) if alone else self.load_start(slot)
         k = block.k_smem.at[block.k_slot(index) + fresh_zero(), :, self.own]
         plan.key_columns.contract(self.s_acc, k, block.q_smem.at[slot])
@@ -282,6 +287,17 @@ class _Consumer:
             return weights_by_key(products, loaded, problem, start, block.far)
         logits, to_log2 = biased(products, problem, loaded)
         return jnp.exp2(logits * to_log2)
+
+    def load_scored_weights(self, loaded, j, *, far, wait_n):
+        """Weights of logits that a function makes, and its slopes, None where all are 1."""
+        block, problem = self.block, self.plan.problem
+        products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=wait_n)
+        logits, slope = loaded.score(products, slope=True)
+        logits = logits + self.load_start(self.slot_anew(j))
+        if far:
+            start = block.start_smem.at[self.slot_anew(j), 0]
+            return weights_by_key(logits, loaded, problem, start, block.far), slope
+        return jnp.exp2(logits * LOG2E), slope
 
     def shared(self, weights, j, *, far):
         """Late, where a wait for an mbarrier ends a block of code anyway."""

@@ -143,7 +143,7 @@ class Plan:
     def draws(self) -> bool:
         """Whether thread blocks draw their tiles, and zero dQ, if there is, of those to come."""
         p = self.problem
-        if self.one_each or p.has_cap or p.has_dropout:
+        if self.one_each or p.has_slope or p.has_dropout:
             return False  # nothing to draw, or registers are too short
         if p.by_batch and self.is_wide:
             return True
@@ -231,20 +231,21 @@ class Plan:
     @property
     def weights_first(self) -> bool:
         """Whether there are none for dP' beside S'."""
-        return self.problem.has_elements or self.problem.has_cap
+        return self.problem.has_elements or self.problem.has_slope
 
     def dq_first(self, has_elements_of_queries: bool) -> bool:
         """Whether there are none for dQ of the step before beside S'. Then that is done first."""
         p = self.problem
         beside_dropout = self.problem.has_dropout and (self.is_wide or (p.has_bias and p.has_mask))
         beside_ids = p.has_bias and (p.segmented or (p.dynamic and self.is_wide))
-        return self.problem.has_cap or (has_elements_of_queries and (beside_dropout or beside_ids))
+        beside_elements = has_elements_of_queries and (beside_dropout or beside_ids)
+        return self.problem.has_slope or beside_elements
 
     @property
     def crowded(self) -> bool:
         """Whether addresses are made anew in each step."""
         p = self.problem
-        if self.problem.has_cap or self.problem.has_dropout or p.segmented or p.has_bias:
+        if p.has_slope or p.has_dropout or p.segmented or p.has_bias:
             return True
         if p.has_given_lists:
             return True
@@ -282,7 +283,7 @@ class Plan:
     @property
     def registers(self) -> tuple[int, int]:
         p = self.problem
-        if self.problem.has_cap and p.by_batch and self.with_query_gradient and p.widest == 128:
+        if self.problem.has_slope and p.by_batch and self.with_query_gradient and p.widest == 128:
             return 232, 40  # the producer spills with fewer
         return self.config.registers
 

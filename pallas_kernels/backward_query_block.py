@@ -91,9 +91,9 @@ class Plan:
 
     @property
     def weights_first(self) -> bool:
-        """Whether there are none for dP: beside a cap, or elements and 256 columns of dQ."""
+        """Whether there are none for dP: beside a slope, or elements and 256 columns."""
         beside_elements = self._is_wide and self.problem.has_elements
-        return self.crowded or self.problem.has_cap or beside_elements
+        return self.crowded or self.problem.has_slope or beside_elements
 
     # --- tiles ---
 

@@ -61,8 +61,8 @@ class _Consumer:
         plgpu.barrier_wait(block.q_full)
         plgpu.barrier_wait(block.o_full)
         masking = functools.partial(self.step, needs_mask=True)
-        # The bias of rows that see nothing may be NaN.
-        mask_throughout = problem.by_batch and problem.has_bias
+        # The bias of rows that see nothing, or what a function makes there, may be NaN.
+        mask_throughout = problem.by_batch and problem.beyond_products
         rest = functools.partial(self.step, needs_mask=mask_throughout)
         begin, end, begin_rest, end_rest = (
             n - block.first_block
@@ -119,7 +119,7 @@ class _Consumer:
         start = self.per_row(block.start, 0)
         if problem.has_shares:
             return start, self.per_row(block.start, 1)
-        if problem.has_bias or not problem.has_marks:
+        if problem.beyond_products or not problem.has_marks:
             return start, None
         return start_and_share_of_marks(start, block.far, self.place(), problem)
 
@@ -181,12 +181,17 @@ class _Consumer:
         loaded = self.load_elements(j) if problem.has_elements else NOTHING_LOADED
         open_products = 0 if plan.weights_first else plan.value_columns.products
         logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=open_products)
+        slope = None
+        if problem.has_score:
+            logits, slope = loaded.score(logits, slope=True)
         mask = functools.partial(self.masked, j=j, equal_ids=equal_ids)
         weights = self.weights(logits, loaded, mask if needs_mask else None)
         if problem.dropout:
             batch, _ = block.batch_and_head()
             first_key = block.first_key_of(j)
             weights = block.dropout.negated(weights, self.query_words, batch, first_key)
+        if slope is not None:
+            weights = weights * slope
         if plan.weights_first:
             self.dp_acc[...] = zero_tile(ROWS, plan.config.block_kv)
             self.issue_d_weights(own_rows, vs)
@@ -221,7 +226,7 @@ class _Consumer:
             minus_lse = spread(self.start, logits.shape)
             _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
             return weights
-        if problem.has_bias:
+        if problem.beyond_products:
             far = self.block.far
             weights = weights_by_query(logits, loaded, problem, self.start, far, self.place)
         else:
@@ -238,7 +243,7 @@ class _Consumer:
         # dQ leaves from where Q was, once all warps have read it.
         plgpu.commit_smem()
         factor: float | jax.Array = problem.scale * problem.d_logit_unit
-        if not (plan.problem.has_cap or problem.has_bias):
+        if not (plan.problem.has_cap or problem.beyond_products):
             _, share = self.start_and_share()
             factor = spread(share * factor, dq.shape)
         own_q = block.q_smem[plan.part].at[block.warpgroup]

@@ -25,16 +25,21 @@ class Elements(NamedTuple):
     Attributes:
       mask: bool `[b, n, t, s]`; True is visible.
       bias: `[b, n, t, s]` of one of `BIAS_DTYPES`; added to the scaled logits.
+      scores: of a score function (`score_functions.py`), if it reads them: batch entry and head as
+        it counts them, int32 `[b, N, 1, 2]`, then its arrays, `[b, 1, 1, size]` of int32 or
+        float32.
     """
 
     mask: jax.Array | None = None
     bias: jax.Array | None = None
+    scores: tuple[jax.Array, ...] = ()
 
     def operands(self, *, transposed: bool = False) -> tuple[jax.Array, ...]:
-        """The arrays that `ElementRefs` stands for in a kernel; transposed: rows are keys."""
+        """What `ElementRefs` and `ScoreRefs` stand for in a kernel; transposed: rows are keys."""
         axis = 2 if transposed else 3
         mask = () if self.mask is None else (pack(self.mask, axis),)
-        return mask if self.bias is None else (*mask, _whole_tiles(self.bias, axis))
+        bias = () if self.bias is None else (_whole_tiles(self.bias, axis),)
+        return *mask, *bias, *self.scores
 
     @property
     def has_bias_of_keys(self) -> bool:
@@ -59,7 +64,7 @@ class Elements(NamedTuple):
         if self.bias is None or not (self.has_bias_of_keys and problem.may_begin_with_bias):
             return self.operands()
         bias = self.bias.astype(jnp.float32)
-        if problem.adds_bias:
+        if problem.unbounded:
             bias = compressed(bias, problem)
         return self._replace(bias=bias / problem.scale).operands()
 

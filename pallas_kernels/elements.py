@@ -23,13 +23,18 @@ from pallas_kernels.element_arrays import compressed
 from pallas_kernels.problem import LOG2E, Problem
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.elements import keep_where, load_bits, load_elements
+from pallas_kernels.score_functions import ScoreRefs
 
 
 class Loaded(NamedTuple):
-    """What gives the elements of a tile: from registers, or by loading them only then."""
+    """What gives the elements of a tile: from registers, or by loading them only then.
+
+    `score` gives of products the logits that a function makes of them (`score_functions.py`).
+    """
 
     bits: Callable[[], jax.Array] | None = None
     bias: Callable[[], jax.Array] | None = None
+    score: Callable[..., tuple[jax.Array, jax.Array | None]] | None = None
 
 
 NOTHING_LOADED = Loaded()
@@ -40,13 +45,15 @@ class ElementRefs:
     """The elements of a problem inside a kernel.
 
     Attributes:
-      refs: of `Elements.operands`, in global memory.
+      refs: of `Elements.operands`, in global memory, but for scores.
+      scores: with the function that makes logits, if the problem has one.
       transposed: tiles are of keys by queries.
       comes_by_tma: the bias does, and `load` leaves it out.
     """
 
     problem: Problem
     refs: tuple[Any, ...]
+    scores: ScoreRefs
     transposed: bool = False
     comes_by_tma: bool = False
 
@@ -68,7 +75,9 @@ class ElementRefs:
     def split(cls, problem: Problem, refs, **options: bool) -> "tuple[ElementRefs, list]":
         """The elements that a kernel's refs begin with, and the other refs."""
         count = int(problem.has_mask) + int(problem.has_bias)
-        return cls(problem, tuple(refs[:count]), **options), list(refs[count:])
+        transposed = options.get("transposed", False)
+        scores, others = ScoreRefs.split(problem, refs[count:], transposed=transposed)
+        return cls(problem, tuple(refs[:count]), scores, **options), others
 
     def bias_of_keys(self, batch, head, first: Any, keys: int):
         """A view of `keys` of them in global memory, in whole tiles."""
@@ -103,7 +112,12 @@ class ElementRefs:
             found = found._replace(bits=functools.partial(load_bits, view, *place))
         if self.problem.has_bias and not (bias or self.comes_by_tma):
             found = found._replace(bias=self.bias_of(batch, head, *place))
-        return Loaded(*(load and _done(load) for load in found)) if early else found
+        if early:
+            found = Loaded(*(load and _done(load) for load in found))
+        if self.problem.has_score:
+            place = batch, head, first_row, first_column
+            found = found._replace(score=functools.partial(self.scores.of, place))
+        return found
 
     def bias_of(
         self, batch, head, first_row, first_column, columns: int
@@ -136,9 +150,11 @@ def biased(
     """Logits with their bias, and what to multiply them with to have them in log2 units.
 
     Args:
-      products: of query and key, and what these were added to.
-      exact: a bias may be far from 0, and be all that a row has.
+      products: of query and key, and what these were added to; or what a function made of them.
+      exact: a bias may be far from 0, and be all that a row has; so may what a function makes.
     """
+    if problem.has_score:
+        return compressed(products, problem) if exact else products, LOG2E
     if loaded.bias is None:
         return products, problem.scale * LOG2E
     bias = loaded.bias()

@@ -106,7 +106,7 @@ def reference_of(
     rounded otherwise.
     """
     if not given:  # then it is as good as a reference
-        nats = compressed(lse, problem) if problem.adds_bias else lse
+        nats = compressed(lse, problem) if problem.unbounded else lse
         given = nats * LOG2E, in_each_row(jnp.float32(0))
     reference, log_sum = given
     lower = reference - jnp.abs(reference) * 2.0**-22
@@ -179,7 +179,7 @@ def weights_by_query(
       place: gives batch entry, head and first row of the tile.
     """
     is_marked = is_mark(start)
-    unit = problem.scale * LOG2E
+    unit = problem.logit_unit * LOG2E
 
     def near():
         logits, to_log2 = biased(products, problem, loaded)

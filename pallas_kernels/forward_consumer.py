@@ -159,7 +159,7 @@ class _Consumer(Products):
         if not config.products_first:
             block.turns.pass_on()
         loaded = NOTHING_LOADED
-        if needs_mask or not has_lists:  # of lists there is a mask alone
+        if needs_mask or problem.has_score or not has_lists:  # beside lists a mask is all
             loaded = rows.load_elements(lambda: number, j)
         products = self.load_logits()
         if config.products_first:

@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def loads_elements(self) -> bool:
-        return self.problem.has_mask or self.loads_bias
+        return self.problem.has_mask or self.loads_bias or self.problem.has_score
 
     @property
     def bias_boxes(self) -> int:
@@ -76,7 +76,7 @@ class Plan:
     @property
     def mask_throughout(self) -> bool:
         """Whether all steps mask: with a window, loops of other steps take a bias's registers."""
-        return self.problem.has_bias and self.problem.has_far_edge
+        return self.problem.beyond_products and self.problem.has_far_edge
 
     @functools.cached_property
     def reference(self) -> float | None:
@@ -110,7 +110,7 @@ class Plan:
 
         So it is without one, or where a bias may be so far from 0 that its rows never settle.
         """
-        return self.exact_throughout or (self.settles and self.problem.adds_bias)
+        return self.exact_throughout or (self.settles and self.problem.unbounded)
 
     @property
     def unseen(self) -> float:
@@ -134,7 +134,7 @@ class Plan:
         p, in_boxes = self.problem, self.key_columns.tiles > 1
         beside_wide_output = p.segmented or self.problem.has_dropout or (in_boxes and p.dynamic)
         return (
-            self.problem.has_cap
+            self.problem.has_slope
             or self.loads_bias
             or (p.has_lists and p.widest > 64)
             or (p.widest > 192 and beside_wide_output)

@@ -41,7 +41,7 @@ class Products:
         boxes = [block.bias_smem.at[slot, block.warpgroup, n] for n in range(self.plan.bias_boxes)]
         parts = [load_operand(box, BIAS_BOX, dtype) for box in boxes]
         bias = jnp.concatenate(parts, axis=1).astype(jnp.float32)
-        if exact and problem.adds_bias and dtype != jnp.float16:
+        if exact and problem.unbounded and dtype != jnp.float16:
             bias = compressed(bias, problem)
         self.s_acc[...] = bias * (1.0 / problem.scale)
         fence_async_shared()  # TMA will overwrite the bias that was read

@@ -137,6 +137,8 @@ class Rows:
 
     def _values(self, products, loaded: Loaded, state: RowState | None, *, exact: bool = True):
         """Logits and their factor, or weights and None if their reference is known."""
+        if loaded.score is not None:
+            products, _ = loaded.score(products)
         if state is None or self.plan.reference is None:
             return capped(products, loaded, self.plan.problem, exact=exact)
         return weights_of(products, state.reference, loaded, self.plan.problem), None
@@ -197,7 +199,7 @@ class Rows:
             state, closed = online_softmax.cleared(state)
         sink = None if block.sinks is None else in_each_row(block.sinks[batch, head])
         in_nats = None
-        if problem.adds_bias:
+        if problem.unbounded:
             in_nats = lambda x: expanded(x * (1.0 / LOG2E), problem)
         (inverse, lse, log_sum), too_low = online_softmax.finish(
             state, plan.allowed.limit, sink, in_nats

@@ -150,8 +150,9 @@ class _Loops:
             j, done = far, done + (far - j)
             masked = jnp.maximum(masked, j)
         self.masked(done, j, masked)
-        # Of lists there is a dense mask alone, which these need not.
-        rest = functools.partial(self.step, load_elements=lambda j: NOTHING_LOADED)
+        rest = self.step
+        if not walk.tiles.problem.has_score:  # else there is a dense mask alone, not needed here
+            rest = functools.partial(self.step, load_elements=lambda j: NOTHING_LOADED)
         pl.loop(masked, end)(functools.partial(rest, mask=None, far=False))
         return end
 

@@ -299,8 +299,8 @@ class Walk:
         """The query blocks of a head from there on need no mask, up to `end_unmasked_block`."""
         tiles, problem = self.tiles, self.tiles.problem
         place = tile, _ = self.locate(index)
-        if problem.dynamic and problem.has_bias:
-            return self.end_block(place)  # the bias of rows that see nothing may be NaN
+        if problem.dynamic and problem.beyond_products:
+            return self.end_block(place)  # what rows that see nothing get may be NaN
         if problem.by_batch:
             return self._own_entry(place, own_first_key, 2)
         unmasked = first_block = self.first_block(place)

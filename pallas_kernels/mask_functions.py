@@ -271,7 +271,8 @@ class MaskRefs:
         own, bits = column_numbers(width), no_columns(columns)
         on_rows = OnRows(function.operations, given, {column_at}, _ROWS, load)
         for first in range(0, columns, width):
-            shown = on_rows.evaluate({column_at: own + (first_column + first)}, width)
+            number = Part(own + (first_column + first), by_column=True)
+            (shown,) = on_rows.evaluate({column_at: number}, width)
             bits = with_columns(bits, shown, first)
         # Else ptxas evaluates it where accumulators take the registers that it needs.
         code_fence(first_column)

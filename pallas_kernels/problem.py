@@ -32,6 +32,8 @@ class Problem:
       dropout: how many of `DROPOUT_STEPS` weights are dropped.
       mask_function: None, or what hides keys beside the bounds (`mask_functions.MaskFunction`).
         Then tiles have lists of blocks in the place of intervals.
+      score_function: None, or what makes logits of scaled products and indices
+        (`score_functions.ScoreFunction`); beside it there is neither bias nor soft cap.
     """
 
     batch: int
@@ -52,6 +54,7 @@ class Problem:
     soft_cap: float | None = None
     dropout: int = 0
     mask_function: Any = None
+    score_function: Any = None
 
     def __post_init__(self):
         object.__setattr__(self, "value_width", self.value_width or self.width)
@@ -87,6 +90,8 @@ class Problem:
     @property
     def logit_unit(self) -> float:
         """What kernels count logits in: products of query and key, or tanh with a soft cap."""
+        if self.has_score:
+            return 1.0
         return self.scale if self.soft_cap is None else self.soft_cap
 
     @property
@@ -94,13 +99,30 @@ class Problem:
         return self.soft_cap is not None
 
     @property
+    def has_score(self) -> bool:
+        return self.score_function is not None
+
+    @property
+    def has_slope(self) -> bool:
+        """Whether products must come alone, as logits are what a cap or a function makes of them.
+
+        Gradients are multiplied with its derivative, unless that is 1.
+        """
+        return self.has_cap or self.has_score
+
+    @property
     def has_dropout(self) -> bool:
         return self.dropout > 0
 
     @property
-    def adds_bias(self) -> bool:
-        """Whether logits are no more than what a bias is added to: the cap bounds all others."""
-        return self.has_bias and self.soft_cap is None
+    def beyond_products(self) -> bool:
+        """Whether logits are more than products: with a bias, or made by a function."""
+        return self.has_bias or self.has_score
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether logits may be as far from 0 as float32 goes: of these a cap bounds all."""
+        return self.beyond_products and self.soft_cap is None
 
     @property
     def has_shares(self) -> bool:
@@ -110,7 +132,9 @@ class Problem:
     @property
     def has_marks(self) -> bool:
         """Whether they have marks there."""
-        return self.soft_cap is None and (self.has_bias or self.dropout > 0 or self.segmented)
+        return self.soft_cap is None and (
+            self.beyond_products or self.dropout > 0 or self.segmented
+        )
 
     @property
     def bias_shift(self) -> int:
@@ -185,7 +209,7 @@ class Problem:
     @property
     def has_elements(self) -> bool:
         """Whether anything is known of single pairs of query and key alone."""
-        return self.has_mask or self.has_bias
+        return self.has_mask or self.beyond_products
 
     @property
     def seeing_queries(self) -> slice:

@@ -1,9 +1,9 @@
 """Functions of users inside a kernel: their operations, one after the other, on parts of a tile.
 
 A program is a jaxpr of scalars: what a function makes of the indices of one pair of a query and a
-key. A kernel wants it for a tile. So each value is there as often as it varies: once, once a row,
-once a column, or once a pair; and what does not depend on the columns is computed once for all of
-them.
+key, and of its score. A kernel wants it for a tile. So each value is there as often as it varies:
+once, once a row, once a column, or once a pair; and what does not depend on the columns is computed
+once for all of them.
 """
 
 import functools
@@ -16,17 +16,20 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
+from pallas_kernels.tanh import TANH_IS_ONE, tanh_by_sinh
+
 # What Mosaic GPU lowers of arrays in registers, and gives the same results as XLA.
 _ELEMENTWISE = {
     *("add", "sub", "mul", "div", "rem", "max", "min", "clamp", "neg", "sign", "abs", "square"),
     *("and", "or", "xor", "not", "eq", "ne", "lt", "le", "gt", "ge", "select_n"),
     *("convert_element_type", "integer_pow", "exp", "exp2", "log", "log2", "sqrt", "rsqrt"),
-    *("tanh", "sin", "cos"),
+    *("tanh", "sin", "cos", "erf", "one_minus_square", "add_any"),
 }
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 _DTYPES = (jnp.bool_, jnp.int32, jnp.uint32, jnp.float32)
-CAPTURED = (jnp.bool_, jnp.int32, jnp.float32)  # dtypes of captured arrays
-_INDICES = 4  # of a program, behind what it captures
+_NARROW = (jnp.bfloat16, jnp.float16)  # read as float32, and of no use but to become that
+CAPTURED = (jnp.bool_, jnp.int32, jnp.float32, *_NARROW)  # dtypes of captured arrays
+_INDICES = 4  # of a program, its last arguments
 
 
 class Operation(NamedTuple):
@@ -108,6 +111,29 @@ def _remainder(x, divisor):
     return jnp.where(rest < 0, rest + divisor, rest)
 
 
+def _tanh(x):
+    if x.ndim < 2:  # not once a pair
+        return jnp.tanh(x)
+    return tanh_by_sinh(jnp.clip(x, -TANH_IS_ONE, TANH_IS_ONE))
+
+
+# Of float32, where Mosaic GPU has none, or a slower one.
+_FASTER = {"tanh": _tanh, "logistic": lambda x: 1.0 / (1.0 + jnp.exp(-x))}
+_EXACT = 2**23  # integers below, and their sums and differences, are in float32 what they are
+
+
+def _to_float32(equation, *dtypes) -> bool:
+    """Whether it converts one of these dtypes to float32."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    return equation.invars[0].aval.dtype in dtypes and equation.outvars[0].aval.dtype == jnp.float32
+
+
+def _has_reciprocal(divisor) -> bool:
+    """Whether it is one of the float32 numbers whose reciprocal is one."""
+    return 2.0**-126 <= abs(float(divisor)) <= 2.0**126
+
+
 # By name, and whether the dividend is never negative.
 _DIVISIONS = {
     ("floor_divide", True): _unsigned(lax.div),
@@ -121,30 +147,39 @@ class Operations:
     """The operations of a program, those of calls in their place.
 
     Attributes:
-      captured: how many arrays it reads, the first of its arguments. The others are indices.
+      captured: how many arrays it reads, the first of its arguments. Then may come a score, and
+        then indices.
       arguments: numbers of the values that it is given; those of arrays mean nothing.
       constants: numbers of values that are known, and these.
-      operations: in order, without those on which the result does not depend.
-      result: number of the value that it gives.
+      operations: in order, without those on which no result depends.
+      results: numbers of the values that it gives.
     """
 
-    def __init__(self, steps: Any):
+    def __init__(self, steps: Any, *, has_score: bool = False, results: slice = slice(None)):
+        """
+        Args:
+          has_score: a score comes before the indices.
+          results: which of the program's are wanted.
+        """
         self.constants: dict[int, Any] = {}
         self._count = 0
         operations: list[Operation] = []
         self.arguments = [self._new() for _ in steps.arguments]
-        self.captured = len(steps.arguments) - _INDICES
-        self._counting = set(self.arguments[self.captured :])  # numbers that are never negative
+        self.captured = len(steps.arguments) - _INDICES - has_score
+        self._counting = set(self.arguments[-_INDICES:])  # numbers that are never negative
+        # Where numbers come from that float32 holds exactly: none, or an operation of such.
+        self._exact: dict[int, Operation | None] = dict.fromkeys(self.arguments[-_INDICES:])
         self._never: set[int] = set()  # numbers of bools that are false
         self._views: dict[int, _View] = {}
+        self._narrow: set[int] = set()  # numbers that are float32 in the place of a narrow dtype
         for n, v in enumerate(steps.arguments[: self.captured]):
             shape, axes = v.aval.shape, tuple(range(len(v.aval.shape)))
             view = _View(n, shape, v.aval.dtype, (None,) * len(shape), axes)
             self._views[self.arguments[n]] = view
         given = dict(zip(steps.arguments, self.arguments, strict=True))
-        (result,) = self._append(operations, steps.equations, steps.results, given)
-        self.result = self._loaded(operations, result)
-        needed, kept = {self.result}, []
+        found = self._append(operations, steps.equations, steps.results[results], given)
+        self.results = tuple(self._loaded(operations, number) for number in found)
+        needed, kept = set(self.results), []
         for operation in reversed(operations):
             if needed.intersection(operation.results):
                 needed.update(operation.operands)
@@ -163,6 +198,8 @@ class Operations:
             self.constants[constant := self._new()] = np.asarray(v.val, dtype)
             if v.val >= 0:
                 self._counting.add(constant)
+            if dtype == jnp.int32 and abs(v.val) < _EXACT:
+                self._exact[constant] = None
             return constant
 
         for equation in equations:
@@ -180,11 +217,20 @@ class Operations:
                     self._counting.update(found)
                 known = known | dict(zip(equation.outvars, found, strict=True))
                 continue
+            if operands and operands[0] in self._narrow and _to_float32(equation, *_NARROW):
+                known = known | {equation.outvars[0]: operands[0]}
+                continue
+            if operands and operands[0] in self._exact and _to_float32(equation, jnp.int32):
+                floating = self._as_float(operations, equation, operands[0])
+                known = known | {equation.outvars[0]: floating}
+                continue
             name = _CALLS.get(equation.primitive.name)
             inner = equation.params.get(name) if name else None
             if inner is None or not hasattr(inner, "jaxpr"):
                 found = [self._new() for _ in equation.outvars]
-                operations.append(Operation(equation, operands, tuple(found)))
+                operands, instead = self._faster(equation, operands)
+                operations.append(Operation(equation, operands, tuple(found), instead))
+                self._note(operations[-1])
             else:
                 consts = []
                 for x in inner.consts:
@@ -197,6 +243,45 @@ class Operations:
                 found = self._append(operations, jaxpr.eqns, jaxpr.outvars, given)
             known = known | dict(zip(equation.outvars, found, strict=True))
         return [number(v) for v in results]
+
+    def _note(self, operation: Operation) -> None:
+        """What there is to know of a result before run time."""
+        name, operands = operation.equation.primitive.name, operation.operands
+        counting = [n in self._counting for n in operands]
+        if (name == "max" and any(counting)) or (name in ("add", "min") and all(counting)):
+            self._counting.update(operation.results)
+        if not all(n in self._exact for n in operands):
+            return
+        is_sum = name in ("add", "sub") and all(self._exact[n] is None for n in operands)
+        if is_sum or name in ("abs", "neg", "max", "min"):
+            self._exact[operation.results[0]] = operation
+
+    def _as_float(self, operations: list[Operation], equation, number: int) -> int:
+        """A number that float32 holds exactly, in float32: made of what it is made of.
+
+        A conversion is as slow as an exponential. Indices are converted once a row or a column,
+        their difference would be once a pair.
+        """
+        operation = self._exact[number]
+        found = self._new()
+        if operation is None:
+            operations.append(Operation(equation, (number,), (found,)))
+        else:
+            operands = (self._as_float(operations, equation, n) for n in operation.operands)
+            operations.append(operation._replace(operands=tuple(operands), results=(found,)))
+        return found
+
+    def _faster(self, equation, operands) -> tuple[tuple[int, ...], Callable | None]:
+        """Operands of an equation, and what gives its result in less time, None if nothing does."""
+        name = equation.primitive.name
+        if equation.outvars[0].aval.dtype == jnp.float32:
+            divisor = self.constants.get(operands[-1])
+            if name == "div" and divisor is not None and _has_reciprocal(divisor):
+                reciprocal = float(np.float32(1.0) / np.float32(divisor))
+                return operands[:1], lambda x: x * reciprocal
+            if name in _FASTER:
+                return operands, _FASTER[name]
+        return operands, None
 
     def _same(self, equation, operands) -> int | None:
         """The number of the value that an equation gives, where that is known without it.
@@ -264,6 +349,8 @@ class Operations:
 
         found = self._new()
         operations.append(Operation(view, operands, (found,), place, view.array))
+        if view.dtype in _NARROW:
+            self._narrow.add(found)
         return found
 
     def _division(self, equation, operands) -> Callable[..., jax.Array] | None:
@@ -319,14 +406,14 @@ class OnRows:
         self,
         operations: Operations,
         given: Sequence[Part],
-        by_column: Collection[int],
+        varying: Collection[int],
         rows: int,
         load: Callable[[int, Part], jax.Array],
     ):
         """
         Args:
           given: the arguments, where they do not vary by column.
-          by_column: positions of those that do.
+          varying: positions of those that do.
           rows: of a tile.
           load: reads captured arrays, in one axis and as `as_captured` makes them, by their number
             and by places.
@@ -334,30 +421,31 @@ class OnRows:
         self._operations, self._rows, self._load = operations, rows, load
         self._rest: list[Operation] = []
         known = {n: Part(x) for n, x in operations.constants.items()}
-        varying = {operations.arguments[position] for position in by_column}
+        by_column = {operations.arguments[position] for position in varying}
         for position, number in enumerate(operations.arguments):
-            if number not in varying:
+            if number not in by_column:
                 known[number] = given[position]
         for operation in operations.operations:
-            if varying.intersection(operation.operands):
-                varying.update(operation.results)
+            if by_column.intersection(operation.operands):
+                by_column.update(operation.results)
                 self._rest.append(operation)
             else:
                 self._apply(operation, known, 0)
         self._known = known
 
-    def evaluate(self, by_column: dict[int, jax.Array], width: int) -> jax.Array:
-        """The result on a tile `(rows, width)`.
+    def evaluate(self, varying: dict[int, Part], width: int) -> list[jax.Array]:
+        """The results on a tile `(rows, width)`.
 
         Args:
-          by_column: the arguments that vary by column, `(width,)`, by their position.
+          varying: the arguments that vary by column, by their position.
         """
         known = dict(self._known)
-        for position, x in by_column.items():
-            known[self._operations.arguments[position]] = Part(x, by_column=True)
+        for position, x in varying.items():
+            known[self._operations.arguments[position]] = x
         for operation in self._rest:
             self._apply(operation, known, width)
-        return _spread(known[self._operations.result], _WHOLE, self._rows, width)
+        results = self._operations.results
+        return [_spread(known[number], _WHOLE, self._rows, width) for number in results]
 
     def _apply(self, operation: Operation, known: dict[int, Part], width: int) -> None:
         equation = operation.equation
@@ -383,7 +471,8 @@ _WHOLE = Part(None, by_row=True, by_column=True)
 
 def as_captured(x: jax.Array) -> jax.Array:
     """A captured array as kernels read it: in one axis, of int32 or float32."""
-    return (x.astype(jnp.int32) if x.dtype == jnp.bool_ else x).reshape(-1)
+    wider = {jnp.dtype(jnp.bool_): jnp.int32} | {jnp.dtype(x): jnp.float32 for x in _NARROW}
+    return x.astype(wider.get(x.dtype, x.dtype)).reshape(-1)
 
 
 def _spread(part: Part, like: Part, rows: int, width: int) -> jax.Array:

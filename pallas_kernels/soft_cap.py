@@ -14,7 +14,7 @@ Most logits are far below the cap, where an odd polynomial of degree 7 is the ta
 than half of the instructions. A warp looks at many columns at a time whether all logits are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,18 +25,9 @@ from pallas_kernels.dropout import as_operand, negated_transposed
 from pallas_kernels.elements import Loaded, biased
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.problem import LOG2E, Problem
-from pallas_kernels.ptx.arithmetic import rsqrt
 from pallas_kernels.ptx.votes import any_beyond
+from pallas_kernels.tanh import TANH_IS_ONE, polynomial, tanh_by_sinh
 
-# Of x, x^3, ... x^9 in sinh(x): by least squares, weighted until all maxima of the error of tanh
-# are the same.
-_SINH = (
-    1.000000834184593,
-    0.16665571619557273,
-    0.008349997864132637,
-    0.00019178718082572813,
-    3.569496009475779e-06,
-)
 # Of x, x y, x y^2 and x y^3 in tanh(x), y = x^2 - _NEAR^2, below _NEAR: so fitted, to 2.2e-6.
 _NEAR = 0.6
 _NEAR_TANH = (
@@ -50,11 +41,6 @@ _NEAR_TANH = (
 _COLUMNS = {64: (128, 32), 128: (64, 32), 256: (64, 8)}
 # What is in the coefficients of _NEAR_TANH to the 7th power must stay within float32.
 _FACTORS = 1e-4, 1e4
-# Of x^2, in what x is multiplied with: from there on tanh is 1 in float32. Without it the square of
-# sinh would be infinite from x = 550 on, and tanh 0.
-_FAR = 64.0
-# From there on tanh is 1, for logits whose bias may be infinite: `tanh_by_sinh` takes none.
-_INFINITE = 16.0
 # In log2 units, of rows whose maxima are not looked for.
 _HIGHEST_REFERENCE = 25.0
 # A capped logit that is none: its weight is 0, its square finite.
@@ -91,7 +77,7 @@ def _in_branches(
 
     def near(x):
         coefficients = [unit * c * factor ** (2 * n + 1) for n, c in enumerate(_NEAR_TANH)]
-        return less_reference(x * _polynomial(excess(x), coefficients))
+        return less_reference(x * polynomial(excess(x), coefficients))
 
     def far(x):
         return less_reference(tanh_by_sinh(x * factor) * unit)
@@ -107,21 +93,6 @@ def _in_branches(
         return lax.cond(any_beyond(x, limit), some_far, all_near, x)
 
     return by_columns(some_columns, x, columns=columns)
-
-
-def tanh_by_sinh(x: jax.Array) -> jax.Array:
-    """tanh of a float32 tile, to 8e-7 of its value and float32's rounding, for abs(x) < 1e17."""
-    sinh = x * _polynomial(jnp.minimum(x * x, _FAR), _SINH)
-    return sinh * rsqrt(sinh * sinh + 1.0)
-
-
-def _polynomial(x: jax.Array, coefficients: Sequence[float]) -> jax.Array:
-    """The sum of coefficients[n] * x^n."""
-    highest, second, *others = reversed(coefficients)
-    value = x * highest + second
-    for coefficient in others:
-        value = value * x + coefficient
-    return value
 
 
 def capped(
@@ -153,7 +124,7 @@ def capped(
         for x in bias:
             logits = logits + x.astype(jnp.float32) * bias_factor
         if problem.has_bias:
-            logits = jnp.clip(logits, -_INFINITE, _INFINITE)
+            logits = jnp.clip(logits, -TANH_IS_ONE, TANH_IS_ONE)
         return tanh_by_sinh(logits)
 
     bias = () if loaded.bias is None else (loaded.bias(),)

@@ -57,7 +57,7 @@ def gradients(query, key, value, bias=None, mask=None, *, dout, dlse=None, **opt
     dweights = dout @ _transposed(p["value"]) * p["kept"]
     delta = (p["weights"] * dweights).sum(-1, keepdims=True)
     dcapped = p["weights"] * (dweights - delta + dlse)
-    dlogits = dcapped * p["cap_slope"]
+    dlogits = dcapped * p["slope"]
     dquery = p["scale"] * (dlogits @ p["key"])
     dkey = p["scale"] * (_transposed(dlogits) @ p["query"])
     dsinks = None
@@ -127,6 +127,7 @@ def _forward(
     sinks=None,
     dropout_rate=0.0,
     dropout_keep=None,
+    score=None,
     **visibility_options,
 ) -> dict[str, Any]:
     query, key, value = (np.reshape(_f64(x), (-1, *np.shape(x)[-3:])) for x in (query, key, value))
@@ -139,10 +140,12 @@ def _forward(
     logits = scale * (query @ _transposed(key))
     if bias is not None:
         logits = logits + _f64(bias)
-    cap_slope = np.ones_like(logits)
+    slope = np.ones_like(logits)
+    if score is not None:
+        logits, slope = score(logits)
     if logits_soft_cap is not None:
         capped = np.tanh(logits / logits_soft_cap)
-        logits, cap_slope = logits_soft_cap * capped, 1 - capped**2
+        logits, slope = logits_soft_cap * capped, slope * (1 - capped**2)
     logits = np.where(visibility(B, T, S, mask, **visibility_options), logits, -np.inf)
 
     top = logits.max(-1, keepdims=True, initial=-np.inf)
@@ -170,7 +173,7 @@ def _forward(
         "key": key,
         "value": value,
         "scale": scale,
-        "cap_slope": cap_slope,
+        "slope": slope,
         "empty": empty,
         "weights": weights,
         "sink_weight": sink / total,

@@ -47,14 +47,15 @@ def check(
     deterministic=False,
     dropout_rate=0.0,
     mask_mod=None,
+    score_mod=None,
     **options,
 ):
     """Runs forward and backward and compares every result with float64.
 
     Args:
       arrays: what `inputs` gives.
-      sinks, bias, logits_soft_cap, config, deterministic, dropout_rate, mask_mod: as for
-        `jax_flash.attention`; the rate is a multiple of 2^-15.
+      sinks, bias, logits_soft_cap, config, deterministic, dropout_rate, mask_mod, score_mod: as
+        for `jax_flash.attention`; the rate is a multiple of 2^-15.
       **options: what of its other arguments decides what is visible.
     """
     query, key, value, dout, dlse = arrays
@@ -75,6 +76,7 @@ def check(
             dropout_rate=dropout_rate,
             dropout_key=DROPOUT_KEY,
             mask_mod=mask_mod,
+            score_mod=score_mod,
         )
 
     (out, lse), vjp = jax.vjp(attention, query, key, value, bias, sinks)
@@ -92,6 +94,7 @@ def check(
         logits_soft_cap=logits_soft_cap,
         dropout_rate=dropout_rate,
         dropout_keep=keep,
+        score=None if score_mod is None else exact_score(score_mod, B, N, T, S),
         **options,
     )
     exact_out, exact_lse = oracle.attention(query, key, value, bias, **exact_options)
@@ -99,6 +102,7 @@ def check(
     visible = oracle.visibility(query.shape[0], query.shape[1], key.shape[1], **options)
     plain, rough_gradients = _plain_with_gradients(
         logits_soft_cap,
+        score_mod,
         (query, key, value, bias),
         (visible, sinks, keep / (1 - dropout_rate)),
         (dout, dlse),
@@ -143,16 +147,33 @@ def dense_mask(mask_mod, *sizes) -> np.ndarray:
     return np.broadcast_to(mask_mod(*indices), sizes)
 
 
+def exact_score(score_mod, *sizes):
+    """What a score_mod makes of float64 scores `[B, N, T, S]`, and its derivative by them."""
+    indices = np.ix_(*map(range, sizes))
+
+    def value_and_slope(scores):
+        with jax.enable_x64(True):
+            places = [jnp.asarray(x, jnp.int32) for x in indices]
+            scores = jnp.asarray(scores, jnp.float64)
+            of_scores = lambda scores: jnp.broadcast_to(score_mod(scores, *places), sizes)
+            found = jax.jvp(of_scores, (scores,), (jnp.ones_like(scores),))
+            return tuple(np.asarray(x, np.float64) for x in found)
+
+    return value_and_slope
+
+
 # Compiled as a whole, as that of single operations takes longer; rounded like these.
 @functools.partial(
-    jax.jit, static_argnums=0, compiler_options={"xla_allow_excess_precision": False}
+    jax.jit, static_argnums=(0, 1), compiler_options={"xla_allow_excess_precision": False}
 )
-def _plain_with_gradients(logits_soft_cap, operands, others, cotangents):
+def _plain_with_gradients(logits_soft_cap, score_mod, operands, others, cotangents):
     """Output of `plain_attention`, and the gradients of query, key, value and bias."""
     seen, sinks, dropout = others
 
     def attention(query, key, value, bias):
-        return plain_attention(query, key, value, seen, sinks, bias, logits_soft_cap, dropout)
+        return plain_attention(
+            query, key, value, seen, sinks, bias, logits_soft_cap, dropout, score_mod
+        )
 
     (out, _), vjp = jax.vjp(attention, *operands)
     return out, vjp(cotangents)

@@ -1,5 +1,7 @@
 """How far a result in a short float type may be from the exact one."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,7 @@ def plain_attention(
     bias: jax.Array | None = None,
     logits_soft_cap: float | None = None,
     dropout: np.ndarray | float = 1.0,
+    score_mod: Callable | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Textbook attention with every product and the weights in the dtype of the inputs.
 
@@ -41,6 +44,7 @@ def plain_attention(
       bias: None, or broadcastable to `[B, N, T, S]`.
       logits_soft_cap: None, or what limits logits with their bias.
       dropout: what weights are multiplied with, `[B, N, T, S]` or 1.
+      score_mod: None, or what is made of logits with their bias and of indices.
 
     Returns:
       Output `[B, T, N, h]` and LSE `[B, T, N]` float32, finite where nothing is seen.
@@ -51,6 +55,10 @@ def plain_attention(
     logits = logits.astype(jnp.float32)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
+    if score_mod is not None:
+        indices = (jnp.asarray(x, jnp.int32) for x in np.ix_(*map(range, logits.shape)))
+        logits = jnp.broadcast_to(score_mod(logits, *indices), logits.shape)
+        logits = jnp.maximum(logits, -1e30)  # where all are hidden too
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     logits = jnp.where(seen, logits, -1e30)

@@ -1,0 +1,114 @@
+"""score_mod on the kernels: the program that they run, and gradients of what it captures.
+
+The kernels give gradients of query, key and value. Those of captured arrays, where anything asks
+for them, come from plain JAX (`xla.py`), which runs forward and backward once more for them.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jax_flash import functions, xla
+from jax_flash.call import Call
+from jax_flash.mask_blocks import elsewhere
+
+_KEPT = 64  # functions
+_SCORE_AND_INDICES = 5
+
+
+def unsupported(call: Call) -> str | None:
+    """Why the kernels cannot do a call with a score_mod, None if they can."""
+    function = call.score_mod
+    assert function is not None
+    widest = max(call.query.shape[-1], call.value.shape[-1])
+    others = {
+        f"width {widest}: the kernels take it up to 128": widest > 128,
+        "a bias: the kernels take one or the other": call.bias is not None,
+        # They would spill.
+        "a dense mask: the kernels take one or the other": call.visibility.mask is not None,
+        "a mask_mod: the kernels take one or the other": call.mask_mod is not None,
+        "dropout: the kernels take one or the other": call.dropout_rate > 0,
+    }
+    for name, holds in others.items():
+        if holds:
+            return f"score_mod with {name}"
+    reason = _kernel_function(function.program, call.logits_soft_cap).value_and_slope.unsupported()
+    return None if reason is None else f"score_mod: {reason}"
+
+
+def score_of(call: Call) -> tuple[Any, tuple[jax.Array, ...]]:
+    """A `ScoreFunction`, the soft cap in it, and `Elements.scores`; None and none without one."""
+    if call.score_mod is None:
+        return None, ()
+    from pallas_kernels.programs import as_captured  # brings Pallas
+
+    function = _kernel_function(call.score_mod.program, call.logits_soft_cap)
+    captured = jax.lax.stop_gradient(call.score_mod.captured)
+    arrays = tuple(as_captured(x)[None, None, None] for x in captured)
+    if function.reads_numbers:
+        both = jnp.broadcast_arrays(call.batch_entries[:, None], call.query_heads[None, :])
+        numbers = jnp.stack(both, axis=-1).astype(jnp.int32)
+        arrays = (numbers[:, :, None], *arrays)
+    return function, arrays
+
+
+@functools.lru_cache(_KEPT)
+def _kernel_function(program: Any, soft_cap: float | None):
+    from pallas_kernels.score_functions import ScoreFunction  # brings Pallas
+
+    def value(captured, score, *indices):
+        result = functions.applied(program, (*captured, score, *indices)).astype(jnp.float32)
+        return result if soft_cap is None else soft_cap * jnp.tanh(result / soft_cap)
+
+    def value_and_slope(captured, score, *indices):
+        of_score = lambda score: value(captured, score, *indices)
+        return jax.jvp(of_score, (score,), (jnp.float32(1.0),))
+
+    def trace():
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.steps.arguments]
+        captured, others = shapes[:-_SCORE_AND_INDICES], shapes[-_SCORE_AND_INDICES:]
+        return functions.Program(jax.make_jaxpr(value_and_slope)(captured, *others).jaxpr)
+
+    return ScoreFunction(elsewhere(trace))
+
+
+def with_gradients_of_captured(
+    call: Call, out: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Output and LSE of a call, from which gradients go on to what its score_mod captures."""
+    if call.score_mod is None or not call.score_mod.captured:
+        return out, lse
+    return _linked(call.score_mod, dataclasses.replace(call, score_mod=None), out, lse)
+
+
+@jax.custom_vjp
+def _linked(function, call, out, lse):
+    del function, call
+    return out, lse
+
+
+def _linked_forward(function, call, out, lse):
+    wanted = any(x.perturbed for x in jax.tree.leaves(function))
+    value_of = lambda tree: jax.tree.map(lambda x: x.value, tree)
+    residuals = (value_of(function), value_of(call)) if wanted else None
+    return (out.value, lse.value), residuals
+
+
+def _linked_backward(residuals, cotangents):
+    cotangents = tuple(
+        jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
+    )
+    if residuals is None:
+        return None, None, *cotangents
+    function, call = residuals
+    run = lambda function: xla.attention(dataclasses.replace(call, score_mod=function))
+    _, pull = jax.vjp(run, function)
+    (d_function,) = pull(cotangents)
+    return d_function, None, *cotangents
+
+
+_linked.defvjp(_linked_forward, _linked_backward, symbolic_zeros=True)

@@ -1,0 +1,136 @@
+"""Scores that are functions: `score_mod` inside a kernel, and its derivative by the score.
+
+A logit is what the function makes of problem.scale * q.k and of indices, before what hides keys.
+Each thread evaluates it for its own elements (`programs.py`), some columns at a time. The backward
+evaluates it again, together with its slope, the derivative by the score: both are results of one
+program, which JAX has differentiated. A function that adds to the score has a slope of 1, and no
+code for it.
+
+Accumulators of logits begin at 0, since LSE / scale would be part of the score.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.interpret import interpreting
+from pallas_kernels.programs import OnRows, Operations, Part
+from pallas_kernels.ptx.compiler import fresh_rows
+from pallas_kernels.ptx.loads import load_at
+from pallas_kernels.ptx.masks import column_numbers
+
+_ROWS, _GROUP = 64, 16  # of a tile; columns that are evaluated together
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreFunction:
+    """A score function as kernels know it.
+
+    Attributes:
+      program: what it computes of captured arrays, a score and indices, and the derivative of that
+        by the score. It can be hashed, and is equal for functions that do the same.
+    """
+
+    program: Any
+
+    @functools.cached_property
+    def value(self) -> Operations:
+        """What it computes."""
+        return Operations(self.program.steps, has_score=True, results=slice(1))
+
+    @functools.cached_property
+    def value_and_slope(self) -> Operations:
+        return Operations(self.program.steps, has_score=True)
+
+    @functools.cached_property
+    def adds(self) -> bool:
+        """Whether the slope is 1 everywhere."""
+        constant = self.value_and_slope.constants.get(self.value_and_slope.results[1])
+        return constant is not None and bool(np.all(constant == 1.0))
+
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether it reads the batch entry or the head."""
+        return any(self.program.reads[-4:-2])
+
+    @property
+    def operand_count(self) -> int:
+        """How many operands of kernels it has."""
+        return int(self.reads_numbers) + self.value.captured
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreRefs:
+    """The function of a problem that has one, inside a kernel.
+
+    Attributes:
+      problem: static description.
+      refs: of `Elements.scores`, in global memory.
+      transposed: tiles are of keys by queries.
+    """
+
+    problem: Any
+    refs: tuple[Any, ...]
+    transposed: bool = False
+
+    @classmethod
+    def split(cls, problem: Any, refs, *, transposed: bool = False) -> "tuple[ScoreRefs, list]":
+        """Those that a kernel's refs begin with, and the other refs."""
+        count = problem.score_function.operand_count if problem.has_score else 0
+        return cls(problem, tuple(refs[:count]), transposed), list(refs[count:])
+
+    def of(
+        self,
+        place: tuple,
+        products: jax.Array,
+        *,
+        slope: bool = False,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Logits of a tile of 64 rows, and slopes of a function that does more than add.
+
+        Args:
+          place: batch entry and head of the kernel, and where the tile begins, row and column.
+          products: of query and key, alone.
+          slope: whether these are wanted.
+        """
+        batch, head, first_row, first_column = place
+        function, columns = self.problem.score_function, products.shape[1]
+        slope = slope and not function.adds
+        operations = function.value_and_slope if slope else function.value
+        refs, zero = list(self.refs), Part(jnp.int32(0))
+        numbers = [zero, zero]
+        if function.reads_numbers:
+            ref = refs.pop(0)
+            numbers = [Part(ref[self._own(ref, batch), head, 0, n]) for n in range(2)]
+        rows = Part(fresh_rows() + first_row, by_row=True)
+        captured = len(refs)
+        indices = [rows, zero][:: -1 if self.transposed else 1]
+        column_at = captured + (3 if self.transposed else 4)
+        views = [ref.at[self._own(ref, batch), 0, 0] for ref in refs]
+
+        def load(array: int, index: Part):
+            return load_at(views[array], index.x, by_row=index.by_row, by_column=index.by_column)
+
+        given = [*[zero] * captured, zero, *numbers, *indices]
+        on_rows = OnRows(operations, given, {captured, column_at}, _ROWS, load)
+        width = columns if interpreting() else min(columns, _GROUP)
+        own, parts = column_numbers(width), []
+        for first in range(0, columns, width):
+            scores = products[:, first : first + width] * self.problem.scale
+            varying = {
+                captured: Part(scores, by_row=True, by_column=True),
+                column_at: Part(own + (first_column + first), by_column=True),
+            }
+            parts.append(on_rows.evaluate(varying, width))
+        results = [jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)]
+        return results[0], results[1] if slope else None
+
+    def _own(self, ref, batch):
+        """The place of a batch entry along the first axis."""
+        entries = ref.shape[0]
+        return 0 if entries == 1 else lax.div(batch, jnp.int32(self.problem.batch // entries))
