@@ -30,13 +30,16 @@ def unsupported(call: Call) -> str | None:
         "a bias: the kernels take one or the other": call.bias is not None,
         # They would spill.
         "a dense mask: the kernels take one or the other": call.visibility.mask is not None,
+        "segment ids: the kernels take one or the other": (
+            call.visibility.query_segment_ids is not None
+        ),
         "a mask_mod: the kernels take one or the other": call.mask_mod is not None,
         "dropout: the kernels take one or the other": call.dropout_rate > 0,
     }
     for name, holds in others.items():
         if holds:
             return f"score_mod with {name}"
-    reason = _kernel_function(function.program, call.logits_soft_cap).value_and_slope.unsupported()
+    reason = kernel_function(function.program, call.logits_soft_cap).value_and_slope.unsupported()
     return None if reason is None else f"score_mod: {reason}"
 
 
@@ -46,7 +49,7 @@ def score_of(call: Call) -> tuple[Any, tuple[jax.Array, ...]]:
         return None, ()
     from pallas_kernels.programs import as_captured  # brings Pallas
 
-    function = _kernel_function(call.score_mod.program, call.logits_soft_cap)
+    function = kernel_function(call.score_mod.program, call.logits_soft_cap)
     captured = jax.lax.stop_gradient(call.score_mod.captured)
     arrays = tuple(as_captured(x)[None, None, None] for x in captured)
     if function.reads_numbers:
@@ -57,7 +60,8 @@ def score_of(call: Call) -> tuple[Any, tuple[jax.Array, ...]]:
 
 
 @functools.lru_cache(_KEPT)
-def _kernel_function(program: Any, soft_cap: float | None):
+def kernel_function(program: Any, soft_cap: float | None):
+    """The `ScoreFunction` of a program, and of a soft cap behind it if there is one."""
     from pallas_kernels.score_functions import ScoreFunction  # brings Pallas
 
     def value(captured, score, *indices):
@@ -82,33 +86,34 @@ def with_gradients_of_captured(
     """Output and LSE of a call, from which gradients go on to what its score_mod captures."""
     if call.score_mod is None or not call.score_mod.captured:
         return out, lse
-    return _linked(call.score_mod, dataclasses.replace(call, score_mod=None), out, lse)
+    others = dataclasses.replace(call, score_mod=None)
+    return _linked(others.static, call.score_mod, others.arrays, out, lse)
 
 
-@jax.custom_vjp
-def _linked(function, call, out, lse):
-    del function, call
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linked(static, function, arrays, out, lse):
+    del static, function, arrays
     return out, lse
 
 
-def _linked_forward(function, call, out, lse):
+def _linked_forward(static, function, arrays, out, lse):
+    del static
     wanted = any(x.perturbed for x in jax.tree.leaves(function))
-    value_of = lambda tree: jax.tree.map(lambda x: x.value, tree)
-    residuals = (value_of(function), value_of(call)) if wanted else None
-    return (out.value, lse.value), residuals
+    values = jax.tree.map(lambda x: x.value, (function, arrays))
+    return (out.value, lse.value), values if wanted else None
 
 
-def _linked_backward(residuals, cotangents):
+def _linked_backward(static, residuals, cotangents):
     cotangents = tuple(
         jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
     )
     if residuals is None:
         return None, None, *cotangents
-    function, call = residuals
+    function, arrays = residuals
+    call = static.with_arrays(arrays)
     run = lambda function: xla.attention(dataclasses.replace(call, score_mod=function))
     _, pull = jax.vjp(run, function)
-    (d_function,) = pull(cotangents)
-    return d_function, None, *cotangents
+    return *pull(cotangents), None, *cotangents
 
 
 _linked.defvjp(_linked_forward, _linked_backward, symbolic_zeros=True)

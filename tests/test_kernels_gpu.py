@@ -957,3 +957,60 @@ def test_dense_masks_whose_hidden_blocks_are_skipped(axes, H):
     mask = np.tril(np.ones((700, 900), bool), 100) & (np.arange(900) // 128 != 2)
     mask = jnp.asarray(mask & np.ones(shape, bool)).at[:, :, 5].set(False)
     check(inputs(2, 700, 900, 2, 1, H, jnp.bfloat16), mask=mask)
+
+
+SLOPES = np.random.default_rng(4).random(8).astype(np.float32)
+TABLE = np.random.default_rng(5).normal(size=(8, 129)).astype(np.float32)
+VALUES = np.random.default_rng(6).normal(size=(2, 1024)).astype(np.float32)
+SCORE_FUNCTIONS = {
+    "alibi": lambda s, b, h, q, k: s - jnp.asarray(SLOPES)[h] * abs(q - k),
+    "table": lambda s, b, h, q, k: s + jnp.asarray(TABLE)[h, jnp.clip(k - q + 64, 0, 128)],
+    "narrow": lambda s, b, h, q, k: s + jnp.asarray(VALUES, jnp.bfloat16)[b, k],
+    "cap": lambda s, b, h, q, k: 3 * jnp.tanh(s / 3),
+    "gate": lambda s, b, h, q, k: s * jax.nn.sigmoid(jnp.asarray(VALUES)[b, k]),
+    "mixed": lambda s, b, h, q, k: jnp.where((q + k) % 7 == 0, s * s, jnp.exp2(-0.01 * q) - s),
+    "hiding": lambda s, b, h, q, k: jnp.where((q % 50 == 7) | (k % 3 == 0), -jnp.inf, s),
+    "far": lambda s, b, h, q, k: jnp.where(q % 40 == 3, -1e30, s + 1e6 * (q % 40 == 5)),
+}
+
+
+@pytest.mark.parametrize("function", SCORE_FUNCTIONS.values(), ids=SCORE_FUNCTIONS)
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "options"),
+    [
+        (600, 600, 4, 2, 128, dict(is_causal=True)),
+        (1000, 777, 2, 2, 64, {}),
+        (500, 700, 2, 1, 64, dict(deterministic=True)),
+        slow(500, 700, 2, 1, 128, dict(deterministic=True)),
+        slow(800, 1000, 4, 1, 128, dict(logits_soft_cap=3.0)),
+        slow(500, 600, 2, 1, 96, dict(local_window_size=(300, 40))),
+    ],
+)
+def test_score_functions(function, T, S, N, K, H, options):
+    check(inputs(2, T, S, N, K, H, jnp.bfloat16), score_mod=function, **options)
+
+
+@pytest.mark.parametrize("name", ["alibi", "table", "gate"])
+def test_gradients_of_what_score_functions_capture(name):
+    """They are those of XLA, to the rounding of outputs."""
+    query, key, value, d_out, _ = inputs(1, 300, 400, 2, 1, 64, jnp.bfloat16)
+    captured = {"alibi": SLOPES, "table": TABLE, "gate": VALUES}[name]
+    functions = {
+        "alibi": lambda x, s, b, h, q, k: s - x[h] * abs(q - k),
+        "table": lambda x, s, b, h, q, k: s + x[h, jnp.clip(k - q + 64, 0, 128)],
+        "gate": lambda x, s, b, h, q, k: s * jax.nn.sigmoid(x[b, k]),
+    }
+
+    def gradient(implementation):
+        def loss(captured):
+            score_mod = functools.partial(functions[name], captured)
+            out = jax_flash.attention(
+                query, key, value, score_mod=score_mod, implementation=implementation
+            )
+            return (out * d_out).astype(jnp.float32).sum()
+
+        return jax.jit(jax.grad(loss))(jnp.asarray(captured))
+
+    ours, theirs = gradient("mosaic_gpu"), gradient("xla")
+    assert np.abs(theirs).max() > 0.1
+    chex.assert_trees_all_close(ours, theirs, atol=2.0**-6 * float(np.abs(theirs).max()))

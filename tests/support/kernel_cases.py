@@ -158,6 +158,28 @@ FUNCTIONS: list[tuple[str, int, str, dict[str, Any], bool]] = [
     ("pairs", 128, "ragged", {}, False),
 ]
 
+# With a score_mod of that name (`_score`): width, shape, mask, and whether gradients are
+# deterministic.
+SCORES: list[tuple[str, int, str, str, bool]] = [
+    ("alibi", 64, "even", "causal", False),
+    ("alibi", 64, "ragged", "full", False),
+    ("alibi", 64, "ragged", "causal", True),
+    ("alibi", 128, "even", "causal", False),
+    ("alibi", 128, "ragged", "window", True),
+    ("relative", 64, "even", "full", False),
+    ("relative", 64, "ragged", "lengths", False),
+    ("relative", 96, "ragged", "causal", False),
+    ("relative", 128, "even", "full", False),
+    ("relative", 128, "ragged", "lengths", True),
+    ("cap", 64, "even", "causal", False),
+    ("cap", 64, "ragged", "window", True),
+    ("cap", 64, "ragged", "lengths", False),
+    ("cap", 128, "even", "causal", False),
+    ("cap", 128, "ragged", "window", True),
+    ("cap", 128, "ragged", "lengths", False),
+    ("gate", 128, "ragged", "causal", False),
+]
+
 BATCH = 2  # a batch of one takes fewer registers
 
 # (T, S, N, K, dtype): tiles that fit, and tails at both ends with grouped heads. Of heads so many
@@ -212,6 +234,7 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
     cases += _cases_of_other_widths() + _cases_of_elements() + _cases_of_short()
     cases += _cases_of_soft_caps() + _cases_of_segments() + _cases_of_dropout()
     cases += _cases_of_crowded() + _cases_of_tiled_bias() + _cases_of_functions()
+    cases += _cases_of_scores()
     return cases + _cases_of_fp8()
 
 
@@ -402,6 +425,38 @@ def _cases_of_functions() -> list[tuple[str, Callable, Any]]:
         extras = "-window" * ("is_causal" in options) + "-cap" * ("logits_soft_cap" in options)
         extras += "-dropout" * ("dropout_rate" in options) + "-deterministic" * deterministic
         cases.append((f"H{width}-{function}-function-{shape}{extras}", fn, args))
+    return cases
+
+
+def _score(name: str, shape: str) -> Callable:
+    """One that adds, by positions or by a table; one with a slope; one that reads arrays too."""
+    T, S, N, *_ = SHAPES[shape]
+    slopes, table = jnp.ones(N), jnp.zeros((N, 64))
+    rows, keys = jnp.ones((BATCH, T)), jnp.ones((BATCH, S))
+
+    def alibi(score, b, h, q_idx, kv_idx):
+        return score - slopes[h] * jnp.abs(q_idx - kv_idx)
+
+    def relative(score, b, h, q_idx, kv_idx):
+        return score + table[h, jnp.clip(kv_idx - q_idx + 32, 0, 63)]
+
+    def cap(score, b, h, q_idx, kv_idx):
+        return 30.0 * jnp.tanh(score / 30.0)
+
+    def gate(score, b, h, q_idx, kv_idx):
+        return score * jax.nn.sigmoid(keys[b, kv_idx]) + rows[b, q_idx]
+
+    return {"alibi": alibi, "relative": relative, "cap": cap, "gate": gate}[name]
+
+
+def _cases_of_scores() -> list[tuple[str, Callable, Any]]:
+    cases = []
+    for function, width, shape, mask, deterministic in SCORES:
+        score_mod = {"score_mod": _score(function, shape)}
+        fn = _forward_and_backward(MASKS.get(mask, {}) | score_mod, deterministic)
+        args = _args_of(width, width, mask, None, None, None, shape=shape)
+        extras = "-deterministic" * deterministic
+        cases.append((f"H{width}-{mask}-{function}-score-{shape}{extras}", fn, args))
     return cases
 
 
