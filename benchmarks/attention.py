@@ -12,9 +12,13 @@ apart. Errors are those of quantisation, for cuDNN also of its output, which is 
 The suites "models" (benchmarks/models.py) and "random" (benchmarks/rows.py) are of shapes that
 nobody chose for the kernels. What a candidate cannot do is left out, and the record says why.
 
+The suites "functions" and "functions-64" (benchmarks/functions.py) are of heads of 128 and 64 whose
+mask or score is a function. They say how near the time comes to what it should be.
+
 Peers: cuDNN through jax.nn, and FlashAttention-3 where the package dew_flash_attn is importable
 (PyPI dew-flash-attn-cu13: Dao-AILab's kernels bound to JAX). For "models" and "random" also XLA,
-and the Mosaic GPU kernels of tokamax where that is importable (PyPI tokamax 0.0.17).
+and the Mosaic GPU kernels of tokamax where that is importable (PyPI tokamax 0.0.17). For functions
+PyTorch's FlexAttention where torch is.
 """
 
 import argparse
@@ -28,7 +32,7 @@ import pathlib
 import re
 import statistics
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -37,22 +41,21 @@ import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo
 
 import jax_flash
-from benchmarks import models, reporting, timing
+from benchmarks import flex, functions, models, reporting, timing
 from benchmarks.reporting import figure, markdown
-from benchmarks.rows import PASSES, Row, drawn
+from benchmarks.rows import PASSES, XLA_LOGITS, Row, drawn
 from pallas_kernels import config
 
 # Relative error of a right result: bf16 output and weights give 2e-3 to 3e-3.
 TOLERANCE = 1e-2
 # float8 has 4 significant bits: query, key, value and weights, and the output of cuDNN, give 6e-2.
 FP8_TOLERANCE = 1e-1
-# What XLA is asked to hold at most: 8 GiB in float32, some of them at a time.
-XLA_LOGITS = 2**31
 REFERENCE_LOGITS = 2**28  # of some rows of a head: 1 GiB
 
 RANDOM = "random"
 # Their rows were not chosen for the kernels: another set of passes and candidates by default.
 BROAD = ("models", RANDOM)
+TWO_PASSES = (*BROAD, *functions.SUITES)  # forward and both
 
 # Rows that are compiled before the first of them is timed, and what a run that is cut short loses.
 BATCH = 16
@@ -99,6 +102,7 @@ SUITES: dict[str, list[Row]] = {
     ],
     "models": models.rows(),
     RANDOM: [],  # what its options say: `select`
+    **functions.SUITES,
     # Small enough for a CPU.
     "fp8-small": [Row(1, 256, 4, 2, 64, c, drawn_in="float32") for c in (False, True)],
     "small": [
@@ -285,6 +289,10 @@ NOTES = {
 }
 
 
+def candidates_of(row: Row) -> Mapping[str, Callable | FP8 | flex.FlexAttention]:
+    return functions.CANDIDATES if isinstance(row, functions.FunctionRow) else CANDIDATES
+
+
 def is_ours(candidate: str) -> bool:
     return candidate.startswith("jax_flash")
 
@@ -301,6 +309,8 @@ def default_candidates(suite: str = "train") -> list[str]:
     if suite.startswith("fp8"):
         on_gpu = ["jax_flash fp8", "jax_flash", "cuDNN fp8"]
         return on_gpu if timing.on_gpu() else ["jax_flash fp8 xla", "jax_flash xla"]
+    if suite in functions.SUITES:
+        return functions.default_candidates()
     if not timing.on_gpu():
         return ["jax_flash xla", "jax.nn xla"]
     fa3 = ["FA3"] if importlib.util.find_spec("dew_flash_attn") else []
@@ -313,7 +323,7 @@ def default_candidates(suite: str = "train") -> list[str]:
 def default_passes(suite: str) -> list[str]:
     if suite.startswith("fp8"):
         return ["forward"]
-    return ["forward", "both"] if suite in BROAD else list(PASSES)
+    return ["forward", "both"] if suite in TWO_PASSES else list(PASSES)
 
 
 def taking_part(candidates: list[str], passes: str) -> list[str]:
@@ -324,7 +334,9 @@ def taking_part(candidates: list[str], passes: str) -> list[str]:
 _TRACING = threading.Lock()  # tracing is Python: threads would only take turns at it
 
 
-def build(candidate: Callable | FP8, row: Row, passes: str) -> list[jax.stages.Compiled]:
+def build(
+    candidate: Callable | FP8 | flex.FlexAttention, row: Row, passes: str
+) -> list[jax.stages.Compiled] | flex.Program:
     """Compiles a pass of a candidate; threads may compile at the same time.
 
     Args:
@@ -334,22 +346,24 @@ def build(candidate: Callable | FP8, row: Row, passes: str) -> list[jax.stages.C
 
     Returns:
       Programs, the first of `row.inputs()` and each next one of what the one before returns. The
-      last is the pass. It returns the output and dquery, dkey, dvalue, and dbias if the row has a
-      bias, or its part of them.
+      last is the pass. It returns the output and dquery, dkey, dvalue, and those of
+      `row.gradients`, or its part of them.
     """
     if isinstance(candidate, FP8):
         return _build_fp8(candidate, row, passes)
+    if isinstance(candidate, flex.FlexAttention):
+        return candidate.build(row, passes)
     inputs = jax.eval_shape(row.inputs)
 
     def split(query, key, value, dout, *more):
         """Attention, what it takes that has a gradient, and the cotangent of its output."""
         named = row.named(more)
-        bias = {"bias": named.pop("bias")} if row.biased else {}
+        wanted = {name: named.pop(name) for name in row.gradients}
 
-        def attention(query, key, value, bias):
-            return candidate(query, key, value, **row.mask, **named, **bias)
+        def attention(query, key, value, wanted):
+            return candidate(query, key, value, **row.mask, **named, **wanted)
 
-        return attention, (query, key, value, bias), dout
+        return attention, (query, key, value, wanted), dout
 
     def forward(*inputs):
         attention, arrays, _ = split(*inputs)
@@ -487,6 +501,8 @@ def reference(
 
 def expected(row: Row, inputs: tuple) -> tuple[jax.Array, ...]:
     """What "both" of a row returns, in float32."""
+    if isinstance(row, functions.FunctionRow):
+        return functions.expected(row, inputs)
     return reference(*inputs[:4], **row.named(inputs[4:]), **row.mask)
 
 
@@ -501,8 +517,12 @@ def relative_error(results, expected) -> jax.Array:
     return jnp.max(jnp.array([error(x, y) for x, y in zip(results, expected, strict=True)]))
 
 
-def bind(programs: list[jax.stages.Compiled], inputs: tuple) -> timing.Bound:
+def bind(
+    programs: list[jax.stages.Compiled] | flex.Program, inputs: tuple
+) -> timing.Bound | flex.Program:
     """The last of what `build` returns, with its arguments."""
+    if isinstance(programs, flex.Program):
+        return programs
     for program in programs[:-1]:
         inputs = program(*inputs)
     return timing.Bound(programs[-1], inputs)
@@ -516,6 +536,7 @@ def measure(
     expected: tuple,
     rounds: int,
     iterations: int,
+    of_plain: tuple = (),
 ) -> dict:
     """Checks one pass of a row, and times the candidates that are right.
 
@@ -527,6 +548,7 @@ def measure(
       expected: what the pass returns, in float32.
       rounds: how often each candidate has its turn.
       iterations: calls in a turn.
+      of_plain: what the yardstick "plain" of `benchmarks.functions` returns.
 
     Returns:
       The row's name, the passes and, for each candidate, its error, times and TFLOP/s, or why it
@@ -534,25 +556,29 @@ def measure(
       XLA plans it, where the backend says. For FP8 also the milliseconds of quantisation.
     """
     entries: dict[str, dict] = {}
-    programs, quantising = {}, {}
+    programs: dict[str, timing.Bound | flex.Program] = {}
+    quantising = {}
     for name, future in built.items():
         try:
             compiled = future.result()
             program = bind(compiled, inputs)
-            results = jax.block_until_ready(program())
+            results, right = jax.block_until_ready(program()), expected
             if isinstance(candidate := CANDIDATES.get(name), FP8):
                 results = (candidate.result(results[0]),)
+            if name == functions.PLAIN:
+                results, right = results[: len(of_plain)], of_plain
         except Exception as e:  # a peer may not do this shape: say so, go on with the others
             entries[name] = {"failed": timing.reason(e)}
             continue
-        error = float(relative_error(results, expected))
+        error = float(relative_error(results, right))
         entries[name] = {"error": error}
-        if passes == "both" and (memory := compiled[-1].memory_analysis()):
-            entries[name]["temp_bytes"] = memory.temp_size_in_bytes
+        if not isinstance(compiled, flex.Program):
+            if passes == "both" and (memory := compiled[-1].memory_analysis()):
+                entries[name]["temp_bytes"] = memory.temp_size_in_bytes
+            if is_fp8(name) and error <= tolerance(name):
+                quantising[name] = timing.Bound(compiled[0], inputs)
         if error <= tolerance(name):
             programs[name] = program
-            if is_fp8(name):
-                quantising[name] = timing.Bound(compiled[0], inputs)
     for name, time in timing.interleaved(programs, (), rounds, iterations).items():
         entries[name] |= {
             "milliseconds": dataclasses.asdict(time),
@@ -569,14 +595,24 @@ def compile_all(
 ) -> list[dict[str, dict[str, concurrent.futures.Future]]]:
     """What `build` gives, for each of the rows, passes and candidates.
 
-    All have ended when this returns: compiling launches kernels, which a time would count.
+    All have ended when this returns: compiling launches kernels, which a time would count. PyTorch
+    compiles in one thread.
     """
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    with (
+        concurrent.futures.ThreadPoolExecutor() as pool,
+        concurrent.futures.ThreadPoolExecutor(1) as one_by_one,
+    ):
+
+        def start(candidate, row, kind):
+            is_torch = isinstance(candidate, flex.FlexAttention)
+            return (one_by_one if is_torch else pool).submit(build, candidate, row, kind)
+
         built = [
             {
                 kind: {
-                    name: pool.submit(build, CANDIDATES[name], row, kind)
+                    name: start(candidates_of(row)[name], row, kind)
                     for name in taking_part(candidates, kind)
+                    if functions.takes_part(name, row)
                 }
                 for kind in passes
             }
@@ -591,10 +627,19 @@ def compile_all(
 def benchmark(row: Row, built: dict[str, dict], rounds: int, iterations: int) -> list[dict]:
     """Checks and times one row that `compile_all` compiles: a result of `measure` for each pass."""
     inputs = row.inputs()
-    out, *gradients = expected(row, inputs)
-    right = {"forward": (out,), "backward": (*gradients,), "both": (out, *gradients)}
+    of_passes = lambda out, *gradients: {
+        "forward": (out,),
+        "backward": gradients,
+        "both": (out, *gradients),
+    }
+    right = of_passes(*expected(row, inputs))
+    of_plain: dict[str, tuple] = {}
+    if isinstance(row, functions.FunctionRow):
+        of_plain = of_passes(*expected(row.plain, inputs[:4]))
     return [
-        measure(row, kind, programs, inputs, right[kind], rounds, iterations)
+        measure(
+            row, kind, programs, inputs, right[kind], rounds, iterations, of_plain.get(kind, ())
+        )
         for kind, programs in built.items()
     ]
 
@@ -621,7 +666,7 @@ def best(result: dict) -> tuple[float, float]:
     of_fp8 = {name: entry for name, entry in entries.items() if is_fp8(name)}
     speed = {n: e["teraflops"] for n, e in (of_fp8 or entries).items() if "teraflops" in e}
     ours = (s for n, s in speed.items() if is_ours(n) and n != DETERMINISTIC)
-    peers = (s for n, s in speed.items() if not is_ours(n))
+    peers = (s for n, s in speed.items() if not is_ours(n) and n not in functions.YARDSTICKS)
     return max(ours, default=math.nan), max(peers, default=math.nan)
 
 
@@ -746,6 +791,8 @@ def report(record: dict, candidates: list[str], calls: str) -> str:
         ]
     if any(map(is_fp8, candidates)):
         parts.append(fp8_table(results))
+    if "bars" in record:
+        parts.append(functions.table(record["bars"]))
     passes = [result["passes"] for result in results]
     parts += [
         conclusion(kind, summary, passes.count(kind)) for kind, summary in record["summary"].items()
@@ -802,17 +849,20 @@ def parse(argv: list[str] | None, doc: str | None) -> argparse.Namespace:
     parser.add_argument("--suite", choices=SUITES, default=suite, help="which rows")
     parser.add_argument(
         "--passes",
-        help=f"of {','.join(PASSES)} (default: all; forward,both for {' and '.join(BROAD)}; forward"
-        " for suites of FP8)",
+        help=f"of {','.join(PASSES)} (default: all; forward,both for {', '.join(TWO_PASSES)};"
+        " forward for suites of FP8)",
     )
     parser.add_argument(
         "--candidates",
         help=f"of {', '.join(CANDIDATES)}, separated by commas (default:"
         f" {','.join(default_candidates())}; for {' and '.join(BROAD)}"
         f" {','.join(default_candidates(RANDOM))}; for suites of FP8"
-        f" {','.join(default_candidates('fp8'))}). FA3 needs dew_flash_attn, tokamax itself, 0.0.17"
-        ' of it, whose implementation is "mosaic": where they cannot be imported they are not'
-        " among the defaults. What a candidate cannot do is left out, and the record says why.",
+        f" {','.join(default_candidates('fp8'))}). For {', '.join(functions.SUITES)} of"
+        f" {', '.join(functions.CANDIDATES)} (default:"
+        f" {','.join(functions.default_candidates())}). FA3 needs dew_flash_attn, FlexAttention"
+        ' torch, tokamax itself, 0.0.17 of it, whose implementation is "mosaic": where they cannot'
+        " be imported they are not among the defaults. What a candidate cannot do is left out, and"
+        " the record says why.",
     )
     add_arguments(parser)
     options = parser.parse_args(argv)
@@ -821,7 +871,8 @@ def parse(argv: list[str] | None, doc: str | None) -> argparse.Namespace:
     options.candidates = names.split(",") if names else default_candidates(options.suite)
     passes = options.passes
     options.passes = passes.split(",") if passes else default_passes(options.suite)
-    if unknown := {*options.candidates} - {*CANDIDATES} | {*options.passes} - {*PASSES}:
+    known = functions.CANDIDATES if options.suite in functions.SUITES else CANDIDATES
+    if unknown := {*options.candidates} - {*known} | {*options.passes} - {*PASSES}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     for kind in options.passes:
         if not taking_part(options.candidates, kind):
@@ -851,6 +902,8 @@ def main(argv: list[str] | None = None) -> int:
                 "summary": summarize(results),
                 "results": results,
             }
+            if options.suite in functions.SUITES:
+                record["bars"] = functions.summarize(results, options.rows)
             # After each row, so that a run that is cut short leaves what it found.
             path = reporting.write(options.results, f"attention {options.suite}", record)
 

@@ -28,6 +28,8 @@ def measure(
         result: dict = {"row": row.name, "passes": passes, "candidate": name}
         try:
             program = attention.bind(programs.result(), inputs)
+            if not isinstance(program, timing.Bound):
+                raise NotImplementedError("kernels of programs of JAX alone")
             result["kernels"] = timing.kernels(program, iterations)
         except Exception as error:  # a peer may lack a shape: the others go on, the table says so
             result["failed"] = timing.reason(error)

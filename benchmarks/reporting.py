@@ -27,10 +27,13 @@ COLORS = {
     "jax_flash fp8": "#6a3d9a",
     "jax_flash fp8 promoting": "#c77cff",
     "jax_flash fp8 xla": "#b3a2d0",
+    "plain": "#c6dbef",
+    "built-in": "#6baed6",
     "cuDNN": "#2ca02c",
     "cuDNN fp8": "#98b954",
     "FA3": "#d62728",
     "tokamax": "#ff7f0e",
+    "FlexAttention": "#e377c2",
     "jax.nn xla": "#7f7f7f",
     "quantised, in float64": "#000000",
 }

@@ -14,6 +14,9 @@ import numpy as np
 # How many products of a pass have the query's width, and how many the value's.
 PASSES = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
 
+# What XLA is asked to hold at most: 8 GiB in float32, some of them at a time.
+XLA_LOGITS = 2**31
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -111,6 +114,11 @@ class Row:
         """
         padding = {"": [], "lengths": ["key_value_seq_lengths"], "mask": ["mask"]}[self.padding]
         return [*padding, *(["bias"] if self.biased else [])]
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """Those of `arrays` that have a gradient."""
+        return ("bias",) if self.biased else ()
 
     def named(self, more: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """The inputs from the fifth on, by the names of `arrays`."""

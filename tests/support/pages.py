@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ROOT / "README.md", ROOT / "jax_flash" / "README.md"
+GALLERY = ROOT / "jax_flash" / "GALLERY.md"
 
 
 class Block(NamedTuple):
@@ -19,12 +20,14 @@ class Block(NamedTuple):
         exec(compile(self.code, self.page, "exec"), names)
 
 
-def sections() -> dict[str, list[Block]]:
+def sections(pages: tuple[pathlib.Path, ...] = PAGES) -> dict[str, list[Block]]:
+    """Blocks by the heading above them, "" where there is none yet."""
     found: dict[str, list[Block]] = {}
-    for page in PAGES:
+    for page in pages:
         text = page.read_text()
         for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            heading = re.findall(r"^## (.*)$", text[: block.start()], re.MULTILINE)[-1]
+            headings = re.findall(r"^## (.*)$", text[: block.start()], re.MULTILINE)
+            heading = ["", *headings][-1]
             above = "\n" * text.count("\n", 0, block.start(1))
             found.setdefault(heading, []).append(Block(above + block[1], page))
     return found
