@@ -257,7 +257,8 @@ def _visible_pairs(row: FunctionRow) -> float:
 @functools.lru_cache(64)
 def blocks(row: FunctionRow) -> jax_flash.BlockMask:
     """Of its mask_mod, which is the same for all heads, and batch entries where there are more."""
-    mask_mod = row.functions(jnp, row.captured())["mask_mod"]
+    with jax.ensure_compile_time_eval():  # also where a call is traced that takes them
+        mask_mod = row.functions(jnp, row.captured())["mask_mod"]
     return jax_flash.block_mask(mask_mod, 1, 1, row.length, row.length)
 
 
@@ -296,13 +297,13 @@ SUITES: dict[str, list[Row]] = {
 
 
 def _ours(implementation: str) -> Callable:
-    """With a `BlockMask`, made beforehand, where no array is captured."""
+    """With a `BlockMask`, made beforehand."""
 
     def attention(query, key, value, row: FunctionRow, dense=None, **captured):
         options: dict[str, Any] = row.functions(jnp, captured)
         if row.of.is_dense:
             options = dict(mask=dense)
-        elif "mask_mod" in options and not captured:
+        elif "mask_mod" in options:
             options["mask_mod"] = blocks(row)
         return _attention(implementation, query, key, value, row, **options)
 

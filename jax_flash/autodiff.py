@@ -48,6 +48,7 @@ _SOFT_CAPS = (1e-3, 1e6)
 
 def unsupported(call: Call) -> str | None:
     """Why the kernels cannot do this call, or None if they can; devices are dispatch's business."""
+    call = kernel_scores.without_caps(call)
     width, value_width = call.query.shape[-1], call.value.shape[-1]
     reasons = {
         f"dtype {call.query.dtype}: the kernels take bfloat16 and float16": (
@@ -105,6 +106,7 @@ def _unsupported_beside_mask_mod(call: Call) -> str | None:
 
 def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     """Attention on the kernels; call must be one that `unsupported` has no reason against."""
+    call = kernel_scores.without_caps(call)
     settings, operands = _prepared(call)
     out, lse = _attention(settings, *operands)
     return kernel_scores.with_gradients_of_captured(call, out, lse.transpose(0, 2, 1))

@@ -286,6 +286,29 @@ def applied(program: Program, arguments: tuple[Any, ...]) -> jax.Array:
     return jnp.asarray(result.x)
 
 
+def soft_cap_of(program: Program) -> float | None:
+    """c of a score_mod that is c * tanh(score / c); None of another."""
+    if len(program.steps.arguments) != len(("score", *_INDICES.split(", "))):
+        return None
+    literal = _core().Literal
+    made_of: dict[Any, Any] = {program.steps.arguments[0]: "score"}
+    for eqn in program.steps.equations:
+        operands = [float(v.val) if isinstance(v, literal) else made_of.get(v) for v in eqn.invars]
+        name, (out, *_) = eqn.primitive.name, eqn.outvars
+        if name == "convert_element_type" and eqn.invars[0].aval.dtype == out.aval.dtype:
+            made_of[out] = operands[0]
+        else:
+            made_of[out] = name, *operands
+    match made_of.get(program.steps.results[0]):
+        case ("mul", float(cap), ("tanh", ("div", "score", float(other)))) | (
+            "mul",
+            ("tanh", ("div", "score", float(other))),
+            float(cap),
+        ):
+            return cap if cap == other > 0 else None
+    return None
+
+
 def _bound(eqn, operands: list[Any]) -> list[Any]:
     out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]

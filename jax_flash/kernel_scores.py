@@ -20,6 +20,16 @@ _KEPT = 64  # functions
 _SCORE_AND_INDICES = 5
 
 
+def without_caps(call: Call) -> Call:
+    """The same call, with a score_mod that is a soft cap as `logits_soft_cap`, which is faster."""
+    if call.score_mod is None or call.logits_soft_cap is not None:
+        return call
+    cap = functions.soft_cap_of(call.score_mod.program)
+    if cap is None:
+        return call
+    return dataclasses.replace(call, score_mod=None, logits_soft_cap=cap)
+
+
 def unsupported(call: Call) -> str | None:
     """Why the kernels cannot do a call with a score_mod, None if they can."""
     function = call.score_mod

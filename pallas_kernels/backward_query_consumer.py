@@ -182,7 +182,7 @@ class _Consumer:
         open_products = 0 if plan.weights_first else plan.value_columns.products
         logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=open_products)
         slope = None
-        if problem.has_score:
+        if loaded.score is not None:
             logits, slope = loaded.score(logits, slope=True)
         mask = functools.partial(self.masked, j=j, equal_ids=equal_ids)
         weights = self.weights(logits, loaded, mask if needs_mask else None)

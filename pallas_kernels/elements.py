@@ -113,10 +113,10 @@ class ElementRefs:
         if self.problem.has_bias and not (bias or self.comes_by_tma):
             found = found._replace(bias=self.bias_of(batch, head, *place))
         if early:
-            found = Loaded(*(load and _done(load) for load in found))
+            found = Loaded(found.bits and _done(found.bits), found.bias and _done(found.bias))
         if self.problem.has_score:
-            place = batch, head, first_row, first_column
-            found = found._replace(score=functools.partial(self.scores.of, place))
+            corner = batch, head, first_row, first_column
+            found = found._replace(score=functools.partial(self.scores.of, corner))
         return found
 
     def bias_of(

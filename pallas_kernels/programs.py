@@ -23,7 +23,7 @@ _ELEMENTWISE = {
     *("add", "sub", "mul", "div", "rem", "max", "min", "clamp", "neg", "sign", "abs", "square"),
     *("and", "or", "xor", "not", "eq", "ne", "lt", "le", "gt", "ge", "select_n"),
     *("convert_element_type", "integer_pow", "exp", "exp2", "log", "log2", "sqrt", "rsqrt"),
-    *("tanh", "sin", "cos", "erf", "one_minus_square", "add_any"),
+    *("tanh", "logistic", "sin", "cos", "erf", "one_minus_square", "add_any"),
 }
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 _DTYPES = (jnp.bool_, jnp.int32, jnp.uint32, jnp.float32)
@@ -118,7 +118,11 @@ def _tanh(x):
 
 
 # Of float32, where Mosaic GPU has none, or a slower one.
-_FASTER = {"tanh": _tanh, "logistic": lambda x: 1.0 / (1.0 + jnp.exp(-x))}
+_FASTER: dict[str, Callable] = {
+    "tanh": _tanh,
+    "logistic": lambda x: 1.0 / (1.0 + jnp.exp(-x)),
+    "add_any": lambda x, y: x + y,
+}
 _EXACT = 2**23  # integers below, and their sums and differences, are in float32 what they are
 
 
@@ -273,15 +277,14 @@ class Operations:
 
     def _faster(self, equation, operands) -> tuple[tuple[int, ...], Callable | None]:
         """Operands of an equation, and what gives its result in less time, None if nothing does."""
-        name = equation.primitive.name
+        name, function = equation.primitive.name, None
         if equation.outvars[0].aval.dtype == jnp.float32:
+            function = _FASTER.get(name)
             divisor = self.constants.get(operands[-1])
             if name == "div" and divisor is not None and _has_reciprocal(divisor):
                 reciprocal = float(np.float32(1.0) / np.float32(divisor))
-                return operands[:1], lambda x: x * reciprocal
-            if name in _FASTER:
-                return operands, _FASTER[name]
-        return operands, None
+                operands, function = operands[:1], lambda x: x * reciprocal
+        return operands, function
 
     def _same(self, equation, operands) -> int | None:
         """The number of the value that an equation gives, where that is known without it.

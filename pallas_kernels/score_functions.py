@@ -14,6 +14,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -126,7 +127,9 @@ class ScoreRefs:
                 captured: Part(scores, by_row=True, by_column=True),
                 column_at: Part(own + (first_column + first), by_column=True),
             }
-            parts.append(on_rows.evaluate(varying, width))
+            # What is the same for all pairs is not in the layout of a tile.
+            found = on_rows.evaluate(varying, width)
+            parts.append([plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in found])
         results = [jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)]
         return results[0], results[1] if slope else None
 

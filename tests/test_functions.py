@@ -685,8 +685,9 @@ def test_refused_with_the_reason(name, monkeypatch):
     on_hopper = device.Device("gpu", "NVIDIA H100", (9, 0))
     monkeypatch.setattr(device, "device_of", lambda array: on_hopper)
     inputs = [jnp.zeros((B, 128, N, 64), jnp.bfloat16)] * 3
-    rounded = lambda b, h, q_idx, kv_idx: jnp.floor(q_idx / 3) >= kv_idx
-    for argument, function in dict(mask_mod=rounded, score_mod=alibi(SLOPES[0])).items():
+    mask = lambda b, h, q_idx, kv_idx: jnp.floor(q_idx / 3) >= kv_idx
+    score = lambda score, b, h, q_idx, kv_idx: score + jnp.floor(q_idx / 3)
+    for argument, function in dict(mask_mod=mask, score_mod=score).items():
         with pytest.raises(NotImplementedError, match=f"implementation='{name}': .*{argument}"):
             jax_flash.attention(*inputs, implementation=name, **{argument: function})
         explanation = jax_flash.explain(*inputs, **{argument: function})

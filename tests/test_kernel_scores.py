@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash.functions import traced
+from jax_flash.functions import soft_cap_of, traced
 from jax_flash.kernel_scores import kernel_function
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
@@ -157,3 +157,18 @@ def test_positions_are_converted_once_a_row_and_column():
     names = [x.equation.primitive.name for x in operations if x.array is None]
     assert names.count("convert_element_type") == 2
     assert "sub" not in names[: names.index("convert_element_type")]
+
+
+def test_a_soft_cap_is_known_as_one():
+    score = lambda function: traced("score_mod", function, jnp.float32).program
+    assert soft_cap_of(score(cap)) == 2.0
+    assert soft_cap_of(score(lambda s, *_: jnp.tanh(s / 50) * 50)) == 50.0
+    for function in (
+        alibi,
+        lambda s, *_: 3.0 * jnp.tanh(s / 2.0),
+        lambda s, *_: -2.0 * jnp.tanh(s / -2.0),
+        lambda s, *_: 2.0 * jnp.tanh(s / 2.0) + 1.0,
+        lambda s, b, h, q, k: 2.0 * jnp.tanh(q / 2.0),
+        lambda s, b, h, q, k: s,
+    ):
+        assert soft_cap_of(score(function)) is None
