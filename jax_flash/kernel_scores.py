@@ -57,7 +57,7 @@ def score_of(call: Call) -> tuple[Any, tuple[jax.Array, ...]]:
     """A `ScoreFunction`, the soft cap in it, and `Elements.scores`; None and none without one."""
     if call.score_mod is None:
         return None, ()
-    from pallas_kernels.programs import as_captured  # brings Pallas
+    from pallas_kernels.on_rows import as_captured  # brings Pallas
 
     function = kernel_function(call.score_mod.program, call.logits_soft_cap)
     captured = jax.lax.stop_gradient(call.score_mod.captured)

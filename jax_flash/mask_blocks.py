@@ -82,7 +82,7 @@ def _visible(program: Any, captured, numbers, first, rows: int, sizes, bounds) -
       sizes: T and S.
       bounds: lowest and highest of `Problem`.
     """
-    from pallas_kernels.programs import OnRows, Part  # brings Pallas
+    from pallas_kernels.on_rows import OnRows, Part  # brings Pallas
 
     (query_length, key_length), (lowest, highest) = sizes, bounds
     key = jnp.arange(-(-key_length // BLOCK) * BLOCK, dtype=jnp.int32)
@@ -167,7 +167,7 @@ def given_blocks(call: Call, lowest: int | None, highest: int | None):
     Returns:
       Blocks, and bool `[b, n, S]`, each axis whole or 1, or None where all keys are seen.
     """
-    from pallas_kernels.programs import as_captured
+    from pallas_kernels.on_rows import as_captured
 
     function = call.mask_mod
     assert function is not None
@@ -199,7 +199,7 @@ def _known(known: KnownBlocks, entries, heads) -> Shown:
 
 def _shown_by_each(function: Function, entries, heads, sizes, bounds) -> Shown:
     """Of each batch entry and head, one for all where the function does not read which."""
-    from pallas_kernels.programs import as_captured
+    from pallas_kernels.on_rows import as_captured
 
     program, captured = function.program, tuple(map(as_captured, function.captured))
     rows = -(-sizes[0] // BLOCK) * BLOCK

@@ -4,7 +4,7 @@ Before the kernel the function is asked of all pairs, and what is kept is the ki
 64 queries by 64 keys: whether none of its pairs is seen, some, or all. So a tile has a list of the
 blocks that it needs, those first that need a mask, and loops over its list in the place of an
 interval. Empty blocks are neither loaded nor computed. In partial ones each thread evaluates the
-function for its own elements (`programs.py`), and keeps a bit of each.
+function for its own elements (`on_rows.py`), and keeps a bit of each.
 
 Kinds are known before run time where the function reads positions alone; else they come as an
 array, for each batch entry and head where these differ. So do those of a dense mask, which has no
@@ -22,7 +22,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.programs import OnRows, Operations, Part
+from pallas_kernels.on_rows import OnRows, Part
+from pallas_kernels.programs import Operations
 from pallas_kernels.ptx.compiler import code_fence, fresh_rows
 from pallas_kernels.ptx.loads import load_at
 from pallas_kernels.ptx.masks import column_numbers, no_columns, with_columns

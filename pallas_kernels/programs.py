@@ -1,13 +1,12 @@
-"""Functions of users inside a kernel: their operations, one after the other, on parts of a tile.
+"""Functions of users as kernels know them: operations, one after the other.
 
 A program is a jaxpr of scalars: what a function makes of the indices of one pair of a query and a
-key, and of its score. A kernel wants it for a tile. So each value is there as often as it varies:
-once, once a row, once a column, or once a pair; and what does not depend on the columns is computed
-once for all of them.
+key, and of its score. A kernel evaluates it for a tile (`on_rows.py`). What would take it long is
+replaced here by what gives the same in less time.
 """
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +26,8 @@ _ELEMENTWISE = {
 }
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 _DTYPES = (jnp.bool_, jnp.int32, jnp.uint32, jnp.float32)
-_NARROW = (jnp.bfloat16, jnp.float16)  # read as float32, and of no use but to become that
-CAPTURED = (jnp.bool_, jnp.int32, jnp.float32, *_NARROW)  # dtypes of captured arrays
+NARROW = (jnp.bfloat16, jnp.float16)  # read as float32, and of no use but to become that
+CAPTURED = (jnp.bool_, jnp.int32, jnp.float32, *NARROW)  # dtypes of captured arrays
 _INDICES = 4  # of a program, its last arguments
 
 
@@ -63,14 +62,6 @@ class _View(NamedTuple):
     dtype: Any
     indices: tuple[int | None, ...]
     axes: tuple[int, ...]
-
-
-class Part(NamedTuple):
-    """A value on a tile: a scalar, `(rows,)`, `(columns,)` or `(rows, columns)`."""
-
-    x: Any
-    by_row: bool = False
-    by_column: bool = False
 
 
 def _names(jaxpr) -> tuple[str, ...]:
@@ -221,7 +212,7 @@ class Operations:
                     self._counting.update(found)
                 known = known | dict(zip(equation.outvars, found, strict=True))
                 continue
-            if operands and operands[0] in self._narrow and _to_float32(equation, *_NARROW):
+            if operands and operands[0] in self._narrow and _to_float32(equation, *NARROW):
                 known = known | {equation.outvars[0]: operands[0]}
                 continue
             if operands and operands[0] in self._exact and _to_float32(equation, jnp.int32):
@@ -352,7 +343,7 @@ class Operations:
 
         found = self._new()
         operations.append(Operation(view, operands, (found,), place, view.array))
-        if view.dtype in _NARROW:
+        if view.dtype in NARROW:
             self._narrow.add(found)
         return found
 
@@ -397,94 +388,3 @@ class Operations:
             if name == "select_n" and len(equation.invars) != 3:
                 return f"a choice of {len(equation.invars) - 1}"
         return None
-
-
-class OnRows:
-    """A program on tiles of the same rows and of different columns.
-
-    What does not depend on the columns is computed once.
-    """
-
-    def __init__(
-        self,
-        operations: Operations,
-        given: Sequence[Part],
-        varying: Collection[int],
-        rows: int,
-        load: Callable[[int, Part], jax.Array],
-    ):
-        """
-        Args:
-          given: the arguments, where they do not vary by column.
-          varying: positions of those that do.
-          rows: of a tile.
-          load: reads captured arrays, in one axis and as `as_captured` makes them, by their number
-            and by places.
-        """
-        self._operations, self._rows, self._load = operations, rows, load
-        self._rest: list[Operation] = []
-        known = {n: Part(x) for n, x in operations.constants.items()}
-        by_column = {operations.arguments[position] for position in varying}
-        for position, number in enumerate(operations.arguments):
-            if number not in by_column:
-                known[number] = given[position]
-        for operation in operations.operations:
-            if by_column.intersection(operation.operands):
-                by_column.update(operation.results)
-                self._rest.append(operation)
-            else:
-                self._apply(operation, known, 0)
-        self._known = known
-
-    def evaluate(self, varying: dict[int, Part], width: int) -> list[jax.Array]:
-        """The results on a tile `(rows, width)`.
-
-        Args:
-          varying: the arguments that vary by column, by their position.
-        """
-        known = dict(self._known)
-        for position, x in varying.items():
-            known[self._operations.arguments[position]] = x
-        for operation in self._rest:
-            self._apply(operation, known, width)
-        results = self._operations.results
-        return [_spread(known[number], _WHOLE, self._rows, width) for number in results]
-
-    def _apply(self, operation: Operation, known: dict[int, Part], width: int) -> None:
-        equation = operation.equation
-        parts = [known[n] for n in operation.operands]
-        like = Part(None, any(x.by_row for x in parts), any(x.by_column for x in parts))
-        values = [_spread(x, like, self._rows, width) for x in parts]
-        if operation.instead is not None:
-            out = [operation.instead(*values)]
-        else:
-            params = equation.primitive.get_bind_params(equation.params)
-            out = equation.primitive.bind(*values, **params)
-            out = out if equation.primitive.multiple_results else [out]
-        if operation.array is not None:
-            (place,) = out
-            x = self._load(operation.array, like._replace(x=place))
-            out = [x != 0 if equation.dtype == jnp.bool_ else x]
-        for number, x in zip(operation.results, out, strict=True):
-            known[number] = like._replace(x=x)
-
-
-_WHOLE = Part(None, by_row=True, by_column=True)
-
-
-def as_captured(x: jax.Array) -> jax.Array:
-    """A captured array as kernels read it: in one axis, of int32 or float32."""
-    wider = {jnp.dtype(jnp.bool_): jnp.int32} | {jnp.dtype(x): jnp.float32 for x in _NARROW}
-    return x.astype(wider.get(x.dtype, x.dtype)).reshape(-1)
-
-
-def _spread(part: Part, like: Part, rows: int, width: int) -> jax.Array:
-    """A value as often as another one varies."""
-    if (part.by_row, part.by_column) == (like.by_row, like.by_column):
-        return jnp.asarray(part.x)
-    if like.by_row and like.by_column:
-        shape: tuple[int, ...] = (rows, width)
-        axes = [0] if part.by_row else [1] if part.by_column else []
-    else:
-        shape, axes = ((rows,) if like.by_row else (width,)), []
-    return lax.broadcast_in_dim(jnp.asarray(part.x), shape, axes)

@@ -1,7 +1,7 @@
 """Scores that are functions: `score_mod` inside a kernel, and its derivative by the score.
 
 A logit is what the function makes of problem.scale * q.k and of indices, before what hides keys.
-Each thread evaluates it for its own elements (`programs.py`), some columns at a time. The backward
+Each thread evaluates it for its own elements (`on_rows.py`), some columns at a time. The backward
 evaluates it again, together with its slope, the derivative by the score: both are results of one
 program, which JAX has differentiated. A function that adds to the score has a slope of 1, and no
 code for it.
@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.programs import OnRows, Operations, Part
+from pallas_kernels.on_rows import OnRows, Part
+from pallas_kernels.programs import Operations
 from pallas_kernels.ptx.compiler import fresh_rows
 from pallas_kernels.ptx.loads import load_at
 from pallas_kernels.ptx.masks import column_numbers

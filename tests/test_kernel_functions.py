@@ -14,7 +14,8 @@ from jax_flash import mask_blocks
 from jax_flash.functions import traced
 from pallas_kernels import mask_functions
 from pallas_kernels.mask_functions import BEYOND, BLOCK, COUNT, EMPTY, FULL, LISTED, MASKED, PARTIAL
-from pallas_kernels.programs import OnRows, Operations, Part
+from pallas_kernels.on_rows import OnRows, Part
+from pallas_kernels.programs import Operations
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import (
