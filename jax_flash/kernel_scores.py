@@ -35,22 +35,26 @@ def unsupported(call: Call) -> str | None:
     function = call.score_mod
     assert function is not None
     widest = max(call.query.shape[-1], call.value.shape[-1])
+    if widest > 128:
+        return f"score_mod with width {widest}: the kernels take it up to 128"
+    if call.bias is not None:
+        return "score_mod with a bias: the kernels take one or the other"
+    own = kernel_function(function.program, call.logits_soft_cap)
+    if (reason := own.value_and_slope.unsupported()) is not None:
+        return f"score_mod: {reason}"
+    see = call.visibility
     others = {
-        f"width {widest}: the kernels take it up to 128": widest > 128,
-        "a bias: the kernels take one or the other": call.bias is not None,
-        # They would spill.
-        "a dense mask: the kernels take one or the other": call.visibility.mask is not None,
-        "segment ids: the kernels take one or the other": (
-            call.visibility.query_segment_ids is not None
-        ),
-        "a mask_mod: the kernels take one or the other": call.mask_mod is not None,
-        "dropout: the kernels take one or the other": call.dropout_rate > 0,
+        "a mask_mod": call.mask_mod is not None,
+        "a dense mask": see.mask is not None,
+        "dropout": call.dropout_rate > 0,
+        "segment ids": see.query_segment_ids is not None,
     }
-    for name, holds in others.items():
-        if holds:
-            return f"score_mod with {name}"
-    reason = kernel_function(function.program, call.logits_soft_cap).value_and_slope.unsupported()
-    return None if reason is None else f"score_mod: {reason}"
+    name = next((name for name, holds in others.items() if holds), None)
+    if name is not None and not own.adds:  # it would spill
+        return f"score_mod with {name}: the kernels take one that adds to the score alone"
+    if see.query_segment_ids is not None and widest <= 64 and own.value.reads_pairs:  # likewise
+        return f"score_mod with segment ids at width {widest}, of an array that pairs read"
+    return None
 
 
 def score_of(call: Call) -> tuple[Any, tuple[jax.Array, ...]]:

@@ -361,6 +361,18 @@ class Operations:
             return None
         return _DIVISIONS[name, operand in self._counting]
 
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether it reads an array at a place of its own for each pair."""
+        of_query, of_key = ({number} for number in self.arguments[-2:])
+        for operation in self.operations:
+            varying = [not some.isdisjoint(operation.operands) for some in (of_query, of_key)]
+            if all(varying) and operation.array is not None:
+                return True
+            for some, varies in zip((of_query, of_key), varying, strict=True):
+                some.update(operation.results if varies else ())
+        return False
+
     def unsupported(self) -> str | None:
         """Why no kernel can compute them, None if one can."""
         for operation in self.operations:

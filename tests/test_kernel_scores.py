@@ -20,6 +20,9 @@ TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(4, 65)), jnp.float32)
 NARROW_TABLE = TABLE.astype(jnp.bfloat16)
 ENTRIES = jnp.asarray(np.random.default_rng(1).normal(size=(2, 300)), jnp.float32)
 
+SHOWN = jnp.asarray(np.random.default_rng(2).random((1, 1, 150, 200)) < 0.5)
+IDS = jnp.arange(200)[None] // 70
+
 
 def alibi(score, b, h, q_idx, kv_idx):
     return score - SLOPES[h] * jnp.abs(q_idx - kv_idx)
@@ -78,6 +81,10 @@ def constant(score, b, h, q_idx, kv_idx):
             150, 200, 2, 1, 128, alibi,
             dict(query_seq_lengths=jnp.array([70]), key_value_seq_lengths=jnp.array([130])),
         ),
+        long(150, 200, 2, 1, 64, alibi, dict(dropout_rate=0.25)),
+        long(150, 200, 2, 1, 128, relative, dict(mask_mod=lambda b, h, q, k: (q - k) % 3 == 0)),
+        long(150, 200, 1, 1, 64, relative, dict(mask=SHOWN)),
+        long(200, 200, 2, 1, 64, alibi, dict(query_segment_ids=IDS, key_value_segment_ids=IDS)),
         slow(150, 384, 1, 1, 128, alibi, dict(sinks=jnp.array([0.7]))),
         long(150, 200, 2, 1, 64, cap, dict(deterministic=True)),
         slow(150, 200, 2, 1, 128, relative, dict(deterministic=True)),

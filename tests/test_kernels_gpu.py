@@ -990,6 +990,26 @@ def test_score_functions(function, T, S, N, K, H, options):
     check(inputs(2, T, S, N, K, H, jnp.bfloat16), score_mod=function, **options)
 
 
+SHOWN = np.random.default_rng(7).random((1, 1, 600, 600)) < 0.5
+BESIDE_SCORES = {
+    "mask_mod": dict(mask_mod=MASK_FUNCTIONS["dilated"]),
+    "mask": dict(mask=jnp.asarray(SHOWN)),
+    "dropout": dict(dropout_rate=0.25),
+    "ids": dict(
+        query_segment_ids=jnp.asarray(ENTRIES[:, :600]),
+        key_value_segment_ids=jnp.asarray(ENTRIES[:, :600]),
+    ),
+    "lengths": dict(key_value_seq_lengths=jnp.array([600, 77])),
+}
+
+
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("beside", BESIDE_SCORES)
+def test_score_functions_beside_others(beside, H):
+    arrays = inputs(2, 600, 600, 4, 2, H, jnp.bfloat16)
+    check(arrays, score_mod=SCORE_FUNCTIONS["alibi"], **BESIDE_SCORES[beside])
+
+
 @pytest.mark.parametrize("name", ["alibi", "table", "gate"])
 def test_gradients_of_what_score_functions_capture(name):
     """They are those of XLA, to the rounding of outputs."""

@@ -158,26 +158,34 @@ FUNCTIONS: list[tuple[str, int, str, dict[str, Any], bool]] = [
     ("pairs", 128, "ragged", {}, False),
 ]
 
-# With a score_mod of that name (`_score`): width, shape, mask, and whether gradients are
-# deterministic.
-SCORES: list[tuple[str, int, str, str, bool]] = [
-    ("alibi", 64, "even", "causal", False),
-    ("alibi", 64, "ragged", "full", False),
-    ("alibi", 64, "ragged", "causal", True),
-    ("alibi", 128, "even", "causal", False),
-    ("alibi", 128, "ragged", "window", True),
-    ("relative", 64, "even", "full", False),
-    ("relative", 64, "ragged", "lengths", False),
-    ("relative", 96, "ragged", "causal", False),
-    ("relative", 128, "even", "full", False),
-    ("relative", 128, "ragged", "lengths", True),
-    ("cap", 64, "even", "causal", False),
-    ("cap", 64, "ragged", "window", True),
-    ("cap", 64, "ragged", "lengths", False),
-    ("cap", 128, "even", "causal", False),
-    ("cap", 128, "ragged", "window", True),
-    ("cap", 128, "ragged", "lengths", False),
-    ("gate", 128, "ragged", "causal", False),
+# With a score_mod of that name (`_score`): width, shape, mask, what it is beside, and whether
+# gradients are deterministic.
+SCORES: list[tuple[str, int, str, str, str, bool]] = [
+    ("alibi", 64, "even", "causal", "", False),
+    ("alibi", 64, "ragged", "full", "", False),
+    ("alibi", 64, "ragged", "causal", "", True),
+    ("alibi", 128, "even", "causal", "", False),
+    ("alibi", 128, "ragged", "window", "", True),
+    ("relative", 64, "even", "full", "", False),
+    ("relative", 64, "ragged", "lengths", "", False),
+    ("relative", 96, "ragged", "causal", "", False),
+    ("relative", 128, "even", "full", "", False),
+    ("relative", 128, "ragged", "lengths", "", True),
+    ("cap", 64, "even", "causal", "", False),
+    ("cap", 64, "ragged", "window", "", True),
+    ("cap", 64, "ragged", "lengths", "", False),
+    ("cap", 128, "even", "causal", "", False),
+    ("cap", 128, "ragged", "window", "", True),
+    ("cap", 128, "ragged", "lengths", "", False),
+    ("gate", 128, "ragged", "causal", "", False),
+    ("relative", 64, "ragged", "full", "dropout", False),
+    ("relative", 64, "ragged", "full", "dense-mask", False),
+    ("alibi", 64, "ragged", "full", "segments", False),
+    ("relative", 64, "ragged", "full", "function", False),
+    ("relative", 128, "ragged", "full", "dropout", False),
+    ("relative", 128, "ragged", "full", "dense-mask", False),
+    ("relative", 128, "ragged", "full", "segments", False),
+    ("relative", 128, "ragged", "full", "function", False),
 ]
 
 BATCH = 2  # a batch of one takes fewer registers
@@ -451,11 +459,19 @@ def _score(name: str, shape: str) -> Callable:
 
 def _cases_of_scores() -> list[tuple[str, Callable, Any]]:
     cases = []
-    for function, width, shape, mask, deterministic in SCORES:
-        score_mod = {"score_mod": _score(function, shape)}
-        fn = _forward_and_backward(MASKS.get(mask, {}) | score_mod, deterministic)
-        args = _args_of(width, width, mask, None, None, None, shape=shape)
-        extras = "-deterministic" * deterministic
+    for function, width, shape, mask, beside, deterministic in SCORES:
+        options = MASKS.get(mask, {}) | {"score_mod": _score(function, shape)}
+        if beside == "dropout":
+            options |= {"dropout_rate": 0.1}
+        if beside == "function":
+            options |= {"mask_mod": _function("image", shape)}
+        mask_axes = "bnts" if beside == "dense-mask" else None
+        args = _args_of(width, width, mask, mask_axes, None, None, shape=shape)
+        if beside == "segments":
+            T, S, *_ = SHAPES[shape]
+            args = *args, tuple(jax.ShapeDtypeStruct((BATCH, n), jnp.int32) for n in (T, S))
+        extras = f"-{beside}" * bool(beside) + "-deterministic" * deterministic
+        fn = _forward_and_backward(options, deterministic)
         cases.append((f"H{width}-{mask}-{function}-score-{shape}{extras}", fn, args))
     return cases
 
