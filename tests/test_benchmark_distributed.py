@@ -63,6 +63,7 @@ def test_what_runs_attention_is_named(implementation):
     assert distributed.implementations(program) == implementation
 
 
+@pytest.mark.long
 def test_wrong_results_are_noticed(tmp_path, monkeypatch, capsys):
     wrong = functools.partial(jax_flash.ring_attention, scale=0.5)
     monkeypatch.setitem(distributed.METHODS, "ring", wrong)

@@ -14,6 +14,7 @@ import pytest
 import jax_flash
 from benchmarks import attention, models
 from benchmarks.rows import Row, drawn
+from tests.support.cases import long
 
 TINY = Row(2, 40, 4, 2, 16, False)
 OPTIONS = [
@@ -46,7 +47,7 @@ def call(row: Row, inputs: tuple, **more):
 # --- what a row may have -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("logits", [2**28, 7 * 24])
+@pytest.mark.parametrize("logits", [2**28, long(7 * 24)])
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_reference_has_the_gradients_of_every_option(options, logits, monkeypatch):
     """Also where the rows of a head come in chunks, which do not divide them."""

@@ -94,8 +94,8 @@ HIDDEN = [
 ]
 
 
-@pytest.mark.fast_cases("row-64-options0")
-@pytest.mark.long_cases("tiled-64-options2", "query rows-128-options4")
+@pytest.mark.fast_cases()
+@pytest.mark.long_cases("row-64-options0", "tiled-64-options2", "query rows-128-options4")
 @pytest.mark.parametrize(("kind", "H", "options"), HIDDEN)
 def test_rows_whose_keys_a_finite_bias_hides(kind, H, options):
     with interpret_mode():

@@ -394,7 +394,7 @@ HIDDEN_NAN = {
 }
 
 
-@pytest.mark.parametrize("name", [long(x) if n > 1 else x for n, x in enumerate(HIDDEN_NAN)])
+@pytest.mark.parametrize("name", [long(x) if n else x for n, x in enumerate(HIDDEN_NAN)])
 def test_nan_where_hidden_does_not_count(name, request):
     if name == "of indices":
         request.getfixturevalue("chunked")

@@ -147,6 +147,7 @@ def test_prompts_that_do_not_fit(loaded, prompts):
 # --- modes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_verify_finds_no_difference(capsys):
     assert generate.main(["--verify", "--model", "tiny", "--tokens", "20"]) == 0
     printed = capsys.readouterr().out
@@ -184,6 +185,7 @@ def speed(tmp_path, *arguments):
     return status, json.loads(path.read_text())
 
 
+@pytest.mark.long
 def test_speed(tmp_path, capsys):
     status, record = speed(tmp_path)
     assert status == 0 and record["weights"] == "tiny weights" and record["context"] == 40
@@ -197,6 +199,7 @@ def test_speed(tmp_path, capsys):
     assert "| 3     | decode  |" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_speed_goes_on_where_a_peer_fails_and_notices_what_is_wrong(tmp_path, monkeypatch, capsys):
     def broken(*arrays):
         raise RuntimeError("out of order")

@@ -87,7 +87,7 @@ FUNCTIONS = {f.__name__: f for f in (causal, prefix, dilated, diagonal, image, f
     ("T", "S", "N", "K", "H", "function", "options"),
     [
         (200, 264, 2, 1, 64, causal, {}),
-        (200, 200, 1, 1, 128, dilated, {}),
+        long(200, 200, 1, 1, 128, dilated, {}),
         long(150, 384, 1, 1, 64, far_blocks, {}),
         long(256, 256, 1, 1, 128, image, {}),
         long(250, 290, 1, 1, 128, diagonal, {}),
@@ -359,7 +359,7 @@ def test_under_vmap_and_jit():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("function", [diagonal, documents])
+@pytest.mark.parametrize("function", [long(diagonal), documents])
 def test_lowers_where_operands_are_sharded(kind, function):
     mesh = mesh_of((2,), kind)
     sharding = NamedSharding(mesh, PartitionSpec(None, None, "x"))
@@ -375,7 +375,7 @@ def test_lowers_where_operands_are_sharded(kind, function):
     assert "mosaic_gpu" in text or "CustomSPMDPartitioning" in text
 
 
-@pytest.mark.parametrize("axes", [0, None])
+@pytest.mark.parametrize("axes", [0, long(None)])
 def test_lowers_where_captured_arrays_are_mapped(axes):
     def gradient(ids, x):
         def loss(x):

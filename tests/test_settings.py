@@ -15,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jax_flash
 from jax_flash import xla
+from tests.support.cases import long
 from tests.support.public_calls import CALLS, NOT_CALLED, PublicCall
 from tests.support.sharded import mesh_of, put
 
@@ -79,7 +80,7 @@ def test_leaks_no_tracer(call: PublicCall, function: Callable, request):
 
 
 @pytest.mark.parametrize(("call", "function"), cases(("xla",), collective=False, long_forward=True))
-@pytest.mark.parametrize("setting", RUN)
+@pytest.mark.parametrize("setting", ["debug_nans", long("disable_jit")])
 def test_runs_under(setting: str, call: PublicCall, function: Callable):
     arrays = call.arrays()
     with RUN[setting]():
