@@ -106,7 +106,7 @@ def test_profile():
     assert distributed.exposed([])["transfers"] == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_longest(tmp_path, capsys):
     """What fits is planned to, the longest of its kind, and as much of it runs as may."""
     memory = 0.02

@@ -14,7 +14,7 @@ import pytest
 import jax_flash
 from benchmarks import attention, models
 from benchmarks.rows import Row, drawn
-from tests.support.cases import long
+from tests.support.cases import long, slow
 
 TINY = Row(2, 40, 4, 2, 16, False)
 OPTIONS = [
@@ -161,7 +161,7 @@ def test_the_table_is_of_many_models_that_each_say_what_they_are():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rows", [models.rows(), drawn(0, 40)], ids=["models", "random"])
+@pytest.mark.parametrize("rows", [models.rows(), drawn(0, 10)], ids=["models", "random"])
 def test_rows_are_what_attention_takes(rows):
     """By its checks, and by those of the kernels on a Hopper GPU."""
     for row in rows:
@@ -212,7 +212,7 @@ def test_drawn_rows_are_of_every_sort_and_bounded():
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("suite", "rows", "count"),
-    [("models", "DETR, decoder|one short sequence", 2), ("random", "/(2|3):", 2)],
+    [("models", "DETR, decoder|one short sequence", 2), slow("random", "/(2|3):", 2)],
 )
 def test_suites_are_checked_timed_and_summed_up(suite, rows, count, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(attention, "BATCH", 1)  # a batch after another

@@ -12,6 +12,7 @@ import pytest
 
 import jax_flash
 from benchmarks import generate, smollm2
+from tests.support.cases import slow
 
 TINY = smollm2.TINY
 COUNT = 200
@@ -169,7 +170,7 @@ def wrong_attention(prompt_scale=None, token_scale=None):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scales", [dict(prompt_scale=0.26), dict(token_scale=0.26)])
+@pytest.mark.parametrize("scales", [slow(dict(prompt_scale=0.26)), dict(token_scale=0.26)])
 def test_verify_notices_wrong_attention(monkeypatch, capsys, scales):
     monkeypatch.setitem(generate.ATTENTIONS, "jax_flash", wrong_attention(**scales))
     assert generate.main(["--verify", "--model", "tiny", "--tokens", "4"]) == 1

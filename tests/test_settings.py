@@ -69,7 +69,9 @@ def test_traces_under(setting: str, call: PublicCall, function: Callable):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("call", "function"), cases(("xla",)))
+@pytest.mark.parametrize(
+    ("call", "function"), [x for x in cases(("xla",), long_forward=True) if not x.marks]
+)
 def test_leaks_no_tracer(call: PublicCall, function: Callable, request):
     """Not so kernels: in jax 0.11.2 any `pl.run_scoped` in a loop leaks what it reads of it."""
     if request.node.callspec.id == "ulysses_attention-xla-gradient":
