@@ -375,7 +375,8 @@ def test_lowers_where_operands_are_sharded(kind, function):
     assert "mosaic_gpu" in text or "CustomSPMDPartitioning" in text
 
 
-@pytest.mark.parametrize("axes", [0, long(None)])
+@pytest.mark.long
+@pytest.mark.parametrize("axes", [0, None])
 def test_lowers_where_captured_arrays_are_mapped(axes):
     def gradient(ids, x):
         def loss(x):

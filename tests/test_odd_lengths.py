@@ -89,10 +89,10 @@ def test_products_are_those_of_whole_tiles():
     assert products(1001) == products(1000)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "bias_dtype", [pytest.param(x, id=np.dtype(x).name) for x in (jnp.bfloat16, jnp.float32)]
 )
-@pytest.mark.long_cases("float32")
 def test_a_bias_and_its_gradient_are_not_copied(bias_dtype):
     """The gradient of a bias that has a value a pair, in the program before it is compiled."""
     bias = jax.ShapeDtypeStruct((1, N, 197, 203), bias_dtype)
