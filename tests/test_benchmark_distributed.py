@@ -72,6 +72,7 @@ def test_wrong_results_are_noticed(tmp_path, monkeypatch, capsys):
     assert "ring on 2 is off by" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_kernels(tmp_path, monkeypatch, capsys):
     """Profiled, the launches of all devices are one list."""
     launches = [("hop", 2000.0), ("send", 500.0), ("hop", 3000.0)]

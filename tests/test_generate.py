@@ -81,6 +81,7 @@ def expected(loaded):
     [([0], None), ([0, 1, 2], None), ([0, 1, 2], 16)],
     ids=["alone", "batch", "pages"],
 )
+@pytest.mark.long
 def test_greedy_tokens_are_those_of_recomputation(loaded, expected, chosen, page_size):
     attention = generate.ATTENTIONS["jax_flash"]
     prompts = [PROMPTS[i] for i in chosen]
@@ -126,6 +127,7 @@ def test_pages_are_dealt_once():
     assert (table[:, 0] >= 0).all()
 
 
+@pytest.mark.long
 def test_sampling_depends_on_the_seed_and_the_temperature(loaded):
     def tokens(**options):
         steps = generate.generate(

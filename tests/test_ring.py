@@ -118,12 +118,12 @@ MASKS = {
 
 @pytest.mark.fast_cases(
     "full-mosaic_gpu-False",
-    "causal-xla-True",
     "causal window-xla-False",
     "causal window-mosaic_gpu-True",
     "documents in a window-xla-True",
 )
 @pytest.mark.long_cases(
+    "causal-xla-True",
     "window-mosaic_gpu-False",
     "soft cap-xla-False",
     "soft cap-mosaic_gpu-True",
@@ -345,6 +345,7 @@ def program(run, *arrays):
     return jax.jit(functools.partial(with_gradients, run)).lower(*arrays).compile()
 
 
+@pytest.mark.long
 def test_a_window_is_sent_no_further_than_it_reaches():
     """Of 8 devices with 8 positions, a window of 9 needs keys of two before: two hops."""
     arrays = operands(64, 64)
