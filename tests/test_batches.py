@@ -120,12 +120,18 @@ def test_under_vmap_jit_and_explain():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(key=jnp.zeros((6, S, K, H))), r"key: got .*the batch axes of query, \(2, 3\)"),
-        (dict(value=jnp.zeros((3, 2, S, K, H))), r"value: got .*the batch axes of query"),
-        (dict(query_seq_lengths=jnp.zeros(6, int)), r"query_seq_lengths: got .*\(2, 3\)"),
-        (dict(query_segment_ids=jnp.zeros((6, T), int)), r"query_segment_ids: got .*a length"),
-        (dict(bias=jnp.zeros((4, 1, 1, S))), r"bias: got .*batch axes \(2, 3\)"),
-        (dict(mask=jnp.ones((2, 2, 3, 1, 1, S), bool)), r"mask: got .*batch axes \(2, 3\)"),
+        (
+            dict(key=np.zeros((6, S, K, H), np.float32)),
+            r"key: got .*the batch axes of query, \(2, 3\)",
+        ),
+        (
+            dict(value=np.zeros((3, 2, S, K, H), np.float32)),
+            r"value: got .*the batch axes of query",
+        ),
+        (dict(query_seq_lengths=np.zeros(6, np.int32)), r"query_seq_lengths: got .*\(2, 3\)"),
+        (dict(query_segment_ids=np.zeros((6, T), np.int32)), r"query_segment_ids: got .*a length"),
+        (dict(bias=np.zeros((4, 1, 1, S), np.float32)), r"bias: got .*batch axes \(2, 3\)"),
+        (dict(mask=np.ones((2, 2, 3, 1, 1, S), bool)), r"mask: got .*batch axes \(2, 3\)"),
     ],
 )
 def test_what_does_not_fit_is_named(change, message):

@@ -63,6 +63,7 @@ def test_what_runs_attention_is_named(implementation):
     assert distributed.implementations(program) == implementation
 
 
+@pytest.mark.long
 def test_wrong_results_are_noticed(tmp_path, monkeypatch, capsys):
     wrong = functools.partial(jax_flash.ring_attention, scale=0.5)
     monkeypatch.setitem(distributed.METHODS, "ring", wrong)
@@ -71,6 +72,7 @@ def test_wrong_results_are_noticed(tmp_path, monkeypatch, capsys):
     assert "ring on 2 is off by" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_kernels(tmp_path, monkeypatch, capsys):
     """Profiled, the launches of all devices are one list."""
     launches = [("hop", 2000.0), ("send", 500.0), ("hop", 3000.0)]
@@ -105,7 +107,7 @@ def test_profile():
     assert distributed.exposed([])["transfers"] == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_longest(tmp_path, capsys):
     """What fits is planned to, the longest of its kind, and as much of it runs as may."""
     memory = 0.02

@@ -14,6 +14,7 @@ import pytest
 import jax_flash
 from benchmarks import attention, models
 from benchmarks.rows import Row, drawn
+from tests.support.cases import long, slow
 
 TINY = Row(2, 40, 4, 2, 16, False)
 OPTIONS = [
@@ -46,7 +47,7 @@ def call(row: Row, inputs: tuple, **more):
 # --- what a row may have -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("logits", [2**28, 7 * 24])
+@pytest.mark.parametrize("logits", [2**28, long(7 * 24)])
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_reference_has_the_gradients_of_every_option(options, logits, monkeypatch):
     """Also where the rows of a head come in chunks, which do not divide them."""
@@ -160,7 +161,7 @@ def test_the_table_is_of_many_models_that_each_say_what_they_are():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rows", [models.rows(), drawn(0, 40)], ids=["models", "random"])
+@pytest.mark.parametrize("rows", [models.rows(), drawn(0, 10)], ids=["models", "random"])
 def test_rows_are_what_attention_takes(rows):
     """By its checks, and by those of the kernels on a Hopper GPU."""
     for row in rows:
@@ -211,7 +212,7 @@ def test_drawn_rows_are_of_every_sort_and_bounded():
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("suite", "rows", "count"),
-    [("models", "DETR, decoder|one short sequence", 2), ("random", "/(2|3):", 2)],
+    [("models", "DETR, decoder|one short sequence", 2), slow("random", "/(2|3):", 2)],
 )
 def test_suites_are_checked_timed_and_summed_up(suite, rows, count, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(attention, "BATCH", 1)  # a batch after another

@@ -83,6 +83,7 @@ def test_plain_adam_is_that_of_optax():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), params, others)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("off_by", "status"), [(0.0, 0), (0.5, 1), (np.nan, 1)])
 def test_comparison_on_the_command_line(curves, off_by, status, monkeypatch, capsys, tmp_path):
     def train(name, *sizes):

@@ -18,6 +18,11 @@ from pallas_kernels import config
 
 B, N, T, S, H = 2, 2, 128, 256, 64
 
+
+def ones(shape, dtype):
+    return jnp.asarray(np.ones(shape, dtype))  # nothing to compile for each shape
+
+
 # Something else than the default for each field; a new field needs a value here.
 VISIBILITY: dict[str, Any] = {
     "is_causal": True,
@@ -25,19 +30,19 @@ VISIBILITY: dict[str, Any] = {
     "query_offset": jnp.array([30, 100], jnp.int32),
     "query_seq_lengths": jnp.array([100, 128], jnp.int32),
     "key_value_seq_lengths": jnp.array([90, 200], jnp.int32),
-    "query_segment_ids": jnp.zeros((B, T), jnp.int32).at[:, 50:].set(1),
-    "key_value_segment_ids": jnp.zeros((B, S), jnp.int32).at[:, 70:].set(1),
-    "mask": jnp.ones((B, 1, T, S), bool).at[:, :, :, ::3].set(False),
+    "query_segment_ids": jnp.asarray([np.arange(T) >= 50] * B, jnp.int32),
+    "key_value_segment_ids": jnp.asarray([np.arange(S) >= 70] * B, jnp.int32),
+    "mask": jnp.asarray(np.broadcast_to(np.arange(S) % 3 > 0, (B, 1, T, S))),
 }
 CALL: dict[str, Any] = {
-    "query": jnp.ones((B, T, N, H), jnp.bfloat16),
-    "key": jnp.ones((B, S, N, H), jnp.bfloat16),
-    "value": jnp.ones((B, S, N, H), jnp.bfloat16),
+    "query": ones((B, T, N, H), jnp.bfloat16),
+    "key": ones((B, S, N, H), jnp.bfloat16),
+    "value": ones((B, S, N, H), jnp.bfloat16),
     "visibility": Visibility(**VISIBILITY),
     "scale": 0.1,
-    "bias": jnp.ones((1, N, T, S), jnp.float32),
+    "bias": ones((1, N, T, S), jnp.float32),
     "logits_soft_cap": 30.0,
-    "sinks": jnp.ones(N, jnp.float32),
+    "sinks": ones(N, jnp.float32),
     "dropout_rate": 0.25,
     "dropout_key": jnp.array([1, 2], jnp.uint32),
     "return_residual": True,
@@ -48,7 +53,7 @@ CALL: dict[str, Any] = {
 }
 # Of float8 calls alone.
 CALL_FP8: dict[str, Any] = {
-    "scales": tuple(jnp.ones((B, 1, N), jnp.float32) for _ in range(3)),
+    "scales": tuple(ones((B, 1, N), jnp.float32) for _ in range(3)),
     "block_sizes": (128, 128, 128),
     "largest": (22.0, 22.0),
 }

@@ -93,7 +93,7 @@ def random_ids(rng: np.random.Generator, batch: int, length: int) -> jax.Array:
     return jnp.array((places[None, :, None] >= ends[:, None]).sum(-1))
 
 
-@pytest.mark.parametrize("number", [*map(long, (0, 2)), *map(slow, (1, *range(3, 24)))])
+@pytest.mark.parametrize("number", [long(0), *map(slow, range(1, 24))])
 def test_combinations_in_interpret_mode(number):
     arrays, options = draw(number, 70, 2)
     with interpret_mode():

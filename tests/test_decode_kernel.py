@@ -34,7 +34,7 @@ from tests.support.interpret import interpret_mode
     [
         (1, 264, 4, 2, 64, "bfloat16", [130, 264], {}),
         (1, 256, 4, 4, 128, "float16", [-(2**31), 193], dict(num_splits=2)),
-        (1, 136, 3, 1, 256, "bfloat16", [70, 1], dict(num_splits=1)),
+        long(1, 136, 3, 1, 256, "bfloat16", [70, 1], dict(num_splits=1)),
         (3, 256, 6, 2, 128, "bfloat16", [2, 131, -1], dict(num_splits=3)),  # tokens that are none
         long(
             22, 128, 6, 2, 64, "bfloat16", [100], dict(num_splits=1)
@@ -42,7 +42,7 @@ from tests.support.interpret import interpret_mode
         long(32, 128, 4, 1, 128, "float16", [101], dict(num_splits=2)),  # two whole ones
         # Positions beyond the cache.
         (2, 128, 2, 1, 64, "bfloat16", [129, 150], dict(num_splits=2, local_window_size=40)),
-        (2, 128, 2, 1, 64, "bfloat16", [150, 280], dict(num_splits=2, local_window_size=200)),
+        long(2, 128, 2, 1, 64, "bfloat16", [150, 280], dict(num_splits=2, local_window_size=200)),
     ],
 )
 def test_kernel(T, S, N, K, H, dtype, lengths, options):
@@ -54,8 +54,8 @@ def test_kernel(T, S, N, K, H, dtype, lengths, options):
     ("T", "S", "N", "K", "H", "dtype", "lengths", "options"),
     [
         (1, 197, 4, 2, 64, "bfloat16", [197, 0], dict(num_splits=2)),
-        (2, 261, 2, 1, 128, "float16", [261, 0], dict(num_splits=1)),  # slots are filled again
-        (2, 131, 2, 1, 256, "bfloat16", [131], dict(num_splits=2, local_window_size=90)),
+        long(2, 261, 2, 1, 128, "float16", [261, 0], dict(num_splits=1)),  # slots are filled again
+        long(2, 131, 2, 1, 256, "bfloat16", [131], dict(num_splits=2, local_window_size=90)),
         (2, 67, 4, 2, 256, "bfloat16", [67, 0], dict(num_splits=1, scales=SCALES)),
     ],
 )
@@ -69,7 +69,7 @@ def test_lengths_that_are_no_multiple_of_8(T, S, N, K, H, dtype, lengths, option
     ("H", "options"),
     [
         (128, dict(page_size=16)),
-        (256, dict(local_window_size=300)),
+        long(256, dict(local_window_size=300)),
     ],
 )
 def test_slots_are_filled_again(H, options):
@@ -97,7 +97,7 @@ def test_options(options, num_splits):
         check(arrays, [1, 230], num_splits=num_splits, **options)
 
 
-@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("page_size", [16, long(64), 256])
 def test_pages(page_size):
     arrays = inputs(2, 2, 256, 4, 2, 128, "bfloat16")
     with interpret_mode():
@@ -162,7 +162,7 @@ def test_float8_queries_that_are_not_finite_are_their_own_concern():
     np.testing.assert_array_equal(got[~is_bad], expected[~is_bad])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", long("float16")])
 def test_a_value_that_is_nan_stays_where_a_later_key_takes_all_weight(dtype):
     query, key, value = inputs(1, 1, 128, 2, 1, 64, dtype)
     key = key.at[0, 100].set(4)
@@ -183,7 +183,7 @@ def test_two_parts_of_float8_have_all_of_bfloat16():
     np.testing.assert_array_equal(joined[is_large], rows[is_large])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", long("float16")])
 def test_logits_that_grow(dtype):
     """From block to block, beyond what a weight may be."""
     query, key, value = inputs(1, 1, 256, 2, 1, 64, dtype)
@@ -192,7 +192,7 @@ def test_logits_that_grow(dtype):
         check((abs(query) * 3, abs(key), value), [200], num_splits=1)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", long("float16")])
 def test_keys_far_below_a_sink_keep_their_weight(dtype):
     """The first key leads by 13 nats and has no value: what is left is the others'."""
     query = jnp.zeros((1, 1, 1, 64), dtype).at[..., 0].set(1)
@@ -204,7 +204,7 @@ def test_keys_far_below_a_sink_keep_their_weight(dtype):
     np.testing.assert_allclose(np.float64(out), weight, rtol=1e-2)
 
 
-@pytest.mark.parametrize(("dtype", "large"), [("bfloat16", 1e15), ("float16", 6e4)])
+@pytest.mark.parametrize(("dtype", "large"), [("bfloat16", 1e15), long("float16", 6e4)])
 def test_logits_far_from_0(dtype, large):
     """Of any finite size: equal ones have the mean of the values, however they are rounded."""
     _, _, value = inputs(4, 1, 72, 2, 1, 64, dtype)
@@ -234,6 +234,7 @@ def test_others_in_the_batch_change_nothing():
         chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[0], x) for x in (first, other)))
 
 
+@pytest.mark.long
 def test_pages_give_the_same_bits():
     query, *caches = inputs(1, 1, 128, 2, 2, 64, "bfloat16")
     (key_cache, table), (value_cache, _) = (paged(x, 32) for x in caches)

@@ -122,8 +122,8 @@ CASES = {
 }
 
 
-@pytest.mark.fast_cases("full", "H256")
-@pytest.mark.long_cases("offsets")
+@pytest.mark.fast_cases("full")
+@pytest.mark.long_cases("H256", "offsets")
 @pytest.mark.parametrize("name", CASES)
 def test_masks_and_widths(name):
     shape, options = CASES[name]
@@ -161,6 +161,7 @@ def promoting(width):
     )
 
 
+@pytest.mark.long
 def test_sums_in_float32():
     arrays, options = quantized(1, 70, 300, 2, 1, 64), {"is_causal": True, "query_offset": 230}
     expected = attention_xla(*arrays, **options)
@@ -170,6 +171,7 @@ def test_sums_in_float32():
 
 @pytest.mark.parametrize("options", [{}, slow({"is_causal": True, "query_offset": 230})], ids=str)
 @pytest.mark.parametrize("nats", [3, slow(30), slow(300)])
+@pytest.mark.long
 def test_maxima_that_grow(nats, options):
     """From block to block, so that a row needs a new reference at each."""
     arrays = growing(384, nats)
@@ -186,6 +188,7 @@ def test_sums_that_ask_for_a_new_reference(width):
     assert jnp.finfo(jnp.float8_e4m3fn).max >= half_softmax.SUM_LIMIT
 
 
+@pytest.mark.long
 def test_maxima_that_grow_in_some_rows():
     """The others keep their reference in the same step."""
     query, key, value = inputs(1, 130, 384, 1, 1, 64)
@@ -243,6 +246,7 @@ def test_values_of_blocks_with_very_different_scales(order, options):
 
 
 @pytest.mark.parametrize("of", [(0,), slow((1,)), slow((0, 1)), slow((2,))], ids=str)
+@pytest.mark.long
 def test_scales_of_zero(of):
     """Logits of 0 or values of 0."""
     arrays = list(quantized(1, 70, 260, 1, 1, 64))
@@ -290,11 +294,13 @@ def check_far_apart(power, T, S, N, H):
 
 
 @pytest.mark.parametrize("power", [3, slow(4), slow(5), slow(7)])
+@pytest.mark.long
 def test_logits_beyond_float16(power):
     with interpret_mode():
         check_far_apart(power, 70, 300, 1, 64)
 
 
+@pytest.mark.long
 def test_all_of_e4m3():
     """Query and key that no one made for the kernel, some of whose values lose bits in it."""
     arrays = [

@@ -12,6 +12,7 @@ import pytest
 
 import jax_flash
 from benchmarks import generate, smollm2
+from tests.support.cases import slow
 
 TINY = smollm2.TINY
 COUNT = 200
@@ -80,6 +81,7 @@ def expected(loaded):
     [([0], None), ([0, 1, 2], None), ([0, 1, 2], 16)],
     ids=["alone", "batch", "pages"],
 )
+@pytest.mark.long
 def test_greedy_tokens_are_those_of_recomputation(loaded, expected, chosen, page_size):
     attention = generate.ATTENTIONS["jax_flash"]
     prompts = [PROMPTS[i] for i in chosen]
@@ -125,6 +127,7 @@ def test_pages_are_dealt_once():
     assert (table[:, 0] >= 0).all()
 
 
+@pytest.mark.long
 def test_sampling_depends_on_the_seed_and_the_temperature(loaded):
     def tokens(**options):
         steps = generate.generate(
@@ -147,6 +150,7 @@ def test_prompts_that_do_not_fit(loaded, prompts):
 # --- modes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_verify_finds_no_difference(capsys):
     assert generate.main(["--verify", "--model", "tiny", "--tokens", "20"]) == 0
     printed = capsys.readouterr().out
@@ -168,7 +172,7 @@ def wrong_attention(prompt_scale=None, token_scale=None):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scales", [dict(prompt_scale=0.26), dict(token_scale=0.26)])
+@pytest.mark.parametrize("scales", [slow(dict(prompt_scale=0.26)), dict(token_scale=0.26)])
 def test_verify_notices_wrong_attention(monkeypatch, capsys, scales):
     monkeypatch.setitem(generate.ATTENTIONS, "jax_flash", wrong_attention(**scales))
     assert generate.main(["--verify", "--model", "tiny", "--tokens", "4"]) == 1
@@ -184,6 +188,7 @@ def speed(tmp_path, *arguments):
     return status, json.loads(path.read_text())
 
 
+@pytest.mark.long
 def test_speed(tmp_path, capsys):
     status, record = speed(tmp_path)
     assert status == 0 and record["weights"] == "tiny weights" and record["context"] == 40
@@ -197,6 +202,7 @@ def test_speed(tmp_path, capsys):
     assert "| 3     | decode  |" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_speed_goes_on_where_a_peer_fails_and_notices_what_is_wrong(tmp_path, monkeypatch, capsys):
     def broken(*arrays):
         raise RuntimeError("out of order")

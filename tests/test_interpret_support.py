@@ -227,6 +227,7 @@ def wait_for_nothing(x):
     )(x)
 
 
+@pytest.mark.long
 def test_a_kernel_that_hangs_is_ended(tmp_path):
     """By the timeout that pyproject.toml chooses, while the main thread waits in C++."""
     root = pathlib.Path(__file__).parents[1]

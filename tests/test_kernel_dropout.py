@@ -25,7 +25,7 @@ attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
     [
         (70, 150, 64, False),
         slow(130, 200, 128, True),
-        (40, 140, 256, False),
+        slow(40, 140, 256, False),
         slow(9, 90, 40, False),
     ],
 )
@@ -95,7 +95,7 @@ def test_with_bias_and_sinks(H, axes, options):
 @pytest.mark.parametrize(
     ("H", "dtype", "mask_axes", "bias_axes", "options"),
     [
-        (64, jnp.bfloat16, None, "nts", dict(is_causal=True)),
+        slow(64, jnp.bfloat16, None, "nts", dict(is_causal=True)),
         slow(64, jnp.float16, "bs", None, {}),
         slow(64, jnp.bfloat16, "bnts", None, dict(logits_soft_cap=2.0)),
         slow(96, jnp.bfloat16, "bs", None, dict(local_window_size=(60, 9))),
@@ -103,7 +103,7 @@ def test_with_bias_and_sinks(H, axes, options):
         slow(128, jnp.bfloat16, None, "bnt", dict(logits_soft_cap=2.0, is_causal=True)),
         slow(128, jnp.float16, "bnts", None, dict(deterministic=True)),
         slow(128, jnp.bfloat16, None, "nts", with_lengths(key_value_seq_lengths=[100, 0])),
-        (256, jnp.bfloat16, "bnts", None, dict(local_window_size=(60, 9))),
+        slow(256, jnp.bfloat16, "bnts", None, dict(local_window_size=(60, 9))),
         slow(256, jnp.bfloat16, "bts", "nts", dict(logits_soft_cap=2.0)),
         slow(256, jnp.float16, None, "nts", with_lengths(query_seq_lengths=[30, 70])),
         slow(256, jnp.bfloat16, None, "bs", {}),
@@ -148,7 +148,7 @@ def test_vmap_over_keys():
     assert len(set(np.asarray(losses).tolist())) == 3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_vmap_drops_the_same_in_every_entry():
     query, key, value, _, _ = inputs(2, 40, 48, 2, 2, 64, jnp.bfloat16)
     run = functools.partial(attention, dropout_rate=0.5, dropout_key=jax.random.key(1))

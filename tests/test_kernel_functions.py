@@ -88,14 +88,14 @@ FUNCTIONS = {f.__name__: f for f in (causal, prefix, dilated, diagonal, image, f
     ("T", "S", "N", "K", "H", "function", "options"),
     [
         (200, 264, 2, 1, 64, causal, {}),
-        (200, 200, 1, 1, 128, dilated, {}),
+        slow(200, 200, 1, 1, 128, dilated, {}),
         long(150, 384, 1, 1, 64, far_blocks, {}),
-        long(256, 256, 1, 1, 128, image, {}),
-        long(250, 290, 1, 1, 128, diagonal, {}),
+        slow(256, 256, 1, 1, 128, image, {}),
+        slow(250, 290, 1, 1, 128, diagonal, {}),
         long(130, 70, 2, 1, 64, nothing, {}),
-        long(170, 200, 4, 2, 80, prefix, {}),
+        slow(170, 200, 4, 2, 80, prefix, {}),
         # Beside others.
-        long(200, 300, 1, 1, 64, dilated, dict(is_causal=True, local_window_size=(90, 0))),
+        slow(200, 300, 1, 1, 64, dilated, dict(is_causal=True, local_window_size=(90, 0))),
         long(150, 200, 1, 1, 128, diagonal, dict(local_window_size=(60, 200), query_offset=20)),
         long(150, 200, 2, 1, 128, dilated, dict(logits_soft_cap=2.0)),
         long(150, 200, 2, 1, 64, diagonal, dict(dropout_rate=0.25)),
@@ -117,7 +117,7 @@ def test_in_interpret_mode(T, S, N, K, H, function, options):
     ("T", "S", "N", "K", "H", "function", "options"),
     [
         (200, 200, 2, 1, 64, documents, {}),
-        long(150, 200, 4, 2, 128, by_head, {}),
+        slow(150, 200, 4, 2, 128, by_head, {}),
         long(200, 250, 2, 2, 64, scalars, dict(logits_soft_cap=2.0)),
         slow(130, 250, 2, 1, 128, pairs, {}),
         slow(250, 250, 2, 1, 128, documents, dict(local_window_size=(100, 0))),
@@ -140,7 +140,7 @@ def test_a_thread_block_walks_many_tiles(H, function):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("function", [far_blocks, dilated])
+@pytest.mark.parametrize("function", [far_blocks, slow(dilated)])
 def test_logits_far_above_those_that_were_looked_at(function):
     arrays = with_a_jump(inputs(1, 150, 384, 1, 1, 64, jnp.bfloat16), 0, 20)
     with interpret_mode():
@@ -360,7 +360,7 @@ def test_under_vmap_and_jit():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("function", [diagonal, documents])
+@pytest.mark.parametrize("function", [long(diagonal), documents])
 def test_lowers_where_operands_are_sharded(kind, function):
     mesh = mesh_of((2,), kind)
     sharding = NamedSharding(mesh, PartitionSpec(None, None, "x"))
@@ -376,6 +376,7 @@ def test_lowers_where_operands_are_sharded(kind, function):
     assert "mosaic_gpu" in text or "CustomSPMDPartitioning" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axes", [0, None])
 def test_lowers_where_captured_arrays_are_mapped(axes):
     def gradient(ids, x):

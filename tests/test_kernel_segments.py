@@ -57,10 +57,10 @@ BOUNDS = {"all": (None, None), "causal": (None, 0), "window": (-50, 20), "nothin
 # Bounds, whether they are known at run time only, and the width, for the size of tiles.
 CASES = [
     (BOUNDS["all"], False, 64),
-    (BOUNDS["all"], True, 128),
-    (BOUNDS["causal"], False, 128),
-    (BOUNDS["causal"], True, 64),
-    (BOUNDS["window"], False, 64),
+    slow(BOUNDS["all"], True, 128),
+    slow(BOUNDS["causal"], False, 128),
+    slow(BOUNDS["causal"], True, 64),
+    slow(BOUNDS["window"], False, 64),
     (BOUNDS["window"], True, 128),
 ]
 by_ids = pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
@@ -479,7 +479,7 @@ def test_soft_cap(kind, H, deterministic, options):
         ("documents", 64, None, "nts", dict(is_causal=True)),
         slow("at random", 128, "bts", "nts", dict(deterministic=True)),
         slow("one side alone", 64, None, "bs", {}),
-        ("padding", 256, None, "nts", dict(is_causal=True)),  # dQ in two parts
+        slow("padding", 256, None, "nts", dict(is_causal=True)),  # dQ in two parts
         slow("interleaved", 128, "bs", None, dict(is_causal=True)),
         slow("of other lengths", 128, None, "nts", dict(key_value_seq_lengths=[250, 0])),
         ("short", 256, "bnts", None, dict(is_causal=True, deterministic=True)),
@@ -586,7 +586,7 @@ def test_one_id_everywhere_is_as_good_as_none():
     ("kind", "H", "deterministic", "options", "poison"),
     [
         ("one side alone", 64, False, {}, jnp.nan),
-        ("of other lengths", 128, True, dict(is_causal=True), jnp.inf),
+        slow("of other lengths", 128, True, dict(is_causal=True), jnp.inf),
         slow("at random", 256, False, dict(local_window_size=(1, 0)), jnp.nan),
     ],
 )

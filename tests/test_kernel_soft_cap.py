@@ -61,7 +61,7 @@ def test_soft_cap(T, S, N, K, H, dtype, cap, options):
         check(arrays, logits_soft_cap=cap, **options)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("H", "h", "options"),
     [
@@ -79,7 +79,7 @@ def test_other_widths(H, h, options):
     ("H", "factor", "cap"),
     [
         (64, 30.0, 2.0),  # all weights e^2, e^-2 or nearly so
-        (128, 1.0, 1e-3),  # tanh(1000), weights all the same
+        slow(128, 1.0, 1e-3),  # tanh(1000), weights all the same
         slow(64, 3.0, 1e6),  # no cap to speak of
     ],
 )
@@ -90,7 +90,7 @@ def test_logits_far_beyond_the_cap_or_below_it(H, factor, cap):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("cap", "is_known"), [(50.0, True), (60.0, False)])
+@pytest.mark.parametrize(("cap", "is_known"), [(50.0, True), slow(60.0, False)])
 def test_rows_at_both_ends_of_the_cap(cap, is_known):
     """All logits of a row at -cap, at cap, or half of them at each."""
     problem = Problem(1, 80, 150, 1, 1, 64, jnp.dtype(jnp.bfloat16), scale=1.0, soft_cap=cap)
@@ -161,8 +161,8 @@ def test_with_mask_and_bias(H, dtype, mask_axes, bias_axes, options):
         check(inputs(B, T, S, N, K, H, dtype), mask=mask, bias=bias, logits_soft_cap=2.0, **options)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("axes", ["bs", slow("bts")])
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["bs", "bts"])
 def test_infinite_bias(axes):
     """Gives the cap, with the sign of the bias, and hides nothing; NaN where no query sees it."""
     query, key, value, dout, dlse = inputs(2, 40, 150, 1, 1, 64, jnp.bfloat16)
@@ -190,7 +190,7 @@ def test_infinite_bias(axes):
     assert not np.asarray(clean[0][1]).any() and abs(clean[5]).max() > 1e-3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_vmap():
     query, key, value, _, _ = inputs(2, 40, 48, 2, 2, 64, jnp.bfloat16)
     attention = functools.partial(

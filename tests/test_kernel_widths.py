@@ -79,8 +79,8 @@ def test_a_thread_block_walks_many_tiles(H, h, options):
         check(arrays, **options, config=few_thread_blocks(H, 1, h))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("H", "h"), [(72, 72), slow(192, 128)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("H", "h"), [(72, 72), (192, 128)])
 def test_maxima_that_jump(H, h):
     arrays = with_a_jump(inputs(1, 100, 300, 2, 2, H, jnp.bfloat16, h=h), 0, 100)
     with interpret_mode():
@@ -110,7 +110,7 @@ def test_other_heads_do_not_leak(H, h):
         check_that_other_heads_do_not_leak(17, 40, H, h)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_vmap_and_grad():
     query, key, value, _, _ = inputs(2, 24, 24, 1, 1, 24, jnp.bfloat16, h=16)
 

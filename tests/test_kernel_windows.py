@@ -34,7 +34,7 @@ FAR = 10**9  # a side of a window that hides nothing
     ("T", "S", "N", "K", "H", "dtype", "options"),
     [
         # Smaller than a tile, as large, and larger.
-        (190, 190, 1, 1, 64, jnp.bfloat16, dict(is_causal=True, local_window_size=(40, 0))),
+        long(190, 190, 1, 1, 64, jnp.bfloat16, dict(is_causal=True, local_window_size=(40, 0))),
         slow(150, 260, 1, 1, 64, jnp.bfloat16, dict(local_window_size=(128, 128), query_offset=9)),
         (400, 400, 1, 1, 128, jnp.bfloat16, dict(is_causal=True, local_window_size=(280, 9))),
         # One side.

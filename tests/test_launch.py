@@ -66,6 +66,7 @@ def test_nothing_is_lowered_to_trace(lowerings):
     assert not lowerings
 
 
+@pytest.mark.long
 def test_what_takes_longest_to_compile_is_lowered_first(lowerings):
     loss = lambda *qkv: on_kernels(*qkv, is_causal=True).astype(jnp.float32).sum()
     lowered(jax.grad(loss, (0, 1, 2)))
@@ -165,6 +166,7 @@ def begun(monkeypatch):
     return functions
 
 
+@pytest.mark.long
 def test_the_longest_kernel_begins_to_compile_first(begun):
     program = jax.jit(gradients).trace(X, X, X).lower(lowering_platforms=("cuda",))
     launch._begin_to_compile(program)
@@ -279,6 +281,7 @@ def test_everything_that_kernels_depend_on_is_in_their_key(monkeypatch):
     assert len(keys | {this.key((9, 0))}) == len(others) + 3
 
 
+@pytest.mark.long
 def test_what_is_in_force_where_a_program_is_lowered_does_not_count(lowerings):
     launch._module.cache_clear()
     modules = []

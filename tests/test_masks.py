@@ -13,6 +13,7 @@ from jax_flash.masks import Visibility, dropout_keep
 from pallas_kernels import dropout_words
 from pallas_kernels.dropout_words import four_values
 from tests import oracle
+from tests.support.cases import long
 
 B, T, S = 2, 9, 13
 
@@ -251,7 +252,7 @@ def test_pairs_of_rows_are_uncorrelated():
     np.testing.assert_allclose(off_diagonal.var(), 1, atol=0.03)
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5])
+@pytest.mark.parametrize("rate", [long(0.1), 0.5])
 def test_no_structure(rate):
     """Singular values are those of independent elements: no sum of products of rows and columns."""
     k = keep((7, 8), rate, b=1, n=1, t=1024, s=1024)[0, 0].astype(np.float32)

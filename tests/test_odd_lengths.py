@@ -89,6 +89,7 @@ def test_products_are_those_of_whole_tiles():
     assert products(1001) == products(1000)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "bias_dtype", [pytest.param(x, id=np.dtype(x).name) for x in (jnp.bfloat16, jnp.float32)]
 )

@@ -12,6 +12,7 @@ import pytest
 import jax_flash
 from jax_flash import quantization
 from jax_flash.quantization import halvings, largest_of_rows, rotate
+from tests.support.cases import long
 
 LARGEST = 448.0
 HALF_MAX = 65504.0  # of float16
@@ -62,7 +63,7 @@ def test_a_scale_for_each_block_of_each_head(block_size, dtype):
     np.testing.assert_allclose(got, values, rtol=2**-3, atol=2**-9)
 
 
-@pytest.mark.parametrize("width", [1, 8, 64, 80, 128, 192, 256, 384])
+@pytest.mark.parametrize("width", [1, long(8), long(64), 80, 128, long(192), long(256), 384])
 def test_products_of_rows_are_float16_numbers(width):
     most = largest_of_rows(width)
     rows = jnp.full((1, 9, 1, width), 3.0).at[0, 5].set(jnp.inf)
@@ -190,7 +191,7 @@ def test_rotation_in_small_factors(monkeypatch):
     np.testing.assert_allclose(jnp.linalg.norm(parts), jnp.linalg.norm(whole), rtol=1e-6)
 
 
-@pytest.mark.parametrize("width", [64, 80, 128, 200])
+@pytest.mark.parametrize("width", [long(64), 80, long(128), long(200)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_rotation_leaves_products_unchanged(width, dtype):
     query, key = draw(0, 1, 20, 2, width, dtype=dtype), draw(1, 1, 30, 2, width, dtype=dtype)

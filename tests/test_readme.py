@@ -124,6 +124,8 @@ def test_every_section_is_run():
     assert blocks == sum(map(len, sections().values()))
 
 
+# In the README's command test_drop_in.py and test_sharding.py stand for these.
+@pytest.mark.long_cases("Drop-in", "Over several devices")
 @pytest.mark.parametrize("section", CALLS)
 def test_blocks_run_on_a_cpu_and_on_kernels(section, monkeypatch, capsys):
     if jax.default_backend() != "cpu":

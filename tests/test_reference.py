@@ -10,6 +10,7 @@ import pytest
 
 from jax_flash import reference
 from tests import oracle
+from tests.support.cases import long
 
 MEMORY = 4 * 8 * 4  # with width 8: tiles of 4 rows and 4 keys
 
@@ -100,7 +101,7 @@ def test_no_queries_and_no_keys(name):
     close(lse, np.full(5, -np.inf))
 
 
-@pytest.mark.parametrize("lengths", [(9, 13), (13, 7)])
+@pytest.mark.parametrize("lengths", [(9, 13), long((13, 7))])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_causal_and_scale(name, lengths):
     arrays = qkv(*lengths)

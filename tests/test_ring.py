@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_flash
 from jax_flash import ring
 from tests.support import compile as support
-from tests.support.cases import slow
+from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
 from tests.support.sharded import collectives, mesh_of, plain_kernels, put
 
@@ -118,12 +118,12 @@ MASKS = {
 
 @pytest.mark.fast_cases(
     "full-mosaic_gpu-False",
-    "causal-xla-True",
     "causal window-xla-False",
     "causal window-mosaic_gpu-True",
     "documents in a window-xla-True",
 )
 @pytest.mark.long_cases(
+    "causal-xla-True",
     "window-mosaic_gpu-False",
     "soft cap-xla-False",
     "soft cap-mosaic_gpu-True",
@@ -154,6 +154,7 @@ def test_ring(mask, zigzag, implementation):
         )
 
 
+@pytest.mark.long
 def test_ring_on_the_kernels_in_interpret_mode():
     """One device, where zigzag order and a window make it four pairs of parts all the same."""
     arrays = [draw(i, 1, 48, 1, 64, dtype=jnp.bfloat16) for i in range(3)]
@@ -243,7 +244,7 @@ def test_ring_with_documents_and_sinks(shape, zigzag):
     )
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [long(1), 2])
 def test_second_derivatives(devices):
     """As xla has them: what is sent has tangents too."""
     arrays = operands(8, 8, heads=(2, 1))
@@ -344,6 +345,7 @@ def program(run, *arrays):
     return jax.jit(functools.partial(with_gradients, run)).lower(*arrays).compile()
 
 
+@pytest.mark.long
 def test_a_window_is_sent_no_further_than_it_reaches():
     """Of 8 devices with 8 positions, a window of 9 needs keys of two before: two hops."""
     arrays = operands(64, 64)

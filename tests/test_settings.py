@@ -15,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jax_flash
 from jax_flash import xla
+from tests.support.cases import long
 from tests.support.public_calls import CALLS, NOT_CALLED, PublicCall
 from tests.support.sharded import mesh_of, put
 
@@ -68,7 +69,9 @@ def test_traces_under(setting: str, call: PublicCall, function: Callable):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("call", "function"), cases(("xla",)))
+@pytest.mark.parametrize(
+    ("call", "function"), [x for x in cases(("xla",), long_forward=True) if not x.marks]
+)
 def test_leaks_no_tracer(call: PublicCall, function: Callable, request):
     """Not so kernels: in jax 0.11.2 any `pl.run_scoped` in a loop leaks what it reads of it."""
     if request.node.callspec.id == "ulysses_attention-xla-gradient":
@@ -79,7 +82,7 @@ def test_leaks_no_tracer(call: PublicCall, function: Callable, request):
 
 
 @pytest.mark.parametrize(("call", "function"), cases(("xla",), collective=False, long_forward=True))
-@pytest.mark.parametrize("setting", RUN)
+@pytest.mark.parametrize("setting", ["debug_nans", long("disable_jit")])
 def test_runs_under(setting: str, call: PublicCall, function: Callable):
     arrays = call.arrays()
     with RUN[setting]():

@@ -233,7 +233,8 @@ def random_case(rng):
     return shapes, options
 
 
-@pytest.mark.fast_cases(*map(str, range(12)))
+@pytest.mark.fast_cases(*map(str, range(4)))
+@pytest.mark.long_cases(*map(str, range(4, 12)))
 @pytest.mark.parametrize("seed", range(24))
 def test_random_combination(seed, monkeypatch):
     rng = np.random.default_rng(seed)
@@ -501,6 +502,7 @@ def test_empty_axes(zero):
 # Forward mode and second derivatives.
 
 
+@pytest.mark.long
 def test_first_and_second_derivatives_against_finite_differences(monkeypatch):
     small_chunks(monkeypatch)
     options = {
