@@ -110,12 +110,11 @@ def gradients_of_shares(tiles: KeyTiles, *columns: int) -> tuple[jax.ShapeDtypeS
 def summed(like: jax.Array, gradient: jax.Array, tiles: KeyTiles) -> jax.Array:
     """dK or dV, like this key or value, from those of shares."""
     batch, rows, kv_heads, width = like.shape
-    columns = gradient.shape[3]
+    gradient = gradient.reshape(*gradient.shape[:2], kv_heads, -1, gradient.shape[3]).sum(3)
     if tiles.shares.parts > 1:
-        of_tiles = gradient.reshape(batch, tiles.per_head, tiles.block_kv, -1)
-        gradient = _summed_parts(of_tiles, tiles).reshape(batch, -1, gradient.shape[2], columns)
-    of_heads = gradient.reshape(*gradient.shape[:2], kv_heads, -1, columns)
-    return of_heads.sum(3)[:, :rows, :, :width].astype(like.dtype)
+        of_tiles = gradient.reshape(batch, tiles.per_head, tiles.block_kv, *gradient.shape[2:])
+        gradient = _summed_parts(of_tiles, tiles).reshape(batch, -1, *gradient.shape[2:])
+    return gradient[:, :rows, :, :width].astype(like.dtype)
 
 
 def _summed_parts(gradient: jax.Array, tiles: KeyTiles) -> jax.Array:
