@@ -70,16 +70,16 @@ class _Consumer:
         That of a share, which is in float32, is stored at once: there are no registers to keep it.
         """
         dk = self._scaled(self.dk_acc, self.plan.dk_factor, wait_n)
-        return self._taken(index, self.keys, dk, self.block.dk, self.dk_acc)
+        return self._taken(index, self.keys, dk, self.block.dk)
 
     def take_dv(self, index, *, wait_n):
         dv = self._scaled(self.dv_acc, self.plan.dv_factor, wait_n)
-        return self._taken(index, self.values, dv, self.block.dv, self.dv_acc)
+        return self._taken(index, self.values, dv, self.block.dv)
 
     def _scaled(self, accumulator, scale, wait_n):
         return plgpu.wgmma_accumulator_load(accumulator, wait_n=wait_n) * scale
 
-    def _taken(self, index, columns: Columns, gradient, ref, accumulator):
+    def _taken(self, index, columns: Columns, gradient, ref):
         if not self.plan.tiles.are_shared:
             return gradient.astype(self.plan.problem.dtype)
         block_kv = self.plan.config.block_kv
@@ -88,7 +88,6 @@ class _Consumer:
         batch, share = div_rem(kv_head_of_all, self.plan.problem.kv_heads)
         rows, own = pl.ds(tile * block_kv, block_kv), pl.ds(columns.first, columns.size)
         store_tile(ref.at[batch, rows, share, own], gradient)
-        accumulator[...] = zero_tile(block_kv, columns.size)
         return None
 
     def leave_dk(self, staging, gradient) -> None:
@@ -103,8 +102,7 @@ class _Consumer:
             for n, tile_columns in enumerate(columns.tile_slices):
                 store_operand(staging.at[n], gradient[:, tile_columns], columns.box_width)
         fence_async_shared()  # also for K's right part, which was read before it is overwritten
-        if gradient is not None:
-            accumulator[...] = zero_tile(self.plan.config.block_kv, columns.size)
+        accumulator[...] = zero_tile(self.plan.config.block_kv, columns.size)
 
     def d_out(self, slot):
         """Its columns of a slot of dO."""
