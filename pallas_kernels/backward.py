@@ -88,8 +88,8 @@ def build(
 ):
     """The main kernel, or without dQ one that gives dK and dV alone.
 
-    Of a problem whose groups are shared out, it gives dK and dV of each share, in float32:
-    `[B, S, K * shares, H]` and the same of values, S and H up to what tiles take.
+    Where the queries of tiles are dealt out, it gives dK and dV of each share, in float32, as
+    `key_tiles_shares.gradients_of_shares` has them.
     """
     plan = Plan(problem, config, with_query_gradient)
 
@@ -263,10 +263,7 @@ class _Producer:
             plgpu.copy_gmem_to_smem(row_source, row_buffer.at[slot], full.at[slot])
 
     def load_keys(self, ref, buffer, columns: Columns, full, index) -> None:
-        tile, kv_head_of_all = self.block.walk.locate(index)
-        batch, kv_head = div_rem(kv_head_of_all, self.plan.problem.kv_heads)
-        if self.plan.shares > 1:
-            kv_head = lax.div(kv_head, jnp.int32(self.plan.shares))
+        batch, tile, kv_head = self.block.walk.keys_of(self.block.walk.locate(index))
         source = ref.at[batch, pl.ds(tile * BLOCK_KV, BLOCK_KV), kv_head]
         columns.load(source, buffer, full)
 
@@ -345,7 +342,7 @@ class _Producer:
         tile, kv_head_of_all = block.walk.locate(index)
         batch, kv_head = div_rem(kv_head_of_all, plan.problem.kv_heads)
         block.gradients_staged.wait(0)
-        if plan.shares > 1:  # consumers have stored them
+        if plan.tiles.are_shared:  # consumers have stored them
             return
         for consumer in range(CONSUMERS):
             own = pl.ds(consumer * KEYS, KEYS)

@@ -381,7 +381,7 @@ class _Consumer:
         self.dv_acc[...] = zero_tile(KEYS, plan.value_columns.size)
         block.ds_stored.arrive(2 * parity + self.number)
         block.ds_stored.wait(2 * parity + (1 - self.number))
-        if plan.shares > 1:
+        if plan.tiles.are_shared:
             self.store_share(index, dk, dv)
             block.gradients_staged.arrive(0)
             return
@@ -396,7 +396,7 @@ class _Consumer:
         block.gradients_staged.arrive(0)
 
     def store_share(self, index, dk, dv) -> None:
-        """dK and dV of a share of the group, in float32, for a sum over shares."""
+        """dK and dV of a share, in float32, for a sum over shares."""
         block = self.block
         tile, kv_head_of_all = block.walk.locate(index)
         batch, share = div_rem(kv_head_of_all, self.plan.problem.kv_heads)

@@ -29,7 +29,9 @@ A tile's gradients leave in the first step of the next, under its first products
 through that part of the last slot of dO, each part of dK through that of Q, which the same consumer
 was the last to read. Only then are the slots free, and the producer sends what it finds there
 before it loads what is next. The first tile has none before it; what its first step computes and
-leaves for that goes nowhere.
+leaves for that goes nowhere. Those of shares (`key_tiles_shares.py`) consumers store themselves, in
+float32; what the first step has of none stands where its own tile's will, stored by the same
+threads.
 
 Barriers. Full: an mbarrier for K, for V, and for each slot of Q and dO, completed by TMA. Free: a
 named barrier for each of these, the consumers arrive and the producer waits. A named barrier for
@@ -55,7 +57,7 @@ from pallas_kernels.dropout import Words
 from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import Section
-from pallas_kernels.key_tiles_kernel import gradient_kernel, key_gradients
+from pallas_kernels.key_tiles_kernel import gradient_kernel
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 
@@ -98,16 +100,16 @@ def key_value_gradients(
       dropout_words: None, or for a problem with dropout the words of queries and keys, as
         `dropout.Words` has them.
       problem: static description.
-      config: registers and thread blocks.
+      config: registers, thread blocks and shares.
       section: None for all heads, or one of `d_logits_sections`.
       results: none, or refs of what is returned, which the kernel writes to then.
 
     Returns:
-      Gradients in the shapes and dtype of key and value. With a section other heads are arbitrary,
-      and third comes dS' of its heads in the input dtype, of
-      each step of `key_tiles(problem)` 64 keys by 64 queries, in the order of the key heads, their
-      tiles and the steps of these: `[section.size * steps, 64, 64]`. Queries are in the order of
-      `ptx.stores.store_by_quads`.
+      Gradients in the shapes and dtype of key and value, or of shares, as
+      `key_tiles_shares.gradients_of_shares` has them. With a section other heads are arbitrary, and
+      third comes dS' of its heads in the input dtype, of each step of `key_tiles(problem, config)`
+      64 keys by 64 queries, in the order of the key heads, their tiles and the steps of these:
+      `[section.size * steps, 64, 64]`. Queries are in the order of `ptx.stores.store_by_quads`.
     """
     kernel = _build(problem, config, interpreting(), section.size if section else 0)
     of_elements = elements.operands(transposed=True)
@@ -140,7 +142,7 @@ def _build(
     return gradient_kernel(
         plan.tiles,
         attention_backward_key,
-        key_gradients(problem),
+        plan.key_gradients(),
         config.thread_blocks,
         plan.scratch(interpret),
         more_results=more_results,
@@ -242,8 +244,7 @@ class _Producer:
     def keys_of(self, index):
         """Batch entry, keys and key head of a tile."""
         block_kv = self.plan.config.block_kv
-        tile, kv_head_of_all = self.block.walk.locate(index)
-        batch, kv_head = div_rem(kv_head_of_all, self.plan.problem.kv_heads)
+        batch, tile, kv_head = self.block.walk.keys_of(self.block.walk.locate(index))
         return batch, pl.ds(tile * block_kv, block_kv), kv_head
 
     def queries_of(self, index, t):
@@ -301,6 +302,8 @@ class _Producer:
 
     def send(self, index, *copies: tuple[Columns, Any, Any]) -> None:
         """From (columns, shared memory, gradient); done reading on return."""
+        if self.plan.tiles.are_shared:  # consumers store them
+            return
         for columns, source, ref in copies:
             columns.store(source, ref.at[*self.keys_of(index)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

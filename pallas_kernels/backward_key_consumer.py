@@ -16,12 +16,13 @@ from pallas_kernels.far_rows import shared_by_key, weights_by_key
 from pallas_kernels.key_tiles_loops import loop_over_steps
 from pallas_kernels.key_tiles_masks import masked
 from pallas_kernels.online_softmax import spread
+from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import commit_smem, fence_async_shared
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.mail import receive_tile, send_tile
 from pallas_kernels.ptx.mlir import zero_tile
 from pallas_kernels.ptx.operands import load_operand, store_operand
-from pallas_kernels.ptx.stores import store_by_quads
+from pallas_kernels.ptx.stores import store_by_quads, store_tile
 from pallas_kernels.transposed import load_per_query, load_words, per_query
 
 LEFT, RIGHT = range(2)
@@ -63,16 +64,31 @@ class _Consumer:
             words = spread(key_words, logits.shape), query_words
         return soft_cap.capped_weights(logits, self.load_start(slot), self.plan.problem, words)
 
-    def take_dk(self, *, wait_n):
-        """dK from its accumulator; `wait_n` other products stay in flight."""
-        return self._take(self.dk_acc, self.plan.dk_factor, wait_n)
+    def take_dk(self, index, *, wait_n):
+        """dK of the tile before, from its accumulator; `wait_n` other products stay in flight.
 
-    def take_dv(self, *, wait_n):
-        return self._take(self.dv_acc, self.plan.dv_factor, wait_n)
+        That of a share, which is in float32, is stored at once: there are no registers to keep it.
+        """
+        dk = self._scaled(self.dk_acc, self.plan.dk_factor, wait_n)
+        return self._taken(index, self.keys, dk, self.block.dk)
 
-    def _take(self, accumulator, scale, wait_n):
-        gradient = plgpu.wgmma_accumulator_load(accumulator, wait_n=wait_n) * scale
-        return gradient.astype(self.plan.problem.dtype)
+    def take_dv(self, index, *, wait_n):
+        dv = self._scaled(self.dv_acc, self.plan.dv_factor, wait_n)
+        return self._taken(index, self.values, dv, self.block.dv)
+
+    def _scaled(self, accumulator, scale, wait_n):
+        return plgpu.wgmma_accumulator_load(accumulator, wait_n=wait_n) * scale
+
+    def _taken(self, index, columns: Columns, gradient, ref):
+        if not self.plan.tiles.are_shared:
+            return gradient.astype(self.plan.problem.dtype)
+        block_kv = self.plan.config.block_kv
+        # The first tile has none before it: what it stores is in its own place, till that is known.
+        tile, kv_head_of_all = self.block.walk.locate(jnp.maximum(index - 1, 0))
+        batch, share = div_rem(kv_head_of_all, self.plan.problem.kv_heads)
+        rows, own = pl.ds(tile * block_kv, block_kv), pl.ds(columns.first, columns.size)
+        store_tile(ref.at[batch, rows, share, own], gradient)
+        return None
 
     def leave_dk(self, staging, gradient) -> None:
         """Leaves dK for the producer to send, and the accumulator empty."""
@@ -82,8 +98,9 @@ class _Consumer:
         self._leave(self.values, staging, gradient, self.dv_acc)
 
     def _leave(self, columns: Columns, staging, gradient, accumulator) -> None:
-        for n, tile_columns in enumerate(columns.tile_slices):
-            store_operand(staging.at[n], gradient[:, tile_columns], columns.box_width)
+        if gradient is not None:
+            for n, tile_columns in enumerate(columns.tile_slices):
+                store_operand(staging.at[n], gradient[:, tile_columns], columns.box_width)
         fence_async_shared()  # also for K's right part, which was read before it is overwritten
         accumulator[...] = zero_tile(self.plan.config.block_kv, columns.size)
 
@@ -99,10 +116,10 @@ class Weights(_Consumer):
         block, zero = self.block, jnp.int32(0)
         block.q_free.arrive(block.slot_of(zero - 1))
         j = lax.fori_loop(zero, block.walk.count(), self.whole_tile, zero)
-        dv = self.take_dv(wait_n=0)
+        dv = self.take_dv(block.walk.count(), wait_n=0)
         self.issue_late_dk(j)
         self.hand_over_dv(j, dv)
-        self.hand_over_dk(j, wait_n=0)
+        self.hand_over_dk(block.walk.count(), j, wait_n=0)
 
     def whole_tile(self, index, j):
         block, plan, walk = self.block, self.plan, self.block.walk
@@ -114,17 +131,20 @@ class Weights(_Consumer):
                 for n in range(right.tiles)
             ]
         key_words, end = walk.key_words(index, 0), j + walk.steps(index)
-        step = functools.partial(self.step, k_right=k_right, key_words=key_words, end=end)
+        step = functools.partial(
+            self.step, index=index, k_right=k_right, key_words=key_words, end=end
+        )
         first_step = functools.partial(step, is_first=True)
         return loop_over_steps(walk, step, index, j, first_step=first_step)
 
-    def step(self, j, mask, far, load_elements, *, k_right, key_words, end, is_first=False):
+    def step(self, j, mask, far, load_elements, *, index, k_right, key_words, end, is_first=False):
         """The queries of a step.
 
         Args:
           mask: of the step, None without.
           far: whether rows may be far from 0.
           load_elements: of a step, gives mask and bias.
+          index: of the tile.
           k_right: the right columns of K.
           key_words: of dropout.
           end: the step after the tile's last.
@@ -133,7 +153,7 @@ class Weights(_Consumer):
         block, plan = self.block, self.plan
         slot = block.slot_of(j) + fresh_zero()  # made anew each step: registers are short
         if is_first:
-            dv = self.take_dv(wait_n=0)
+            dv = self.take_dv(index, wait_n=0)
         else:
             block.o_free.arrive(block.slot_of(j - 1))
         self.issue_logits(j, slot, k_right)
@@ -165,7 +185,7 @@ class Weights(_Consumer):
         fence_async_shared()  # TMA will overwrite the row statistics that were read
         block.q_free.arrive(slot)
         if is_first:
-            self.hand_over_dk(j, wait_n=self.values.products)
+            self.hand_over_dk(index, j, wait_n=self.values.products)
         else:
             plgpu.wgmma_wait(self.values.products)
             block.late_free.arrive(block.late_slot_of(j - 1))
@@ -210,9 +230,9 @@ class Weights(_Consumer):
         self.leave_dv(self.d_out(slot_of(j - 1)), dv)
         self.block.o_free.arrive(slot_of(j - 1))
 
-    def hand_over_dk(self, j, *, wait_n) -> None:
+    def hand_over_dk(self, index, j, *, wait_n) -> None:
         block = self.block
-        dk = self.take_dk(wait_n=wait_n)
+        dk = self.take_dk(index, wait_n=wait_n)
         commit_smem(anew=self.plan.crowded)  # all warps have read Q
         self.leave_dk(block.late_smem.at[block.late_slot_of(j - 1)], dk)
         block.late_free.arrive(block.late_slot_of(j - 1))
@@ -225,7 +245,7 @@ class DLogits(_Consumer):
         block, zero = self.block, jnp.int32(0)
         block.ds_sent.arrive(0)
         j = lax.fori_loop(zero, block.walk.count(), self.whole_tile, zero)
-        self.hand_over(j, *self.take_gradients())
+        self.hand_over(j, *self.take_gradients(block.walk.count()))
 
     def whole_tile(self, index, j):
         block, plan, walk = self.block, self.plan, self.block.walk
@@ -233,7 +253,9 @@ class DLogits(_Consumer):
         plgpu.barrier_wait(block.v_full)
         key_words = walk.key_words(index, 0) if plan.problem.has_cap else None
         to_stored = self.first_stored(index) - j if plan.stored_heads else None
-        step = functools.partial(self.step, key_words=key_words, end=end, to_stored=to_stored)
+        step = functools.partial(
+            self.step, index=index, key_words=key_words, end=end, to_stored=to_stored
+        )
         step(j, is_first=True)
         pl.loop(j + 1, end)(step)
         return end
@@ -245,7 +267,7 @@ class DLogits(_Consumer):
         own_head = lax.rem(kv_head_of_all, jnp.int32(self.plan.stored_heads))
         return own_head * self.plan.tiles.steps_per_head + walk.first_step(place)
 
-    def step(self, j, *, key_words, end, to_stored, is_first=False) -> None:
+    def step(self, j, *, index, key_words, end, to_stored, is_first=False) -> None:
         """The queries of a step; see `Weights.step`.
 
         Args:
@@ -254,7 +276,7 @@ class DLogits(_Consumer):
         block, plan, config = self.block, self.plan, self.plan.config
         slot = block.slot_of(j) + fresh_zero()
         if is_first:
-            gradients = self.take_gradients()
+            gradients = self.take_gradients(index)
         else:
             self.free(j - 1)
         self.issue_d_weights(slot)
@@ -291,8 +313,8 @@ class DLogits(_Consumer):
             v_part = values.resident(block.v_smem, part)
             columns.contract(self.tile_acc, v_part, values.at(block.o_smem, part, slot))
 
-    def take_gradients(self):
-        return self.take_dk(wait_n=0), self.take_dv(wait_n=None)
+    def take_gradients(self, index):
+        return self.take_dk(index, wait_n=0), self.take_dv(index, wait_n=None)
 
     def hand_over(self, j, dk, dv) -> None:
         """The gradients of the tile that ended with the step before j."""

@@ -4,13 +4,16 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BackwardKeyConfig
-from pallas_kernels.key_tiles import KeyTiles, Section
+from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_kernel import key_gradients
+from pallas_kernels.key_tiles_shares import dealt_out, gradients_of_shares
 from pallas_kernels.problem import Problem, box_width, whole_tiles
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of
 from pallas_kernels.ptx.compiler import fresh_zero
@@ -27,27 +30,8 @@ _VALUE_PARTS = {128: (64, 64), 160: (96, 64), 192: (128, 64), 224: (128, 96), 25
 
 def key_tiles(problem: Problem, config: BackwardKeyConfig) -> KeyTiles:
     """Tiles of keys, and the blocks of queries that read Q and dO for them."""
-    return KeyTiles(problem, config.block_kv, config.block_q, row_bytes=problem.pair_bytes)
-
-
-def d_logits_sections(problem: Problem, config: BackwardKeyConfig) -> list[Section]:
-    """The key heads whose dS' is in memory at a time, as few sections as may be.
-
-    None where config.d_logits_bytes are too few for a head, or what is visited is known at run
-    time only: `backward_query_product.py` takes no step that was not. Nor where tiles have lists,
-    of whose steps it does not know where they stand.
-    """
-    if problem.by_batch or problem.has_lists:
-        return []
-    tiles = key_tiles(problem, config)
-    tile_bytes = config.block_kv * config.block_q * problem.dtype.itemsize
-    head_bytes = tiles.steps_per_head * tile_bytes
-    count = len(tiles.kv_heads)
-    if head_bytes > config.d_logits_bytes:
-        return []
-    sections = -(-count // (config.d_logits_bytes // head_bytes))
-    size = -(-count // sections)
-    return [Section(tiles.kv_heads[first : first + size], size) for first in range(0, count, size)]
+    whole = KeyTiles(problem, config.block_kv, config.block_q, row_bytes=problem.pair_bytes)
+    return dealt_out(whole, config.shares, config.d_logits_bytes)
 
 
 class Parts(NamedTuple):
@@ -90,18 +74,30 @@ class Plan:
     """The kernel.
 
     Attributes:
-      problem: static description.
-      config: registers and thread blocks.
+      whole: static description.
+      config: registers, thread blocks and shares.
       stored_heads: it stores dS' too, of sections of so many heads, or if 0 does not.
     """
 
-    problem: Problem
+    whole: Problem
     config: BackwardKeyConfig
     stored_heads: int
 
     @functools.cached_property
     def tiles(self) -> KeyTiles:
-        return key_tiles(self.problem, self.config)
+        return key_tiles(self.whole, self.config)
+
+    @property
+    def problem(self) -> Problem:
+        """The same with a key head for each share of a group."""
+        return self.tiles.problem
+
+    def key_gradients(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of dK and dV; of shares, of whole tiles."""
+        if not self.tiles.are_shared:
+            return key_gradients(self.problem)
+        sizes = (sum(part.size for part in parts) for parts in (self.keys, self.values))
+        return gradients_of_shares(self.tiles, *sizes)
 
     @functools.cached_property
     def keys(self) -> Parts:

@@ -8,14 +8,13 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels import scheduler
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, DQ_TILE, SM_COUNT, BackwardConfig
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles
+from pallas_kernels.key_tiles import KeyTiles
 from pallas_kernels.key_tiles_kernel import key_gradients
+from pallas_kernels.key_tiles_shares import dealt_out, gradients_of_shares
 from pallas_kernels.problem import Problem, whole_tiles
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of
 from pallas_kernels.ptx.fragments import fragment_shape
@@ -25,9 +24,6 @@ CONSUMERS = BACKWARD_CONSUMERS
 KEYS = 64  # of a consumer: the M of a wgmma
 BLOCK_KV = CONSUMERS * KEYS
 K_SLOTS = 2
-# Of shares: tiles an SM at most, bytes of dK and dV that are stored and added up in the time of a
-# step, and how much later fewer of them may end.
-_MOST_TILES, _BYTES_A_STEP, _AS_EARLY = 8, 1.6e6, 1.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,31 +77,20 @@ class Plan:
     config: BackwardConfig
     with_query_gradient: bool = True
 
-    @functools.cached_property
-    def shares(self) -> int:
-        """In how many shares a group is dealt out."""
-        return shares_of(self.whole, self.config)
-
-    @functools.cached_property
+    @property
     def problem(self) -> Problem:
         """The same with a key head for each share of a group."""
-        return dataclasses.replace(self.whole, kv_heads=self.whole.kv_heads * self.shares)
+        return self.tiles.problem
 
     def key_gradients(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of dK and dV; of shares, of whole tiles."""
-        p = self.problem
-        if self.shares == 1:
-            return key_gradients(p)
-        return tuple(
-            jax.ShapeDtypeStruct(
-                (p.batch, self.tiles.per_head * BLOCK_KV, p.kv_heads, columns.size), jnp.float32
-            )
-            for columns in (self.key_columns, self.value_columns)
-        )
+        if not self.tiles.are_shared:
+            return key_gradients(self.problem)
+        return gradients_of_shares(self.tiles, self.key_columns.size, self.value_columns.size)
 
     @functools.cached_property
     def dq(self) -> QueryGradient:
-        return QueryGradient(self.problem)
+        return QueryGradient(self.whole)
 
     @property
     def key_columns(self) -> Columns:
@@ -117,7 +102,7 @@ class Plan:
 
     @property
     def is_wide(self) -> bool:
-        return self.problem.widest > 64
+        return self.whole.widest > 64
 
     # --- tiles ---
 
@@ -125,8 +110,9 @@ class Plan:
     def tiles(self) -> KeyTiles:
         # They read Q and dO, and add to dQ in float32.
         dq_bytes = 4 * self.key_columns.size if self.with_query_gradient else 0
-        row_bytes = self.problem.pair_bytes + dq_bytes
-        return KeyTiles(self.problem, BLOCK_KV, self.config.block_q, row_bytes=row_bytes)
+        row_bytes = self.whole.pair_bytes + dq_bytes
+        whole = KeyTiles(self.whole, BLOCK_KV, self.config.block_q, row_bytes=row_bytes)
+        return dealt_out(whole, self.config.shares)
 
     @property
     def one_each(self) -> bool:
@@ -354,33 +340,6 @@ class Plan:
         if interpret:
             found["twins"] = twins_of(self.barriers)
         return found
-
-
-def shares_of(problem: Problem, config: BackwardConfig) -> int:
-    """In how many shares to deal out a group of query heads, each with tiles of keys of its own.
-
-    As few as end early: where there are many tiles, one. So many at most that dK and dV of all
-    take 138 MB at width 128.
-    """
-    possible = [n for n in range(1, problem.group + 1) if problem.group % n == 0]
-    if config.shares is not None:
-        return max(n for n in possible if n <= config.shares)
-    tiles = KeyTiles(problem, BLOCK_KV, config.block_q, row_bytes=1)
-    possible = [n for n in possible if n * tiles.count <= _MOST_TILES * SM_COUNT]
-    if len(possible) <= 1:
-        return 1
-
-    def steps(shares: int) -> float:
-        costs = np.tile(tiles.steps() / shares + TILE_OVERHEAD, len(tiles.kv_heads) * shares)
-        time = scheduler.time_of_deal(-np.sort(-costs), SM_COUNT)
-        if shares == 1:
-            return time
-        columns = whole_tiles(problem.width) + whole_tiles(problem.value_width)
-        stored = shares * tiles.count * BLOCK_KV * columns * 4
-        return time + 1 + stored / _BYTES_A_STEP
-
-    found = {n: steps(n) for n in possible}
-    return next(n for n in possible if found[n] <= _AS_EARLY * min(found.values()))
 
 
 def size_of(columns: slice) -> int:

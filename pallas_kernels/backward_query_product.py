@@ -52,7 +52,6 @@ def query_gradient(
     key: jax.Array,
     d_query: Any = None,
     *,
-    problem: Problem,
     tiles: KeyTiles,
     section: Section,
 ) -> jax.Array | None:
@@ -62,17 +61,18 @@ def query_gradient(
       d_logits: dS' as `backward_key.py` leaves it, or a ref of it.
       key: `[B, S, K, H]`.
       d_query: None, or a ref of the result, which the kernel writes to then.
-      problem: static description, not one by batch entry.
-      tiles: what `backward_key.py` has visited.
+      tiles: what `backward_key.py` has visited, of a problem that is not one by batch entry.
       section: whose dS' is there.
 
     Returns:
       `[B, T, N, H]` in the input dtype, of which other heads are arbitrary. Rows that see
       no key are 0.
     """
-    schedule, *_ = tables = _tables(problem, tiles, section.kv_heads)
+    # The dS' of parts of a tile stands as that of the tile.
+    tiles = tiles.in_one_part
+    schedule, *_ = tables = _tables(tiles.problem, tiles, section.kv_heads)
     more = () if d_query is None else (d_query,)
-    settings = problem, tiles, len(schedule), section.size, not more, interpreting()
+    settings = tiles.problem, tiles, len(schedule), section.size, not more, interpreting()
     return _build(*settings)(*map(jnp.asarray, tables), d_logits, key, *more)
 
 
@@ -260,7 +260,7 @@ def _load_tile(block: _ThreadBlock, index, j):
     group = problem.group
     tile, head_of_all = block.locate(index)
     batch, head = div_rem(head_of_all, problem.heads)
-    kv_head = lax.div(head, jnp.int32(group))
+    kv_head = lax.div(head, jnp.int32(group * block.tiles.shares.heads))
     kv_head_of_all = lax.div(head_of_all, jnp.int32(group))
     own_kv_head = lax.rem(kv_head_of_all, jnp.int32(block.stored_heads))
     member = lax.rem(head, jnp.int32(group))

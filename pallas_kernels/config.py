@@ -31,6 +31,10 @@ def _check_thread_blocks(most: int | None) -> None:
     need(most is None or most >= 1, "thread_blocks", most, "None, or at least 1")
 
 
+def _check_shares(shares: int | None) -> None:
+    need(shares is None or shares >= 1, "shares", shares, "at least 1, or None")
+
+
 def _check_registers(registers: tuple[int, int], consumers: int) -> None:
     """The warpgroups of a block share what it was launched with: asking for more waits forever."""
     need(len(registers) == 2, "registers", registers, "two numbers, of consumers and producer")
@@ -129,9 +133,9 @@ class BackwardConfig:
       registers: registers a thread of a consumer and of the producer.
       thread_blocks: how many to launch at most; None for as many as there are SMs, or one a tile
         where tiles are long and are not drawn (`scheduler.thread_blocks`).
-      shares: in how many shares a group of query heads is dealt out, each a tile of keys of its
-        own, of which the nearest divisor of the group below is taken; None for what keeps all SMs
-        at work (`backward_plan.shares_of`).
+      shares: in how many shares the queries of a tile of keys are dealt out, or fewer where so many
+        do not come out even: of the query heads of a group, then of the queries of each. None for
+        what keeps all SMs at work (`key_tiles_shares.dealt_out`).
     """
 
     block_q: int
@@ -141,7 +145,7 @@ class BackwardConfig:
     shares: int | None = None
 
     def __post_init__(self):
-        need(self.shares is None or self.shares >= 1, "shares", self.shares, "at least 1, or None")
+        _check_shares(self.shares)
         _check_multiple_of_64("block_q", self.block_q)
         # Named barriers, and shared memory, are used up with 2.
         need(self.stages in (1, 2), "stages", self.stages, "1 or 2")
@@ -161,13 +165,16 @@ class BackwardKeyConfig:
         from which `backward_query_product.py` makes dQ. Where a key head needs more, and where
         what is visible is known at run time only, `backward_query.py` does it without. The default
         holds two causal heads of 16,384 rows.
+      shares: as for `BackwardConfig`.
     """
 
     registers: tuple[int, int] = (240, 24)
     thread_blocks: int | None = None
     d_logits_bytes: int = 528 << 20
+    shares: int | None = None
 
     def __post_init__(self):
+        _check_shares(self.shares)
         _check_thread_blocks(self.thread_blocks)
         _check_registers(self.registers, BACKWARD_CONSUMERS)
         need(self.d_logits_bytes >= 0, "d_logits_bytes", self.d_logits_bytes, "at least 0")

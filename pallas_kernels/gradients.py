@@ -10,7 +10,7 @@ bias_gradient.py           the gradient of a bias
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from pallas_kernels import (
     cast_dq,
     row_statistics,
 )
-from pallas_kernels.backward_key_plan import d_logits_sections, key_tiles
+from pallas_kernels.backward_key_plan import key_tiles
 from pallas_kernels.backward_plan import Plan, QueryGradient
 from pallas_kernels.config import (
     BACKWARD_QUERY,
@@ -36,8 +36,9 @@ from pallas_kernels.config import (
 from pallas_kernels.dropout import Words
 from pallas_kernels.element_arrays import NO_ELEMENTS, Blocks, Elements
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.key_tiles import Section
+from pallas_kernels.key_tiles import KeyTiles, Section
 from pallas_kernels.key_tiles_kernel import with_words
+from pallas_kernels.key_tiles_shares import d_logits_sections, summed
 from pallas_kernels.problem import Problem
 
 
@@ -138,16 +139,14 @@ def attention_gradients(
             problem=problem,
             config=config,
         )
-        sections = d_logits_sections(problem, config)
+        tiles = key_tiles(problem, config)
+        of_shares = functools.partial(_summed, (key, value), tiles)
+        sections = d_logits_sections(tiles, config.d_logits_bytes)
         if not sections:
-            return of_query_alone(), *of_keys(), *d_bias
-        of_query = functools.partial(
-            backward_query_product.query_gradient,
-            key=key,
-            problem=problem,
-            tiles=key_tiles(problem, config),
-        )
-        return *_by_sections(sections, of_keys, of_query), *d_bias
+            return of_query_alone(), *of_shares(of_keys()), *d_bias
+        of_query = functools.partial(backward_query_product.query_gradient, key=key, tiles=tiles)
+        d_query, *others = _by_sections(sections, of_keys, of_query)
+        return d_query, *of_shares(others), *d_bias
     main = backward.build(problem, config, adds, interpreting())
     elements_of_keys = elements.operands(transposed=True)
     main = functools.partial(
@@ -155,7 +154,7 @@ def attention_gradients(
     )
     if blocks is not None:
         main = functools.partial(main, blocks=blocks)
-    of_shares = functools.partial(map, _summed, (key, value))
+    of_shares = functools.partial(_summed, (key, value), Plan(problem, config, adds).tiles)
     if deterministic:
         return of_query_alone(), *of_shares(main()), *d_bias
     dq_ref = jax.new_ref(*zeros)
@@ -165,13 +164,13 @@ def attention_gradients(
     return cast(jax.freeze(dq_ref), *starts), *gradients, *d_bias
 
 
-def _summed(like: jax.Array, gradient: jax.Array) -> jax.Array:
-    """dK or dV of key heads, from those of shares of their groups: see `backward.build`."""
-    if gradient.shape == like.shape:
-        return gradient
-    rows, kv_heads, width = like.shape[1:]
-    of_heads = gradient.reshape(*gradient.shape[:2], kv_heads, -1, gradient.shape[3])
-    return of_heads.sum(3)[:, :rows, :, :width].astype(like.dtype)
+def _summed(
+    operands: tuple[jax.Array, ...], tiles: KeyTiles, gradients: Iterable[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """dK and dV, of those of shares where tiles are dealt out in more than one."""
+    if not tiles.are_shared:
+        return tuple(gradients)
+    return tuple(summed(*each, tiles) for each in zip(operands, gradients, strict=True))
 
 
 def _by_sections(

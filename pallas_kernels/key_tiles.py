@@ -1,6 +1,8 @@
 """Tiles of keys that thread blocks own, which query blocks see any of them, and their order.
 
-The tiles of a thread block stand in its list, or it draws them (`tickets.py`).
+The tiles of a thread block stand in its list, or it draws them (`tickets.py`). Where there are few
+(`key_tiles_shares.py`), each share of a tile's queries counts as a tile of its own here: one of the
+query heads as a tile of another key head, one of the query blocks as another tile of that head.
 """
 
 import dataclasses
@@ -41,22 +43,58 @@ class Section(NamedTuple):
     size: int
 
 
+class Shares(NamedTuple):
+    """In how many shares the queries of a tile are dealt out, each with dK and dV of its own.
+
+    Attributes:
+      heads: of the query heads of a group.
+      parts: of the query blocks of the longest tile; others are cut into as long ones. More than 1
+        where each head has a share alone.
+    """
+
+    heads: int = 1
+    parts: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.heads * self.parts
+
+
+ONE_SHARE = Shares()
+
+
 @dataclasses.dataclass(frozen=True)
 class KeyTiles:
     """Tiles of `block_kv` keys, and the blocks of `block_q` queries that see any of them.
 
     Attributes:
+      problem: static description, with a key head for each share of a group.
       row_bytes: what a tile reads and adds to for each query row of one head.
+      shares: what is a tile of its own.
     """
 
     problem: Problem
     block_kv: int
     block_q: int
     row_bytes: int
+    shares: Shares = ONE_SHARE
 
     @property
+    def are_shared(self) -> bool:
+        return self.shares.total > 1
+
+    @functools.cached_property
     def per_head(self) -> int:
+        return self.seeing_blocks().shape[1] if self.shares.parts > 1 else self.whole_per_head
+
+    @property
+    def whole_per_head(self) -> int:
+        """How many there would be with one part each."""
         return -(-self.problem.key_length // self.block_kv)
+
+    @property
+    def in_one_part(self) -> "KeyTiles":
+        return dataclasses.replace(self, shares=self.shares._replace(parts=1))
 
     @property
     def kv_heads(self) -> range:
@@ -87,13 +125,22 @@ class KeyTiles:
 
         A tile that no row sees takes one, fully masked, so that every tile has a step. What is
         known at run time only is left out, as if it let every query see every key. With a mask
-        function they are its lists.
+        function they are its lists. With parts it is `[3, per_head]`: third comes the tile that is
+        cut, and its parts follow one another, the last blocks first.
         """
         if self.problem.has_lists:
             return self.lists
         first, end = self._seeing_blocks(0, self.block_kv)
         first = np.minimum(first, self.query_blocks - 1)
-        return np.stack([first, np.maximum(end, first + 1)])
+        end = np.maximum(end, first + 1)
+        if self.shares.parts == 1:
+            return np.stack([first, end])
+        most = -(-(end - first).max() // self.shares.parts)
+        count = -(-(end - first) // most)
+        tile = np.repeat(np.arange(len(count)), count)
+        number = np.arange(len(tile)) - (count.cumsum() - count)[tile]
+        end = end[tile] - most * number
+        return np.stack([np.maximum(end - most, first[tile]), end, tile]).astype(np.int32)
 
     @functools.cached_property
     def lists(self) -> np.ndarray:
@@ -109,10 +156,10 @@ class KeyTiles:
     def _seeing_blocks(self, own_first_key: int, keys: int) -> np.ndarray:
         """The same of some keys of each tile, of which there may be no block."""
         p = self.problem
-        first_key = np.arange(self.per_head) * self.block_kv + own_first_key
+        first_key = np.arange(self.whole_per_head) * self.block_kv + own_first_key
         last_key = np.minimum(first_key + keys, p.key_length) - 1
-        first = np.zeros(self.per_head, np.int64)
-        end = np.full(self.per_head, self.query_blocks)
+        first = np.zeros(self.whole_per_head, np.int64)
+        end = np.full(self.whole_per_head, self.query_blocks)
         if p.highest is not None:
             first = (first_key - p.highest) // self.block_q
         if p.lowest is not None:
@@ -126,7 +173,7 @@ class KeyTiles:
         """
         if self.problem.by_batch:
             return (self.block_kv > CONSUMER_KEYS,) * 2
-        first, end = self.seeing_blocks()
+        first, end = self.in_one_part.seeing_blocks()
         own_first, own_end = self._seeing_blocks(own_first_key, CONSUMER_KEYS)
         return bool((own_first > first).any()), bool((own_end < end).any())
 
@@ -212,7 +259,7 @@ class KeyTiles:
             return np.full(self.per_head, self.problem.group * self.query_blocks)
         if self.problem.has_lists:
             return self.lists[0, 0, :, COUNT]
-        first, end = self.seeing_blocks()
+        first, end, *_ = self.seeing_blocks()
         return self.problem.group * (end - first)
 
     @property

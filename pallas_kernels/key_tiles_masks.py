@@ -107,7 +107,7 @@ class StepMask:
         If comparing they are those but for ids.
         """
         walk, tiles, problem = self.walk, self.walk.tiles, self.walk.tiles.problem
-        first_key = place[0] * tiles.block_kv + self.own_first_key
+        first_key = walk.tile_of(place) * tiles.block_kv + self.own_first_key
         first_query = query_block * tiles.block_q
         begin: jax.Array | None = None
         end: jax.Array | None = None

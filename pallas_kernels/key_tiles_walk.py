@@ -140,6 +140,17 @@ class Walk:
         _, kv_head_of_all = place
         return lax.div(kv_head_of_all, jnp.int32(self.tiles.problem.kv_heads))
 
+    def tile_of(self, place):
+        """Number of the tile of keys that what `locate` gives is, or is a part of."""
+        return self.seeing(place, 2) if self.tiles.shares.parts > 1 else place[0]
+
+    def keys_of(self, place):
+        """Batch entry, tile of keys and key head, of what `locate` gives."""
+        batch, kv_head = div_rem(place[1], self.tiles.problem.kv_heads)
+        if self.tiles.shares.heads > 1:
+            kv_head = lax.div(kv_head, jnp.int32(self.tiles.shares.heads))
+        return batch, self.tile_of(place), kv_head
+
     def seeing(self, place, column: int):
         """An entry of the table of query blocks."""
         if self.tiles.problem.by_batch:
@@ -148,15 +159,15 @@ class Walk:
 
     def first_block(self, place):
         """The first query block that sees a key of a tile; place is what `locate` gives."""
-        problem = self.tiles.problem
+        problem, has_parts = self.tiles.problem, self.tiles.shares.parts > 1
         # Read for dense masks and biases too, where a kernel would spill.
-        if problem.highest is None and not (problem.by_batch or problem.has_elements):
+        if problem.highest is None and not (problem.by_batch or problem.has_elements or has_parts):
             return jnp.int32(0)
         return self.seeing(place, 0)
 
     def end_block(self, place):
         """The end of the query blocks that see a key of a tile."""
-        if not self.tiles.problem.has_far_edge:
+        if not (self.tiles.problem.has_far_edge or self.tiles.shares.parts > 1):
             return self.tiles.query_blocks
         return self.seeing(place, 1)
 
@@ -166,14 +177,13 @@ class Walk:
         Without ids it is true of the first tile alone, which sees what any other does unless a
         window has a far edge.
         """
-        tile, _ = place
         if not self.tiles.problem.segmented:
-            return tile == 0
+            return self.tile_of(place) == 0
         return query_block >= self._own_entry(place, self.tiles.block_kv, 1)
 
     def first_step(self, place):
         """How many steps the tiles of a head before it take, in a kernel with more results."""
-        return self.seeing(place, 2)
+        return self.seeing(place, 3 if self.tiles.shares.parts > 1 else 2)
 
     def counting_queries(self, place):
         """First and end of the queries that see any key of a tile; for none first is above end."""
@@ -251,11 +261,11 @@ class Walk:
         problem = self.tiles.problem
         if self.elements is None or not problem.has_elements:
             return NOTHING_LOADED
-        place = tile, kv_head_of_all = self.locate(index)
+        place = _, kv_head_of_all = self.locate(index)
         batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
         query_block, member = self.step_of(place, j - end + self.steps(index))
         head = kv_head * problem.group + member
-        first_key = tile * self.tiles.block_kv + own_first_key
+        first_key = self.tile_of(place) * self.tiles.block_kv + own_first_key
         block_q = self.tiles.block_q
         return self.elements.load(batch, head, first_key, query_block * block_q, block_q)
 
@@ -264,33 +274,34 @@ class Walk:
         if self.key_words_ref is None:
             return None
         place = self.locate(index)
-        first_key = place[0] * self.tiles.block_kv + own_first_key
+        first_key = self.tile_of(place) * self.tiles.block_kv + own_first_key
         last_key = self.tiles.problem.key_length - 1
         return load_rows(self.key_words_ref.at[self.batch_of(place)], first_key, last_key)
 
     def own_first_block(self, index, own_first_key: int):
         """The first query block of a head that sees any of a consumer's keys."""
         tiles, problem = self.tiles, self.tiles.problem
-        place = tile, _ = self.locate(index)
+        place = self.locate(index)
         if problem.by_batch:
             return self._own_entry(place, own_first_key, 0)
         first_block = self.first_block(place)
         if problem.highest is None:
             return first_block
-        query = jnp.maximum(tile * tiles.block_kv + (own_first_key - problem.highest), 0)
+        first_key = self.tile_of(place) * tiles.block_kv
+        query = jnp.maximum(first_key + (own_first_key - problem.highest), 0)
         first = lax.div(query, jnp.int32(tiles.block_q))
         return jnp.clip(first, first_block, self.end_block(place))
 
     def own_end_block(self, index, own_first_key: int):
         """The end of the query blocks of a head that see any of a consumer's keys."""
         tiles, problem = self.tiles, self.tiles.problem
-        place = tile, _ = self.locate(index)
+        place = self.locate(index)
         if problem.by_batch:
             return self._own_entry(place, own_first_key, 1)
         end_block = self.end_block(place)
         if problem.lowest is None:
             return end_block
-        end_key = tile * tiles.block_kv + (own_first_key + CONSUMER_KEYS)
+        end_key = self.tile_of(place) * tiles.block_kv + (own_first_key + CONSUMER_KEYS)
         queries = jnp.maximum(end_key - problem.lowest, 0)
         end = lax.div(queries + (tiles.block_q - 1), jnp.int32(tiles.block_q))
         return jnp.clip(end, self.first_block(place), end_block)
@@ -298,7 +309,7 @@ class Walk:
     def first_unmasked_block(self, index, own_first_key: int):
         """The query blocks of a head from there on need no mask, up to `end_unmasked_block`."""
         tiles, problem = self.tiles, self.tiles.problem
-        place = tile, _ = self.locate(index)
+        place = self.locate(index)
         if problem.dynamic and problem.beyond_products:
             return self.end_block(place)  # what rows that see nothing get may be NaN
         if problem.by_batch:
@@ -306,23 +317,24 @@ class Walk:
         unmasked = first_block = self.first_block(place)
         end_block = self.end_block(place)
         if problem.highest is not None:
-            last_key = tile * tiles.block_kv + (own_first_key + CONSUMER_KEYS - 1)
+            last_key = self.tile_of(place) * tiles.block_kv + (own_first_key + CONSUMER_KEYS - 1)
             last_key = jnp.maximum(last_key - problem.highest, 0)
             unmasked = lax.div(last_key + (tiles.block_q - 1), jnp.int32(tiles.block_q))
         if tiles.ragged:
-            unmasked = jnp.where(tile == tiles.per_head - 1, end_block, unmasked)
+            is_last = self.tile_of(place) == tiles.whole_per_head - 1
+            unmasked = jnp.where(is_last, end_block, unmasked)
         return jnp.clip(unmasked, first_block, end_block)
 
     def end_unmasked_block(self, index, own_first_key: int, first_unmasked):
         """The query blocks of a head from there on need a mask for the lower bound."""
         tiles, problem = self.tiles, self.tiles.problem
-        place = tile, _ = self.locate(index)
+        place = self.locate(index)
         if problem.by_batch:
             end = self._own_entry(place, own_first_key, 3)
             return jnp.maximum(end, first_unmasked)
         if problem.lowest is None:
             return self.end_block(place)
-        first_key = tile * tiles.block_kv + own_first_key
+        first_key = self.tile_of(place) * tiles.block_kv + own_first_key
         queries = jnp.maximum(first_key + (1 - problem.lowest), 0)
         end = lax.div(queries, jnp.int32(tiles.block_q))
         return jnp.clip(end, first_unmasked, self.end_block(place))

@@ -1,14 +1,19 @@
-"""Groups of query heads that are dealt out in shares, in the backward."""
+"""Tiles of keys whose queries are dealt out in shares, in the backward."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import scheduler
-from pallas_kernels.backward_plan import Plan, shares_of
-from pallas_kernels.config import BACKWARD, BackwardConfig
+from pallas_kernels import config, scheduler
+from pallas_kernels.backward_key_plan import key_tiles
+from pallas_kernels.backward_plan import Plan
+from pallas_kernels.config import BACKWARD, BackwardKeyConfig
+from pallas_kernels.key_tiles import KeyTiles, Shares
+from pallas_kernels.key_tiles_shares import gradients_of_shares, summed
+from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.problem import Problem
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
@@ -35,42 +40,142 @@ def test_shares(N, K, H, shares, options):
         check(inputs(1, 140, 140, N, K, H, jnp.bfloat16), config=with_shares(H, shares), **options)
 
 
+@pytest.mark.parametrize(
+    ("N", "K", "H", "shares", "options"),
+    [
+        (4, 2, 160, 2, {"is_causal": True}),
+        long(2, 2, 256, 3, {}),
+        long(4, 2, 256, 4, {"local_window_size": (90, 40)}),
+        long(4, 1, 160, 4, {"key_value_seq_lengths": jnp.array([130])}),
+        long(4, 1, 160, 2, {"query_segment_ids": IDS, "key_value_segment_ids": IDS}),
+        long(4, 1, 160, 2, {"is_causal": True, "dropout_rate": 0.25}),
+        long(2, 1, 160, 2, {"is_causal": True, "deterministic": True}),
+    ],
+)
+def test_shares_of_wide_heads(N, K, H, shares, options):
+    with interpret_mode():
+        check(inputs(1, 140, 140, N, K, H, jnp.bfloat16), config=with_shares(H, shares), **options)
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "H", "T", "options"),
+    [
+        (2, 1, 64, 400, {}),
+        long(1, 1, 80, 400, {"is_causal": True}),
+        long(2, 2, 128, 200, {"is_causal": True, "deterministic": True}),
+        long(2, 1, 128, 270, {"local_window_size": (90, 40)}),
+        long(1, 1, 160, 270, {"local_window_size": (90, 40)}),
+    ],
+)
+def test_parts_of_tiles(N, K, H, T, options):
+    """Each head has as many parts of tiles as there may be, of one or two blocks of queries."""
+    with interpret_mode():
+        arrays = inputs(1, T, 140, N, K, H, jnp.bfloat16)
+        check(arrays, config=with_shares(H, 3 * N // K), **options)
+
+
+def test_sections_of_shares():
+    """dS' of one share at a time."""
+    backward = config.BackwardKeyConfig(shares=4, d_logits_bytes=3 * 3 * 64 * 64 * 2)
+    own = dataclasses.replace(config.default(160), backward=backward)
+    with interpret_mode():
+        check(inputs(1, 140, 140, 2, 1, 160, jnp.bfloat16), config=own)
+
+
 def problem(B, T, S, N, K, H, is_causal=False) -> Problem:
     dtype = np.dtype(jnp.bfloat16)
     return Problem(B, T, S, N, K, H, dtype, scale=1.0, highest=0 if is_causal else None)
 
 
-def settings(width: int) -> BackwardConfig:
-    found = BACKWARD[width]
-    assert isinstance(found, BackwardConfig)
-    return found
+def dealt(described: Problem, shares: int | None = None):
+    """The shares of tiles, and what is dealt out."""
+    own = dataclasses.replace(BACKWARD[described.widest], shares=shares)
+    if isinstance(own, BackwardKeyConfig):
+        tiles = key_tiles(described, own)
+    else:
+        tiles = Plan(described, own).tiles
+    return tiles.shares, tiles
 
 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((1, 8192, 8192, 8, 1, 128, True), 4),  # of 64 tiles the longest takes a quarter of all
-        ((1, 656, 656, 16, 2, 64), 8),
-        ((4, 4096, 4096, 32, 8, 128, True), 1),
-        ((1, 16384, 16384, 32, 8, 128, True), 1),
-        ((1, 256, 256, 16, 16, 64), 1),  # nothing to deal out
+        ((1, 8192, 8192, 8, 1, 128, True), (4, 1)),  # of 64 tiles the longest takes a quarter
+        ((1, 656, 656, 16, 2, 64), (8, 1)),
+        ((4, 4096, 4096, 32, 8, 128, True), (1, 1)),
+        ((1, 16384, 16384, 32, 8, 128, True), (1, 1)),
+        ((1, 256, 256, 16, 16, 64), (1, 1)),  # nothing to deal out
+        ((2, 8889, 1184, 4, 1, 64), (4, 3)),  # of 80 shares of heads two for some SMs are too long
+        ((2, 14080, 557, 21, 3, 192), (7, 2)),  # in two sections
+        ((3, 12288, 64, 6, 1, 256), (6, 7)),
+        ((4, 4096, 4096, 8, 8, 256, True), (1, 1)),
     ],
 )
-def test_where_there_are_few_tiles_groups_are_dealt_out(sizes, expected):
-    assert shares_of(problem(*sizes), settings(sizes[5])) == expected
+def test_where_there_are_few_tiles_their_queries_are_dealt_out(sizes, expected):
+    assert dealt(problem(*sizes))[0] == expected
 
 
-@pytest.mark.parametrize(("wanted", "taken"), [(1, 1), (2, 2), (5, 4), (6, 6), (100, 12)])
-def test_shares_divide_a_group(wanted, taken):
-    own = dataclasses.replace(settings(64), shares=wanted)
-    assert shares_of(problem(1, 64, 64, 12, 1, 64), own) == taken
-    plan = Plan(problem(1, 64, 64, 12, 1, 64), own)
-    assert (plan.problem.kv_heads, plan.problem.group) == (taken, 12 // taken)
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize(
+    ("T", "wanted", "taken"),
+    [(64, 1, 1), (64, 2, 2), (64, 5, 4), (64, 6, 6), (64, 100, 12), (512, 40, 36), (512, 23, 12)],
+)
+def test_shares_divide_a_group(width, T, wanted, taken):
+    shares, tiles = dealt(problem(1, T, 64, 12, 1, width), wanted)
+    assert shares.total == taken
+    assert (tiles.problem.kv_heads, tiles.problem.group) == (shares.heads, 12 // shares.heads)
 
 
-def test_shares_are_at_least_one():
+@pytest.mark.parametrize("options", [{"dynamic": True}, {"segmented": True}])
+def test_blocks_known_at_run_time_have_no_parts(options):
+    described = dataclasses.replace(problem(1, 4096, 64, 2, 1, 128), **options)
+    assert dealt(described, 64)[0] == (2, 1)
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (None, 0), (-300, 40)])
+@pytest.mark.parametrize("parts", [2, 3, 100])
+def test_parts_are_the_blocks_of_their_tile(bounds, parts):
+    """Each block once, the last first, and none has more than its share of the longest tile."""
+    lowest, highest = bounds
+    described = dataclasses.replace(problem(2, 900, 700, 3, 3, 64), lowest=lowest, highest=highest)
+    whole = KeyTiles(described, 128, 64, row_bytes=1)
+    cut = dataclasses.replace(whole, shares=Shares(1, parts))
+    first, end, tile = cut.seeing_blocks()
+    blocks = [np.arange(*ends)[::-1] for ends in zip(first, end, strict=True)]
+    for number, (own_first, own_end) in enumerate(whole.seeing_blocks().T):
+        own = np.concatenate([x for x, of in zip(blocks, tile, strict=True) if of == number])
+        np.testing.assert_array_equal(own, np.arange(own_first, own_end)[::-1])
+    assert 1 <= cut.steps().min() <= cut.steps().max() == -(-whole.steps().max() // parts)
+    assert cut.steps_per_head == whole.steps_per_head
+    assert cut.count == 6 * cut.per_head == 6 * len(tile)
+    for index in range(cut.per_head):
+        walk = Walk(cut, jnp.arange(-1, cut.per_head)[None], jnp.asarray(cut.seeing_blocks()), 0)
+        place = walk.locate(jnp.int32(index))
+        assert walk.keys_of(place) == (0, tile[index], 0)
+        assert walk.blocks_of(place) == (first[index], end[index] - first[index])
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (None, 0)])
+def test_gradients_of_shares_are_added_up(bounds):
+    lowest, highest = bounds
+    whole = dataclasses.replace(problem(2, 512, 250, 6, 3, 64), lowest=lowest, highest=highest)
+    own = dataclasses.replace(whole, kv_heads=6)
+    tiles = KeyTiles(own, 128, 64, row_bytes=1, shares=Shares(2, 3))
+    (shape,) = gradients_of_shares(tiles, 64)
+    gradient = np.random.default_rng(0).standard_normal(shape.shape, np.float32)
+    expected = np.zeros((2, 256, 3, 64))
+    for piece, tile in enumerate(tiles.seeing_blocks()[2]):
+        rows = gradient[:, 128 * piece : 128 * (piece + 1)].reshape(2, 128, 3, 2, 64)
+        expected[:, 128 * tile : 128 * (tile + 1)] += rows.sum(3)
+    like = jax.ShapeDtypeStruct((2, 250, 3, 40), jnp.float32)
+    found = summed(like, jnp.asarray(gradient), tiles)
+    np.testing.assert_allclose(found, expected[:, :250, :, :40], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_shares_are_at_least_one(width):
     with pytest.raises(ValueError, match="shares: got 0, needs at least 1, or None"):
-        dataclasses.replace(settings(64), shares=0)
+        dataclasses.replace(BACKWARD[width], shares=0)
 
 
 def test_time_of_a_deal_is_that_of_its_longest_list():

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import backward_key_plan, config, scheduler
+from pallas_kernels import config, scheduler
+from pallas_kernels.backward_key_plan import key_tiles
 from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_shares import d_logits_sections
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import NamedBarriers
 from tests import oracle
@@ -214,9 +216,9 @@ def test_sections_of_heads_at_width_256(sections, options):
     step_bytes = 64 * 64 * 2
     head_bytes = 2 * 2 * 3 * step_bytes  # two query heads, two key tiles, three query blocks
     most = {(1, 1, 1): head_bytes, (2, 1): 3 * head_bytes - 1, (): step_bytes}[sections]
-    backward = config.BackwardKeyConfig(d_logits_bytes=most)
+    backward = config.BackwardKeyConfig(d_logits_bytes=most, shares=1)
     problem = Problem(3, 140, 70, 2, 1, 256, np.dtype(jnp.bfloat16), scale=1.0)
-    made = backward_key_plan.d_logits_sections(problem, backward)
+    made = d_logits_sections(key_tiles(problem, backward), most)
     assert tuple(len(section.kv_heads) for section in made) == sections
     settings = dataclasses.replace(config.default(256), backward=backward)
     with interpret_mode():

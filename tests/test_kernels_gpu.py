@@ -98,16 +98,37 @@ def test_sections_of_heads(H, mask):
     arrays = inputs(3, 700, 900, 4, 2, H, jnp.bfloat16)
     for heads in (2, 0):
         head_bytes = 2 * 15 * 11 * 64 * 64 * 2  # two query heads, tiles of 64 keys by 64 queries
-        backward = config.BackwardKeyConfig(d_logits_bytes=heads * head_bytes)
+        backward = config.BackwardKeyConfig(d_logits_bytes=heads * head_bytes, shares=1)
         check(arrays, **mask, config=dataclasses.replace(config.default(H), backward=backward))
 
 
 @all_masks
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("H", "shares"), [(64, 8), (80, 2), (128, 4)])
-def test_shares_of_a_group(H, shares, deterministic, mask):
+@pytest.mark.parametrize(("H", "shares"), [(64, 8), (64, 24), (80, 2), (128, 4), (128, 40)])
+def test_shares_of_the_queries_of_a_tile(H, shares, deterministic, mask):
+    """Of the eight heads of a group, and with more of the blocks of queries of each."""
     arrays = inputs(1, 700, 900, 16, 2, H, jnp.bfloat16)
     check(arrays, **mask, config=with_shares(H, shares), deterministic=deterministic)
+
+
+@all_masks
+@pytest.mark.parametrize("d_logits_heads", [0, 5, 16])
+@pytest.mark.parametrize(("H", "shares"), [(160, 4), (160, 8), (192, 24), (256, 8), (256, 40)])
+def test_shares_of_wide_heads(H, shares, d_logits_heads, mask):
+    """With dS' of no head in memory, of five of sixteen, or more where less is visible, of all."""
+    arrays = inputs(1, 700, 900, 16, 2, H, jnp.bfloat16)
+    settings = with_shares(H, shares)
+    most = d_logits_heads * 15 * 11 * 64 * 64 * 2
+    backward = dataclasses.replace(settings.backward, d_logits_bytes=most)
+    check(arrays, **mask, config=dataclasses.replace(settings, backward=backward))
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "S", "N", "K", "H"),
+    [(3, 3000, 64, 6, 1, 256), (2, 3521, 557, 7, 1, 192), (1, 2688, 856, 4, 1, 64)],
+)
+def test_shares_of_few_tiles_of_many_queries(B, T, S, N, K, H):
+    check(inputs(B, T, S, N, K, H, jnp.bfloat16))
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "documents", "lengths"])

@@ -198,6 +198,9 @@ SHAPES = {
     # One tile for each thread block, with groups dealt out in shares; and the same rows in many.
     "few": (197, 205, 16, 4, jnp.bfloat16),
     "short": (197, 205, 256, 64, jnp.bfloat16),
+    # The queries of each head too: one share for each thread block; and more.
+    "long": (3001, 205, 4, 2, jnp.bfloat16),
+    "longer": (8889, 1184, 4, 1, jnp.bfloat16),
 }
 # Width, mask, and shape of those.
 SHORT = [
@@ -208,6 +211,12 @@ SHORT = [
     (64, "full", "short"),
     (64, "causal", "short"),
     (96, "causal", "short"),
+    *((width, mask, "long") for width in (64, 128) for mask in ("full", "causal", "window")),
+    *((width, mask, "longer") for width in (64, 128) for mask in ("full", "causal")),
+    (80, "full", "long"),
+    (160, "full", "few"),
+    (256, "full", "long"),
+    (256, "causal", "long"),
 ]
 
 

@@ -250,11 +250,6 @@ MISTAKES = [
             "self.add_dq(index, number, t)",
         ),
         (
-            "backward: keys of another head for a share of a group",
-            "lax.div(kv_head, jnp.int32(self.plan.shares))",
-            "lax.rem(kv_head, jnp.int32(self.plan.shares))",
-        ),
-        (
             "backward: queries of the group's first head",
             "head = kv_head * problem.group + member",
             "head = kv_head * problem.group",
@@ -283,6 +278,36 @@ MISTAKES = [
             "intervals: the last query is not masked",
             "to_end = reach.common_end >= self.problem.query_length",
             "to_end = reach.common_end >= self.problem.query_length - 1",
+        ),
+        (
+            "backward: a part of a tile without its first block",
+            "np.stack([np.maximum(end - most, first[tile]), end, tile])",
+            "np.stack([np.minimum(end - 1, end - most + 1), end, tile])",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "key_tiles_walk",
+        "kernel_shares",
+        (
+            "backward: keys of another head for a share of a group",
+            "lax.div(kv_head, jnp.int32(self.tiles.shares.heads))",
+            "lax.rem(kv_head, jnp.int32(self.tiles.shares.heads))",
+        ),
+        (
+            "backward: keys of another tile for a part of one",
+            "return self.seeing(place, 2) if self.tiles.shares.parts > 1 else place[0]",
+            "return place[0]",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward_query_product",
+        "kernel_shares",
+        (
+            "width 256: dQ of keys of another head for a share of a group",
+            "jnp.int32(group * block.tiles.shares.heads)",
+            "jnp.int32(group)",
         ),
     ),
     *_in(

@@ -1,0 +1,129 @@
+"""How tiles of keys are dealt out: in shares of their queries, and in sections of key heads.
+
+A tile of keys takes the queries of all heads of its group. Where there are few tiles, most SMs
+would have none. So the query heads of a group are dealt out first, and where each has a share of
+its own, the query blocks that see a tile. Each share gives dK and dV of its own in float32, of
+whole tiles, which are added up in a fixed order.
+
+Sections are for dS', which is in memory for so many key heads at a time.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import scheduler
+from pallas_kernels.config import SM_COUNT
+from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles, Section, Shares
+from pallas_kernels.problem import whole_tiles
+
+# Of shares: tiles an SM at most, bytes of dK and dV that are stored and added up in the time of a
+# step, and how much later fewer of them may end.
+_MOST_TILES, _BYTES_A_STEP, _AS_EARLY = 8, 1.6e6, 1.05
+
+
+@functools.lru_cache
+def dealt_out(whole: KeyTiles, wanted: int | None, d_logits_bytes: int = 0) -> KeyTiles:
+    """The tiles in as few shares as end early: where there are many, in one.
+
+    At most in so many that dK and dV of all take 138 MB at width 128.
+
+    Args:
+      whole: the tiles in one share.
+      wanted: None, or how many shares there are to be; fewer where so many do not come out even.
+      d_logits_bytes: as for `d_logits_sections`, one after the other; 0 for all heads together.
+    """
+    if wanted is None:
+        is_few = lambda tiles: tiles.count <= _MOST_TILES * SM_COUNT
+    else:
+        is_few = lambda tiles: tiles.shares.total <= wanted
+    possible = [whole, *itertools.takewhile(is_few, _possible(whole))]
+    if wanted is not None or len(possible) == 1:
+        return possible[-1]
+    ends = [_end(tiles, d_logits_bytes) for tiles in possible]
+    return next(x for x, end in zip(possible, ends, strict=True) if end <= _AS_EARLY * min(ends))
+
+
+def _possible(whole: KeyTiles) -> Iterator[KeyTiles]:
+    """The tiles in 2 shares or more, the fewest first."""
+    p = whole.problem
+    for shares in _possible_shares(whole):
+        of_heads = dataclasses.replace(p, kv_heads=p.kv_heads * shares.heads)
+        yield dataclasses.replace(whole, problem=of_heads, shares=shares)
+
+
+def _possible_shares(tiles: KeyTiles) -> Iterator[Shares]:
+    p = tiles.problem
+    yield from (Shares(heads) for heads in range(2, p.group + 1) if p.group % heads == 0)
+    # Else blocks are known at run time only, or not in a row, or registers are too short.
+    if not (p.by_batch or p.has_lists or p.has_elements or p.has_cap or p.has_dropout):
+        most = int(tiles.steps().max()) // p.group
+        yield from (Shares(p.group, parts) for parts in range(2, most + 1))
+
+
+def _end(tiles: KeyTiles, d_logits_bytes: int) -> float:
+    """When the last SM ends, and dK and dV are added up, in steps."""
+    p = tiles.problem
+    costs = tiles.steps() + TILE_OVERHEAD
+    sections = d_logits_sections(tiles, d_logits_bytes)
+    sizes = [len(x.kv_heads) for x in sections] or [len(tiles.kv_heads)]
+    longest_first = (-np.sort(-np.tile(costs, size)) for size in sizes)
+    end = sum(scheduler.time_of_deal(x, SM_COUNT) for x in longest_first)
+    if not tiles.are_shared:
+        return end
+    columns = whole_tiles(p.width) + whole_tiles(p.value_width)
+    stored = tiles.count * tiles.block_kv * columns * 4
+    return end + 1 + stored / _BYTES_A_STEP
+
+
+def d_logits_sections(tiles: KeyTiles, most_bytes: int) -> list[Section]:
+    """The key heads whose dS' is in memory at a time, as few sections as may be.
+
+    None where so many bytes are too few for a head, or what is visited is known at run time only:
+    `backward_query_product.py` takes no step that was not. Nor where tiles have lists, of whose
+    steps it does not know where they stand.
+    """
+    p = tiles.problem
+    if p.by_batch or p.has_lists:
+        return []
+    head_bytes = tiles.steps_per_head * tiles.block_kv * tiles.block_q * p.dtype.itemsize
+    count = len(tiles.kv_heads)
+    if head_bytes > most_bytes:
+        return []
+    sections = -(-count // (most_bytes // head_bytes))
+    size = -(-count // sections)
+    return [Section(tiles.kv_heads[first : first + size], size) for first in range(0, count, size)]
+
+
+def gradients_of_shares(tiles: KeyTiles, *columns: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes of dK and dV of each share, of so many columns each."""
+    batch, kv_heads = tiles.problem.batch, tiles.problem.kv_heads
+    rows = tiles.per_head * tiles.block_kv
+    return tuple(jax.ShapeDtypeStruct((batch, rows, kv_heads, x), jnp.float32) for x in columns)
+
+
+def summed(like: jax.Array, gradient: jax.Array, tiles: KeyTiles) -> jax.Array:
+    """dK or dV, like this key or value, from those of shares."""
+    batch, rows, kv_heads, width = like.shape
+    gradient = gradient.reshape(*gradient.shape[:2], kv_heads, -1, gradient.shape[3]).sum(3)
+    if tiles.shares.parts > 1:
+        of_tiles = gradient.reshape(batch, tiles.per_head, tiles.block_kv, *gradient.shape[2:])
+        gradient = _summed_parts(of_tiles, tiles).reshape(batch, -1, *gradient.shape[2:])
+    return gradient[:, :rows, :, :width].astype(like.dtype)
+
+
+def _summed_parts(gradient: jax.Array, tiles: KeyTiles) -> jax.Array:
+    """`[B, whole tiles, ...]` of what the parts of tiles gave, `[B, tiles, ...]`."""
+    count = np.bincount(tiles.seeing_blocks()[2])
+    batch, _, *tile = gradient.shape
+    if (count == count[0]).all():
+        return gradient.reshape(batch, len(count), count[0], *tile).sum(2)
+    number = np.arange(count.max())
+    place = (count.cumsum() - count)[:, None] + np.minimum(number, count[:, None] - 1)
+    is_there = (number < count[:, None]).reshape(*place.shape, *(1 for _ in tile))
+    return jnp.where(is_there, gradient[:, place], 0.0).sum(2)
