@@ -65,7 +65,7 @@ def score_of(call: Call) -> tuple[Any, tuple[jax.Array, ...]]:
 
     function = kernel_function(call.score_mod.program, call.logits_soft_cap)
     captured = jax.lax.stop_gradient(call.score_mod.captured)
-    arrays = tuple(as_captured(x)[None, None, None] for x in captured)
+    arrays = tuple(x[None, None, None] for x in as_captured(function.value_and_slope, captured))
     if function.reads_numbers:
         both = jnp.broadcast_arrays(call.batch_entries[:, None], call.query_heads[None, :])
         numbers = jnp.stack(both, axis=-1).astype(jnp.int32)

@@ -171,7 +171,10 @@ def given_blocks(call: Call, lowest: int | None, highest: int | None):
 
     function = call.mask_mod
     assert function is not None
-    program, captured = function.program, tuple(map(as_captured, function.captured))
+    program, captured = (
+        function.program,
+        as_captured(_operations(function.program), function.captured),
+    )
     entries, heads = call.batch_entries, call.query_heads
     sizes = call.query.shape[1], call.key.shape[1]
     reads_entry, reads_head, *_ = program.reads
@@ -201,7 +204,10 @@ def _shown_by_each(function: Function, entries, heads, sizes, bounds) -> Shown:
     """Of each batch entry and head, one for all where the function does not read which."""
     from pallas_kernels.on_rows import as_captured
 
-    program, captured = function.program, tuple(map(as_captured, function.captured))
+    program, captured = (
+        function.program,
+        as_captured(_operations(function.program), function.captured),
+    )
     rows = -(-sizes[0] // BLOCK) * BLOCK
     reads_entry, reads_head, *_ = program.reads
 

@@ -51,6 +51,11 @@ class OnRows:
         for position, number in enumerate(operations.arguments):
             if number not in by_column:
                 known[number] = given[position]
+        for number, floating in operations.floats.items():
+            if number in by_column:
+                by_column.add(floating)
+            else:
+                known[floating] = _in_float32(known[number])
         for operation in operations.operations:
             if by_column.intersection(operation.operands):
                 by_column.update(operation.results)
@@ -59,15 +64,22 @@ class OnRows:
                 self._apply(operation, known, 0)
         self._known = known
 
-    def evaluate(self, varying: dict[int, Part], width: int) -> list[jax.Array]:
+    def evaluate(
+        self, varying: dict[int, Part], width: int, floats: dict[int, Part] | None = None
+    ) -> list[jax.Array]:
         """The results on a tile `(rows, width)`.
 
         Args:
           varying: the arguments that vary by column, by their position.
+          floats: indices among them in float32, where that has been made before.
         """
         known = dict(self._known)
         for position, x in varying.items():
-            known[self._operations.arguments[position]] = x
+            number = self._operations.arguments[position]
+            known[number] = x
+            if (floating := self._operations.floats.get(number)) is not None:
+                given = (floats or {}).get(position)
+                known[floating] = _in_float32(x) if given is None else given
         for operation in self._rest:
             self._apply(operation, known, width)
         results = self._operations.results
@@ -92,13 +104,22 @@ class OnRows:
             known[number] = like._replace(x=x)
 
 
+def _in_float32(part: Part) -> Part:
+    return part._replace(x=jnp.asarray(part.x).astype(jnp.float32))
+
+
 _WHOLE = Part(None, by_row=True, by_column=True)
 
 
-def as_captured(x: jax.Array) -> jax.Array:
-    """A captured array as kernels read it: in one axis, of int32 or float32."""
+def as_captured(operations: Operations, captured: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """What a program captures as kernels read it: in one axis, of int32 or float32."""
     wider = {jnp.dtype(jnp.bool_): jnp.int32} | {jnp.dtype(x): jnp.float32 for x in NARROW}
-    return x.astype(wider.get(x.dtype, x.dtype)).reshape(-1)
+
+    def as_read(number: int, x: jax.Array) -> jax.Array:
+        x = x.transpose(operations.orders.get(number, range(x.ndim)))
+        return x.astype(wider.get(x.dtype, x.dtype)).reshape(-1)
+
+    return tuple(as_read(*numbered) for numbered in enumerate(captured))
 
 
 def _spread(part: Part, like: Part, rows: int, width: int) -> jax.Array:

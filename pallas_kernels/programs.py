@@ -146,6 +146,8 @@ class Operations:
         then indices.
       arguments: numbers of the values that it is given; those of arrays mean nothing.
       constants: numbers of values that are known, and these.
+      floats: numbers of indices that are wanted in float32 too, and of what they are there.
+      orders: of captured arrays, their axes in the order in which they are to be in memory.
       operations: in order, without those on which no result depends.
       results: numbers of the values that it gives.
     """
@@ -157,6 +159,8 @@ class Operations:
           results: which of the program's are wanted.
         """
         self.constants: dict[int, Any] = {}
+        self.floats: dict[int, int] = {}
+        self.orders: dict[int, tuple[int, ...]] = {}
         self._count = 0
         operations: list[Operation] = []
         self.arguments = [self._new() for _ in steps.arguments]
@@ -167,6 +171,9 @@ class Operations:
         self._never: set[int] = set()  # numbers of bools that are false
         self._views: dict[int, _View] = {}
         self._narrow: set[int] = set()  # numbers that are float32 in the place of a narrow dtype
+        self._most: dict[int, int] = {}  # numbers that are never above what stands there
+        # Numbers that depend on the query, and on the key.
+        self._varying = tuple({number} for number in self.arguments[-2:])
         for n, v in enumerate(steps.arguments[: self.captured]):
             shape, axes = v.aval.shape, tuple(range(len(v.aval.shape)))
             view = _View(n, shape, v.aval.dtype, (None,) * len(shape), axes)
@@ -208,6 +215,7 @@ class Operations:
                 found = [self._new()]
                 operands = tuple(self._loaded(operations, n) for n in operands)
                 operations.append(Operation(equation, operands, tuple(found), instead))
+                self._note_varying(operations[-1])
                 if operands[0] in self._counting:
                     self._counting.update(found)
                 known = known | dict(zip(equation.outvars, found, strict=True))
@@ -241,7 +249,11 @@ class Operations:
 
     def _note(self, operation: Operation) -> None:
         """What there is to know of a result before run time."""
+        self._note_varying(operation)
         name, operands = operation.equation.primitive.name, operation.operands
+        for constant in (self.constants.get(n) for n in operands if name == "min"):
+            if constant is not None and constant.dtype == jnp.int32:
+                self._most[operation.results[0]] = int(constant)
         counting = [n in self._counting for n in operands]
         if (name == "max" and any(counting)) or (name in ("add", "min") and all(counting)):
             self._counting.update(operation.results)
@@ -251,6 +263,11 @@ class Operations:
         if is_sum or name in ("abs", "neg", "max", "min"):
             self._exact[operation.results[0]] = operation
 
+    def _note_varying(self, operation: Operation) -> None:
+        for some in self._varying:
+            if not some.isdisjoint(operation.operands):
+                some.update(operation.results)
+
     def _as_float(self, operations: list[Operation], equation, number: int) -> int:
         """A number that float32 holds exactly, in float32: made of what it is made of.
 
@@ -258,12 +275,15 @@ class Operations:
         their difference would be once a pair.
         """
         operation = self._exact[number]
+        if operation is None and number in self.arguments:
+            return self.floats.setdefault(number, self._new())
         found = self._new()
         if operation is None:
             operations.append(Operation(equation, (number,), (found,)))
         else:
             operands = (self._as_float(operations, equation, n) for n in operation.operands)
             operations.append(operation._replace(operands=tuple(operands), results=(found,)))
+        self._note_varying(operations[-1])
         return found
 
     def _faster(self, equation, operands) -> tuple[tuple[int, ...], Callable | None]:
@@ -330,19 +350,29 @@ class Operations:
             return number
         operands = tuple(n for n in view.indices if n is not None)
         counting = tuple(n in self._counting for n in operands)
+        is_within = tuple(
+            self._most.get(n, size) < size for n, size in zip(operands, view.shape, strict=True)
+        )
+        # What varies the most stands side by side: lanes of a warp then read few lines.
+        varying = [sum(n in some for some in self._varying) for n in operands]
+        by_variation = sorted(range(len(operands)), key=lambda axis: varying[axis])
+        order = self.orders.setdefault(view.array, tuple(by_variation))
 
         def place(*indices):
             """Of the array in one axis; an index is one within, as in XLA."""
             found = jnp.int32(0)
-            for size, index, is_counting in zip(view.shape, indices, counting, strict=True):
-                index = jnp.minimum(index, size - 1)
-                if not is_counting:
+            for axis in order:
+                index, size = indices[axis], view.shape[axis]
+                if not is_within[axis]:
+                    index = jnp.minimum(index, size - 1)
+                if not counting[axis]:
                     index = jnp.maximum(index, 0)
                 found = found * size + index
             return found
 
         found = self._new()
         operations.append(Operation(view, operands, (found,), place, view.array))
+        self._note_varying(operations[-1])
         if view.dtype in NARROW:
             self._narrow.add(found)
         return found
@@ -364,14 +394,11 @@ class Operations:
     @property
     def reads_pairs(self) -> bool:
         """Whether it reads an array at a place of its own for each pair."""
-        of_query, of_key = ({number} for number in self.arguments[-2:])
-        for operation in self.operations:
-            varying = [not some.isdisjoint(operation.operands) for some in (of_query, of_key)]
-            if all(varying) and operation.array is not None:
-                return True
-            for some, varies in zip((of_query, of_key), varying, strict=True):
-                some.update(operation.results if varies else ())
-        return False
+        return any(
+            operation.array is not None
+            and not any(some.isdisjoint(operation.operands) for some in self._varying)
+            for operation in self.operations
+        )
 
     def unsupported(self) -> str | None:
         """Why no kernel can compute them, None if one can."""

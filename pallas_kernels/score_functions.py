@@ -26,7 +26,7 @@ from pallas_kernels.ptx.compiler import fresh_rows
 from pallas_kernels.ptx.loads import load_at
 from pallas_kernels.ptx.masks import column_numbers
 
-_ROWS, _GROUP = 64, 16  # of a tile; columns that are evaluated together
+_ROWS, _GROUP = 64, 8  # of a tile; columns that are evaluated together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +122,8 @@ class ScoreRefs:
         on_rows = OnRows(operations, given, {captured, column_at}, _ROWS, load)
         width = columns if interpreting() else min(columns, _GROUP)
         own, parts = column_numbers(width), []
+        # Converted once a tile: a conversion is as slow as an exponential.
+        own_float = own.astype(jnp.float32) + first_column.astype(jnp.float32)
         for first in range(0, columns, width):
             scores = products[:, first : first + width] * self.problem.scale
             varying = {
@@ -129,7 +131,8 @@ class ScoreRefs:
                 column_at: Part(own + (first_column + first), by_column=True),
             }
             # What is the same for all pairs is not in the layout of a tile.
-            found = on_rows.evaluate(varying, width)
+            floats = {column_at: Part(own_float + float(first), by_column=True)}
+            found = on_rows.evaluate(varying, width, floats)
             parts.append([plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in found])
         results = [jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)]
         return results[0], results[1] if slope else None

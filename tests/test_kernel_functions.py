@@ -299,7 +299,7 @@ def test_programs_on_tiles(seed):
     given = zero, zero, Part(row + 30, by_row=True), zero
     on_rows = OnRows(operations, given, {3}, rows, lambda *_: None)
     for first in (0, 40, 48):
-        got = on_rows.evaluate({3: column + first}, width)
+        (got,) = on_rows.evaluate({3: Part(column + first, by_column=True)}, width)
         expected = function(0, 0, row[:, None] + 30, column + first)
         chex.assert_trees_all_equal(got, jnp.broadcast_to(expected, (rows, width)))
 

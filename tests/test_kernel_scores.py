@@ -11,12 +11,14 @@ import pytest
 import jax_flash
 from jax_flash.functions import soft_cap_of, traced
 from jax_flash.kernel_scores import kernel_function
+from pallas_kernels.on_rows import OnRows, Part, as_captured
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import check, few_thread_blocks, inputs
 
 SLOPES = jnp.array([0.5, 0.25, 0.125, 0.0625])
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(4, 65)), jnp.float32)
+BUCKETS = TABLE.T
 NARROW_TABLE = TABLE.astype(jnp.bfloat16)
 ENTRIES = jnp.asarray(np.random.default_rng(1).normal(size=(2, 300)), jnp.float32)
 
@@ -160,10 +162,55 @@ def test_what_adds_has_no_slope():
 
 def test_positions_are_converted_once_a_row_and_column():
     """Not their difference, which is there for each pair."""
-    operations = _of_kernels(alibi).value.operations
-    names = [x.equation.primitive.name for x in operations if x.array is None]
-    assert names.count("convert_element_type") == 2
-    assert "sub" not in names[: names.index("convert_element_type")]
+    operations = _of_kernels(alibi).value
+    names = [x.equation.primitive.name for x in operations.operations if x.array is None]
+    assert "convert_element_type" not in names
+    assert set(operations.floats) == set(operations.arguments[-2:])
+
+
+def test_what_varies_most_is_last_in_memory():
+    """So that neighbours read neighbours, whatever the order of axes."""
+    buckets_first = lambda s, b, h, q, k: s + BUCKETS[jnp.clip(k - q, 0, 64), h]
+    assert _of_kernels(buckets_first).value.orders == {0: (1, 0)}
+    assert _of_kernels(relative).value.orders == {0: (0, 1)}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        alibi,
+        relative,
+        relative_narrow,
+        cap,
+        gate,
+        hiding,
+        constant,
+        lambda s, b, h, q, k: s + BUCKETS[jnp.clip(k - q, 0, 64), h] + TABLE[h, k % 65],
+        lambda s, b, h, q, k: s * s + jnp.maximum(q, k).astype(jnp.float32) / 3 - jnp.exp(-abs(s)),
+        lambda s, b, h, q, k: jnp.minimum(s, 0.5) * (k + q) + jnp.where(q - k > 3, s, 0.0),
+    ],
+)
+def test_values_and_slopes_on_tiles(function):
+    traced_function = traced("score_mod", function, jnp.float32)
+    operations = kernel_function(traced_function.program, None).value_and_slope
+    assert operations.unsupported() is None
+    arrays = as_captured(operations, traced_function.captured)
+    head, first_row, rows, width = 1, 30, 24, 16
+    row, column = (jnp.arange(n, dtype=jnp.int32) for n in (rows, width))
+    zero, count = Part(jnp.int32(0)), operations.captured
+    given = *[zero] * (count + 1), zero, Part(jnp.int32(head)), Part(row + first_row, by_row=True)
+    load = lambda array, place: arrays[array][place.x]
+    on_rows = OnRows(operations, (*given, zero), {count, count + 4}, rows, load)
+    scores = jnp.asarray(np.random.default_rng(3).normal(size=(rows, width)), jnp.float32)
+    for first in (0, 40):
+        keys = Part(column + first, by_column=True)
+        with interpret_mode(detect_races=False):
+            got = on_rows.evaluate({count: Part(scores, True, True), count + 4: keys}, width)
+        indices = 0, head, row[:, None] + first_row, column + first
+        of_scores = functools.partial(lambda indices, x: function(x, *indices), indices)
+        expected = jax.jvp(of_scores, (scores,), (jnp.ones_like(scores),))
+        expected = [jnp.broadcast_to(x, scores.shape) for x in expected]
+        chex.assert_trees_all_close(list(got), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_soft_cap_is_known_as_one():
