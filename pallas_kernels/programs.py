@@ -172,8 +172,9 @@ class Operations:
         self._views: dict[int, _View] = {}
         self._narrow: set[int] = set()  # numbers that are float32 in the place of a narrow dtype
         self._most: dict[int, int] = {}  # numbers that are never above what stands there
-        # Numbers that depend on the query, and on the key.
+        # Numbers that depend on the query, and on the key; and those that do on the score.
         self._varying = tuple({number} for number in self.arguments[-2:])
+        self._of_score = {self.arguments[self.captured]} if has_score else set()
         for n, v in enumerate(steps.arguments[: self.captured]):
             shape, axes = v.aval.shape, tuple(range(len(v.aval.shape)))
             view = _View(n, shape, v.aval.dtype, (None,) * len(shape), axes)
@@ -264,7 +265,7 @@ class Operations:
             self._exact[operation.results[0]] = operation
 
     def _note_varying(self, operation: Operation) -> None:
-        for some in self._varying:
+        for some in (*self._varying, self._of_score):
             if not some.isdisjoint(operation.operands):
                 some.update(operation.results)
 
@@ -288,14 +289,16 @@ class Operations:
 
     def _faster(self, equation, operands) -> tuple[tuple[int, ...], Callable | None]:
         """Operands of an equation, and what gives its result in less time, None if nothing does."""
-        name, function = equation.primitive.name, None
-        if equation.outvars[0].aval.dtype == jnp.float32:
-            function = _FASTER.get(name)
-            divisor = self.constants.get(operands[-1])
-            if name == "div" and divisor is not None and _has_reciprocal(divisor):
+        name = equation.primitive.name
+        if equation.outvars[0].aval.dtype != jnp.float32:
+            return operands, None
+        # Of positions a quotient is to be exact, as they may be compared with it.
+        if name == "div" and operands[0] in self._of_score and operands[1] in self.constants:
+            divisor = self.constants[operands[1]]
+            if _has_reciprocal(divisor):
                 reciprocal = float(np.float32(1.0) / np.float32(divisor))
-                operands, function = operands[:1], lambda x: x * reciprocal
-        return operands, function
+                return operands[:1], lambda x: x * reciprocal
+        return operands, _FASTER.get(name)
 
     def _same(self, equation, operands) -> int | None:
         """The number of the value that an equation gives, where that is known without it.

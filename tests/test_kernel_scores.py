@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_flash
 from jax_flash.functions import soft_cap_of, traced
@@ -15,6 +16,7 @@ from pallas_kernels.on_rows import OnRows, Part, as_captured
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import check, few_thread_blocks, inputs
+from tests.support.sharded import mesh_of
 
 SLOPES = jnp.array([0.5, 0.25, 0.125, 0.0625])
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(4, 65)), jnp.float32)
@@ -122,6 +124,24 @@ def test_gradients_of_what_it_captures():
     chex.assert_trees_all_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, long(AxisType.Explicit)])
+def test_lowers_where_operands_are_sharded(kind):
+    mesh = mesh_of((2,), kind)
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    x = jax.ShapeDtypeStruct((2, 200, 2, 64), jnp.bfloat16, sharding=sharding)
+    entries = jax.ShapeDtypeStruct(ENTRIES.shape, jnp.float32)
+
+    def loss(x, entries):
+        score_mod = lambda s, b, h, q_idx, kv_idx: s * entries[b, kv_idx] + entries[h, q_idx]
+        out = jax_flash.attention(x, x, x, score_mod=score_mod, implementation="mosaic_gpu")
+        return out.astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh):
+        traced_gradients = jax.jit(jax.grad(loss, (0, 1))).trace(x, entries)
+        text = traced_gradients.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text or "CustomSPMDPartitioning" in text
+
+
 @pytest.mark.long
 def test_a_thread_block_walks_many_tiles():
     with interpret_mode():
@@ -188,6 +208,7 @@ def test_what_varies_most_is_last_in_memory():
         lambda s, b, h, q, k: s + BUCKETS[jnp.clip(k - q, 0, 64), h] + TABLE[h, k % 65],
         lambda s, b, h, q, k: s * s + jnp.maximum(q, k).astype(jnp.float32) / 3 - jnp.exp(-abs(s)),
         lambda s, b, h, q, k: jnp.minimum(s, 0.5) * (k + q) + jnp.where(q - k > 3, s, 0.0),
+        lambda s, b, h, q, k: jnp.where(q / 49 >= 1, s / 49, ENTRIES[0, k] + s),
     ],
 )
 def test_values_and_slopes_on_tiles(function):
