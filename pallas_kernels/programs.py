@@ -5,17 +5,15 @@ key, and of its score. A kernel evaluates it for a tile (`on_rows.py`). What wou
 replaced here by what gives the same in less time.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Literal
 
-from pallas_kernels.tanh import TANH_IS_ONE, tanh_by_sinh
+from pallas_kernels.replacements import DIVISIONS, OTHERS, divisions_of_jax, names_of, tanh
 
 # What Mosaic GPU lowers of arrays in registers, and gives the same results as XLA.
 _ELEMENTWISE = {
@@ -29,6 +27,7 @@ _DTYPES = (jnp.bool_, jnp.int32, jnp.uint32, jnp.float32)
 NARROW = (jnp.bfloat16, jnp.float16)  # read as float32, and of no use but to become that
 CAPTURED = (jnp.bool_, jnp.int32, jnp.float32, *NARROW)  # dtypes of captured arrays
 _INDICES = 4  # of a program, its last arguments
+_EXACT = 2**23  # integers below, and their sums and differences, are in float32 what they are
 
 
 class Operation(NamedTuple):
@@ -62,80 +61,6 @@ class _View(NamedTuple):
     dtype: Any
     indices: tuple[int | None, ...]
     axes: tuple[int, ...]
-
-
-def _names(jaxpr) -> tuple[str, ...]:
-    """Of the operations of a jaxpr, those of calls in their place."""
-    found: list[str] = []
-    for equation in jaxpr.eqns:
-        inner = equation.params.get("jaxpr") if equation.primitive.name == "jit" else None
-        found += [equation.primitive.name] if inner is None else _names(inner.jaxpr)
-    return tuple(found)
-
-
-@functools.cache
-def _divisions() -> dict[str, tuple[str, ...]]:
-    """What JAX's own divisions of int32 are made of, by the names of their calls."""
-    found = {}
-    for function in (jnp.floor_divide, jnp.remainder):
-        jaxpr = jax.make_jaxpr(lambda x, f=function: f(x, 3))(np.int32(0)).jaxpr
-        (equation,) = jaxpr.eqns
-        found[equation.params["name"]] = _names(equation.params["jaxpr"].jaxpr)
-    return found
-
-
-def _unsigned(operation: Callable) -> Callable[..., jax.Array]:
-    def of_integers(x, divisor):
-        x, divisor = (lax.convert_element_type(y, jnp.uint32) for y in (x, divisor))
-        return lax.convert_element_type(operation(x, divisor), jnp.int32)
-
-    return of_integers
-
-
-def _floored(x, divisor):
-    rest = lax.rem(x, divisor)
-    return lax.div(x, divisor) - jnp.where(rest < 0, jnp.int32(1), jnp.int32(0))
-
-
-def _remainder(x, divisor):
-    rest = lax.rem(x, divisor)
-    return jnp.where(rest < 0, rest + divisor, rest)
-
-
-def _tanh(x):
-    if x.ndim < 2:  # not once a pair
-        return jnp.tanh(x)
-    return tanh_by_sinh(jnp.clip(x, -TANH_IS_ONE, TANH_IS_ONE))
-
-
-# Of float32, where Mosaic GPU has none, or a slower one.
-_FASTER: dict[str, Callable] = {
-    "tanh": _tanh,
-    "logistic": lambda x: 1.0 / (1.0 + jnp.exp(-x)),
-    "add_any": lambda x, y: x + y,
-}
-_EXACT = 2**23  # integers below, and their sums and differences, are in float32 what they are
-
-
-def _to_float32(equation, *dtypes) -> bool:
-    """Whether it converts one of these dtypes to float32."""
-    if equation.primitive.name != "convert_element_type":
-        return False
-    return equation.invars[0].aval.dtype in dtypes and equation.outvars[0].aval.dtype == jnp.float32
-
-
-def _has_reciprocal(divisor) -> bool:
-    """Whether it is one of the float32 numbers whose reciprocal is one."""
-    return 2.0**-126 <= abs(float(divisor)) <= 2.0**126
-
-
-# By name, and whether the dividend is never negative.
-_DIVISIONS = {
-    ("floor_divide", True): _unsigned(lax.div),
-    ("remainder", True): _unsigned(lax.rem),
-    ("floor_divide", False): _floored,
-    ("remainder", False): _remainder,
-}
 
 
 class Operations:
@@ -298,7 +223,9 @@ class Operations:
             if _has_reciprocal(divisor):
                 reciprocal = float(np.float32(1.0) / np.float32(divisor))
                 return operands[:1], lambda x: x * reciprocal
-        return operands, _FASTER.get(name)
+        if name == "tanh" and operands[0] in self._of_score:
+            return operands, tanh
+        return operands, OTHERS.get(name)
 
     def _same(self, equation, operands) -> int | None:
         """The number of the value that an equation gives, where that is known without it.
@@ -385,14 +312,17 @@ class Operations:
 
         JAX's floor_divide and remainder are a dozen, as a divisor may be negative.
         """
-        if equation.primitive.name != "jit" or equation.params["name"] not in _divisions():
+        if equation.primitive.name != "jit" or equation.params["name"] not in divisions_of_jax():
             return None
         name, (operand, divisor) = equation.params["name"], (*operands, -1)[:2]
         number = self.constants.get(divisor)
         is_of_integers = number is not None and number.dtype == np.int32 and number > 0
-        if not is_of_integers or _names(equation.params["jaxpr"].jaxpr) != _divisions()[name]:
+        if (
+            not is_of_integers
+            or names_of(equation.params["jaxpr"].jaxpr) != divisions_of_jax()[name]
+        ):
             return None
-        return _DIVISIONS[name, operand in self._counting]
+        return DIVISIONS[name, operand in self._counting]
 
     @property
     def reads_pairs(self) -> bool:
@@ -430,3 +360,15 @@ class Operations:
             if name == "select_n" and len(equation.invars) != 3:
                 return f"a choice of {len(equation.invars) - 1}"
         return None
+
+
+def _to_float32(equation, *dtypes) -> bool:
+    """Whether it converts one of these dtypes to float32."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    return equation.invars[0].aval.dtype in dtypes and equation.outvars[0].aval.dtype == jnp.float32
+
+
+def _has_reciprocal(divisor) -> bool:
+    """Whether it is one of the float32 numbers whose reciprocal is one."""
+    return 2.0**-126 <= abs(float(divisor)) <= 2.0**126

@@ -247,3 +247,9 @@ def test_a_soft_cap_is_known_as_one():
         lambda s, b, h, q, k: s,
     ):
         assert soft_cap_of(score(function)) is None
+
+
+def test_a_mask_may_use_a_tanh():
+    """Of it kinds of blocks are asked for outside of a kernel."""
+    mask_mod = lambda b, h, q_idx, kv_idx: jnp.tanh((q_idx - kv_idx) / 64) >= 0
+    assert jax_flash.block_mask(mask_mod, 1, 1, 128, 128).share == 0.75
