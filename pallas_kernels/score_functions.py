@@ -26,7 +26,7 @@ from pallas_kernels.ptx.compiler import fresh_rows
 from pallas_kernels.ptx.loads import load_at
 from pallas_kernels.ptx.masks import column_numbers
 
-_ROWS, _GROUP = 64, 8  # of a tile; columns that are evaluated together
+_ROWS, _GROUP = 64, 16  # of a tile; columns that are evaluated together
 
 
 @dataclasses.dataclass(frozen=True)
