@@ -22,6 +22,7 @@ from jax_flash import kernel_scores, mask_blocks
 from jax_flash.call import LSE_NAME, Call, named
 from jax_flash.kernel_operands import (
     SCALES,
+    SOFT_CAPS,
     elements_of,
     folding_vmap,
     intervals_of,
@@ -43,7 +44,6 @@ from pallas_kernels.element_arrays import Elements
 from pallas_kernels.problem import SUPPORTED_WIDTHS, Problem, sees_itself
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
-_SOFT_CAPS = (1e-3, 1e6)
 
 
 def unsupported(call: Call) -> str | None:
@@ -65,9 +65,9 @@ def unsupported(call: Call) -> str | None:
         # The exponent's multiplier is a float32, and -LSE / scale is added up in one.
         f"scale {call.scale} is not in {SCALES}": isinstance(call.scale, (int, float))
         and not (SCALES[0] <= call.scale <= SCALES[1]),
-        f"logits_soft_cap {call.logits_soft_cap} is not in {_SOFT_CAPS}": (
+        f"logits_soft_cap {call.logits_soft_cap} is not in {SOFT_CAPS}": (
             call.logits_soft_cap is not None
-            and not _SOFT_CAPS[0] <= call.logits_soft_cap <= _SOFT_CAPS[1]
+            and not SOFT_CAPS[0] <= call.logits_soft_cap <= SOFT_CAPS[1]
         ),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)

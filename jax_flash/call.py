@@ -119,7 +119,9 @@ class Call:
     @property
     def is_symbolic(self) -> bool:
         """Whether a size is a symbol of `jax.export.symbolic_shape`."""
-        return not all(isinstance(size, int) for size in (*self.query.shape, *self.value.shape))
+        read = [x for x in (self.mask_mod, self.score_mod) if x is not None]
+        arrays = self.query, self.value, *(x for function in read for x in function.captured)
+        return not all(isinstance(size, int) for x in arrays for size in x.shape)
 
     @property
     def arrays(self) -> dict[str, Any]:

@@ -207,6 +207,10 @@ def traced(
         f"a function with {', '.join(effects)}",
         "one without callbacks and side effects, as it runs part by part, and again for gradients",
     )
+    if any(_inner_consts(closed.jaxpr)):
+        steps, consts = _Steps.of(closed.jaxpr), closed.consts
+        inlined = lambda *x: _applied(steps, (*consts, *x))
+        closed = jax.make_jaxpr(inlined)(*inputs)
     return Function(
         Program(closed.jaxpr, varied_over(inputs)), tuple(map(jnp.asarray, closed.consts))
     )
@@ -220,6 +224,15 @@ def _effects(jaxpr: "Jaxpr") -> Iterator[str]:
             yield from _effects(each)
         if "callback" in eqn.primitive.name or (eqn.effects and not inner):
             yield eqn.primitive.name
+
+
+def _inner_consts(jaxpr: "Jaxpr") -> Iterator[bool]:
+    """Of each call in a jaxpr whether it captured arrays of its own, as a nested jit does."""
+    for eqn in jaxpr.eqns:
+        inner = eqn.params.get("jaxpr") if eqn.primitive.name == "jit" else None
+        if inner is not None:
+            yield bool(inner.consts)
+            yield from _inner_consts(inner.jaxpr)
 
 
 # --- a program over a tile ------------------------------------------------------------------------
@@ -281,8 +294,11 @@ def _results(steps: _Steps, values: list[_Value], pair: _Pair) -> list[_Value]:
 
 def applied(program: Program, arguments: tuple[Any, ...]) -> jax.Array:
     """The result of a program of one pair, of captured arrays and what else it takes."""
-    values = [_Value(x, False) for x in arguments]
-    (result,) = _results(program.steps, values, _Pair(None, None))
+    return _applied(program.steps, arguments)
+
+
+def _applied(steps: _Steps, arguments: tuple[Any, ...]) -> jax.Array:
+    (result,) = _results(steps, [_Value(x, False) for x in arguments], _Pair(None, None))
     return jnp.asarray(result.x)
 
 
@@ -291,6 +307,9 @@ def soft_cap_of(program: Program) -> float | None:
     if len(program.steps.arguments) != len(("score", *_INDICES.split(", "))):
         return None
     literal = _core().Literal
+    (result,) = program.steps.results
+    if isinstance(result, literal):
+        return None
     made_of: dict[Any, Any] = {program.steps.arguments[0]: "score"}
     for eqn in program.steps.equations:
         operands = [float(v.val) if isinstance(v, literal) else made_of.get(v) for v in eqn.invars]
@@ -299,7 +318,7 @@ def soft_cap_of(program: Program) -> float | None:
             made_of[out] = operands[0]
         else:
             made_of[out] = name, *operands
-    match made_of.get(program.steps.results[0]):
+    match made_of.get(result):
         case ("mul", float(cap), ("tanh", ("div", "score", float(other)))) | (
             "mul",
             ("tanh", ("div", "score", float(other))),

@@ -17,6 +17,7 @@ from pallas_kernels.element_arrays import BIAS_DTYPES, Blocks, Elements
 from pallas_kernels.problem import Problem
 
 SCALES = (1e-30, 1e4)  # of logits, that kernels take
+SOFT_CAPS = (1e-3, 1e6)  # likewise
 
 
 def segment_ids_of(call: Call) -> tuple[jax.Array, ...]:

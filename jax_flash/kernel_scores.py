@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_flash import functions, xla
 from jax_flash.call import Call
+from jax_flash.kernel_operands import SOFT_CAPS
 from jax_flash.mask_blocks import elsewhere
 
 _KEPT = 64  # functions
@@ -25,7 +26,7 @@ def without_caps(call: Call) -> Call:
     if call.score_mod is None or call.logits_soft_cap is not None:
         return call
     cap = functions.soft_cap_of(call.score_mod.program)
-    if cap is None:
+    if cap is None or not SOFT_CAPS[0] <= cap <= SOFT_CAPS[1]:
         return call
     return dataclasses.replace(call, score_mod=None, logits_soft_cap=cap)
 
@@ -86,10 +87,13 @@ def kernel_function(program: Any, soft_cap: float | None):
         of_score = lambda score: value(captured, score, *indices)
         return jax.jvp(of_score, (score,), (jnp.float32(1.0),))
 
+    @jax.enable_x64(True)  # or arrays of 64 bits would pass for others
     def trace():
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.steps.arguments]
         captured, others = shapes[:-_SCORE_AND_INDICES], shapes[-_SCORE_AND_INDICES:]
-        return functions.Program(jax.make_jaxpr(value_and_slope)(captured, *others).jaxpr)
+        closed = jax.make_jaxpr(value_and_slope)(captured, *others)
+        assert not closed.consts  # what a program captures are its arguments
+        return functions.Program(closed.jaxpr)
 
     return ScoreFunction(elsewhere(trace))
 

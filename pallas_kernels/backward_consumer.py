@@ -25,6 +25,7 @@ from pallas_kernels.ptx.compiler import code_fence, fresh_rows, fresh_zero
 from pallas_kernels.ptx.fragments import store_fragment
 from pallas_kernels.ptx.mlir import zero_tile
 from pallas_kernels.ptx.stores import store_tile
+from pallas_kernels.score_functions import sloped
 from pallas_kernels.transposed import load_per_query, load_words, per_query
 
 
@@ -174,7 +175,7 @@ class _Consumer:
             weights = self.dropped(weights, key_words, slot)
             operand = as_operand(weights, plan.problem)
         if slope is not None:
-            weights = weights * slope
+            weights = sloped(weights, slope)
         plan.value_columns.expand(self.dv_acc, operand, block.o_smem.at[o_slot])
         ds = self.load_ds(weights, o_slot)
         plan.key_columns.expand(self.dk_acc, ds, block.q_smem.at[slot])

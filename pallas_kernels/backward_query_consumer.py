@@ -22,6 +22,7 @@ from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.loads import load_intervals, load_rows
 from pallas_kernels.ptx.masks import equal_columns, keep_bits
 from pallas_kernels.ptx.mlir import zero_tile
+from pallas_kernels.score_functions import sloped
 
 
 def consume(block: ThreadBlock) -> None:
@@ -191,7 +192,7 @@ class _Consumer:
             first_key = block.first_key_of(j)
             weights = block.dropout.negated(weights, self.query_words, batch, first_key)
         if slope is not None:
-            weights = weights * slope
+            weights = sloped(weights, slope)
         if plan.weights_first:
             self.dp_acc[...] = zero_tile(ROWS, plan.config.block_kv)
             self.issue_d_weights(own_rows, vs)

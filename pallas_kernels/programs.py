@@ -186,7 +186,7 @@ class Operations:
         if not all(n in self._exact for n in operands):
             return
         is_sum = name in ("add", "sub") and all(self._exact[n] is None for n in operands)
-        if is_sum or name in ("abs", "neg", "max", "min"):
+        if is_sum or name in ("abs", "max", "min"):
             self._exact[operation.results[0]] = operation
 
     def _note_varying(self, operation: Operation) -> None:
@@ -246,10 +246,7 @@ class Operations:
         if name == "dynamic_slice":
             return self._sliced(first, operands[1:], equation.params["slice_sizes"])
         if name == "slice" and equation.params["strides"] is None:
-            starts = [self._new() for _ in equation.params["start_indices"]]
-            for start, index in zip(starts, equation.params["start_indices"], strict=True):
-                self.constants[start] = np.asarray(index, np.int32)
-                self._counting.add(start)
+            starts = list(map(self._counted, equation.params["start_indices"]))
             return self._sliced(first, starts, equation.outvars[0].aval.shape)
         return None
 
@@ -260,8 +257,18 @@ class Operations:
     def _squeezed(self, number: int, dimensions) -> int:
         view = self._views[number]
         axes = tuple(axis for n, axis in enumerate(view.axes) if n not in dimensions)
-        self._views[found := self._new()] = view._replace(axes=axes)
+        indices = list(view.indices)
+        for dropped in {*view.axes} - {*axes}:
+            if indices[dropped] is None:  # an axis of 1
+                indices[dropped] = self._counted(0)
+        self._views[found := self._new()] = view._replace(axes=axes, indices=tuple(indices))
         return found
+
+    def _counted(self, index: int) -> int:
+        """The number of an index that is known."""
+        self.constants[number := self._new()] = np.asarray(index, np.int32)
+        self._counting.add(number)
+        return number
 
     def _sliced(self, number: int, starts, sizes) -> int | None:
         view, indices = self._views[number], list(self._views[number].indices)
@@ -355,10 +362,14 @@ class Operations:
             kinds = [aval.dtype.kind for aval in (avals[0], avals[-1])]
             if name == "convert_element_type" and kinds[0] == "f" and kinds[1] != "f":
                 return "a conversion from float"
+            if name == "convert_element_type" and kinds[0] != "b" and kinds[1] == "b":
+                return "a conversion to bool"
+            if name == "rem" and kinds[1] == "f":
+                return "a remainder of floats"
             if name == "integer_pow" and equation.params["y"] < 2:
                 return f"a power {equation.params['y']}"
-            if name == "select_n" and len(equation.invars) != 3:
-                return f"a choice of {len(equation.invars) - 1}"
+            if name == "select_n" and (len(equation.invars) != 3 or kinds[0] != "b"):
+                return f"a choice of {len(equation.invars) - 1} by {avals[0].dtype}"
         return None
 
 

@@ -66,6 +66,11 @@ class ScoreFunction:
         return int(self.reads_numbers) + self.value.captured
 
 
+def sloped(weights: jax.Array, slope: jax.Array) -> jax.Array:
+    """Weights times slopes, 0 where there is no weight: a slope may be NaN there."""
+    return jnp.where(weights == 0.0, 0.0, weights * slope)
+
+
 @dataclasses.dataclass(frozen=True)
 class ScoreRefs:
     """The function of a problem that has one, inside a kernel.
@@ -109,7 +114,14 @@ class ScoreRefs:
         if function.reads_numbers:
             ref = refs.pop(0)
             numbers = [Part(ref[self._own(ref, batch), head, 0, n]) for n in range(2)]
-        rows = Part(fresh_rows() + first_row, by_row=True)
+        # Beyond the end they are as the last, as a function may be NaN where there is none.
+        last_row, last_column = (
+            length - 1
+            for length in (self.problem.query_length, self.problem.key_length)[
+                :: -1 if self.transposed else 1
+            ]
+        )
+        rows = Part(jnp.minimum(fresh_rows() + first_row, last_row), by_row=True)
         captured = len(refs)
         indices = [rows, zero][:: -1 if self.transposed else 1]
         column_at = captured + (3 if self.transposed else 4)
@@ -128,10 +140,13 @@ class ScoreRefs:
             scores = products[:, first : first + width] * self.problem.scale
             varying = {
                 captured: Part(scores, by_row=True, by_column=True),
-                column_at: Part(own + (first_column + first), by_column=True),
+                column_at: Part(
+                    jnp.minimum(own + (first_column + first), last_column), by_column=True
+                ),
             }
             # What is the same for all pairs is not in the layout of a tile.
-            floats = {column_at: Part(own_float + float(first), by_column=True)}
+            number = jnp.minimum(own_float + float(first), float(last_column))
+            floats = {column_at: Part(number, by_column=True)}
             found = on_rows.evaluate(varying, width, floats)
             parts.append([plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in found])
         results = [jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)]

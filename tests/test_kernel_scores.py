@@ -62,6 +62,16 @@ def constant(score, b, h, q_idx, kv_idx):
     return 0.25 * h
 
 
+def of_the_past(score, b, h, q_idx, kv_idx):
+    """NaN, with its slope, where causality hides the key."""
+    return score * jnp.sqrt((q_idx - kv_idx).astype(jnp.float32))
+
+
+def of_what_is_there(score, b, h, q_idx, kv_idx):
+    """NaN and infinite from query 100 and key 130 on, with slopes."""
+    return score * jnp.log(130.0 - kv_idx) + jnp.log(99.5 - q_idx)
+
+
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "function", "options"),
     [
@@ -97,6 +107,35 @@ def constant(score, b, h, q_idx, kv_idx):
 def test_in_interpret_mode(T, S, N, K, H, function, options):
     with interpret_mode():
         check(inputs(1, T, S, N, K, H, jnp.bfloat16), score_mod=function, **options)
+
+
+@pytest.mark.parametrize(
+    ("H", "function", "options"),
+    [
+        (64, of_the_past, dict(is_causal=True)),
+        long(64, of_the_past, dict(is_causal=True, deterministic=True)),
+        long(128, of_what_is_there, {}),
+        long(64, of_what_is_there, dict(deterministic=True)),
+    ],
+)
+def test_nan_of_pairs_that_are_hidden_or_none(H, function, options):
+    """Beside XLA, as derivatives of plain attention would be NaN."""
+    query, key, value, d_out, _ = inputs(1, 100, 130, 2, 1, H, jnp.bfloat16)
+
+    def results(implementation):
+        attention = functools.partial(
+            jax_flash.attention, score_mod=function, implementation=implementation, **options
+        )
+        out, vjp = jax.vjp(attention, query, key, value)
+        return out, *vjp(d_out)
+
+    with interpret_mode(detect_races=False):
+        ours = results("mosaic_gpu")
+    theirs = results("xla")
+    chex.assert_tree_all_finite(theirs)
+    for got, expected in zip(ours, theirs, strict=True):
+        largest = float(jnp.abs(expected).max())
+        chex.assert_trees_all_close(got, expected, rtol=2e-2, atol=2e-2 * largest)
 
 
 def test_gradients_of_what_it_captures():
@@ -157,6 +196,8 @@ def test_a_thread_block_walks_many_tiles():
             "erf_inv is none of the operations",
         ),
         (lambda s, b, h, q, k: s + TABLE[h].sum(), "of a captured array .* not of one element"),
+        (lambda s, b, h, q, k: s + jax.lax.rem(q * 0.1, 3.0), "a remainder of floats"),
+        (lambda s, b, h, q, k: jnp.where((q - k).astype(bool), s, 0.0), "a conversion to bool"),
     ],
 )
 def test_what_kernels_cannot_do_is_said(function, reason):
@@ -253,3 +294,33 @@ def test_a_mask_may_use_a_tanh():
     """Of it kinds of blocks are asked for outside of a kernel."""
     mask_mod = lambda b, h, q_idx, kv_idx: jnp.tanh((q_idx - kv_idx) / 64) >= 0
     assert jax_flash.block_mask(mask_mod, 1, 1, 128, 128).share == 0.75
+
+
+ONE, NESTED = jnp.asarray([0.7]), jax.jit(lambda h: TABLE[h])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b, h, q, k: 0.5,
+        lambda s, b, h, q, k: s * ONE[0],
+        lambda s, b, h, q, k: s + ONE.squeeze(),
+        lambda s, b, h, q, k: s + NESTED(h)[k],
+        lambda s, b, h, q, k: 1e30 * jnp.tanh(s / 1e30),
+    ],
+)
+def test_functions_that_are_written_in_other_ways(function):
+    query, key, value, *_ = inputs(1, 16, 24, 2, 1, 64, jnp.bfloat16)
+    run = functools.partial(jax_flash.attention, score_mod=function)
+    lowered = jax.jit(functools.partial(run, implementation="mosaic_gpu")).trace(query, key, value)
+    assert "mosaic_gpu" in lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert jnp.isfinite(run(query, key, value)).all()
+
+
+def test_arrays_of_64_bits_are_refused():
+    query, key, value, *_ = inputs(1, 16, 24, 2, 1, 64, jnp.bfloat16)
+    with jax.enable_x64(True):
+        wide = jnp.arange(24.0)
+        score_mod = lambda s, b, h, q, k: s + wide[k].astype(jnp.float32)
+        with pytest.raises(NotImplementedError, match="float64"):
+            jax_flash.attention(query, key, value, score_mod=score_mod, implementation="mosaic_gpu")
