@@ -53,8 +53,13 @@ def unsupported(call: Call) -> str | None:
     name = next((name for name, holds in others.items() if holds), None)
     if name is not None and not own.adds:  # it would spill
         return f"score_mod with {name}: the kernels take one that adds to the score alone"
-    if see.query_segment_ids is not None and widest <= 64 and own.value.reads_pairs:  # likewise
-        return f"score_mod with segment ids at width {widest}, of an array that pairs read"
+    crowded = {
+        "segment ids": see.query_segment_ids is not None and widest <= 64,
+        "a dense mask": see.mask is not None and widest > 64,
+    }
+    name = next((name for name, holds in crowded.items() if holds), None)
+    if name is not None and own.value.reads_pairs:  # likewise
+        return f"score_mod with {name} at width {widest}, of an array that pairs read"
     return None
 
 

@@ -183,7 +183,7 @@ SCORES: list[tuple[str, int, str, str, str, bool]] = [
     ("alibi", 64, "ragged", "full", "segments", False),
     ("relative", 64, "ragged", "full", "function", False),
     ("relative", 128, "ragged", "full", "dropout", False),
-    ("relative", 128, "ragged", "full", "dense-mask", False),
+    ("alibi", 128, "ragged", "full", "dense-mask", False),
     ("relative", 128, "ragged", "full", "segments", False),
     ("relative", 128, "ragged", "full", "function", False),
 ]
