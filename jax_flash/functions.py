@@ -209,7 +209,7 @@ def traced(
     )
     if any(_inner_consts(closed.jaxpr)):
         steps, consts = _Steps.of(closed.jaxpr), closed.consts
-        inlined = lambda *x: _applied(steps, (*consts, *x))
+        inlined = lambda *x: applied(steps, (*consts, *x))
         closed = jax.make_jaxpr(inlined)(*inputs)
     return Function(
         Program(closed.jaxpr, varied_over(inputs)), tuple(map(jnp.asarray, closed.consts))
@@ -292,12 +292,8 @@ def _results(steps: _Steps, values: list[_Value], pair: _Pair) -> list[_Value]:
     return list(map(read, steps.results))
 
 
-def applied(program: Program, arguments: tuple[Any, ...]) -> jax.Array:
-    """The result of a program of one pair, of captured arrays and what else it takes."""
-    return _applied(program.steps, arguments)
-
-
-def _applied(steps: _Steps, arguments: tuple[Any, ...]) -> jax.Array:
+def applied(steps: _Steps, arguments: tuple[Any, ...]) -> jax.Array:
+    """The result of the steps of a program of one pair: captured arrays, and what else it takes."""
     (result,) = _results(steps, [_Value(x, False) for x in arguments], _Pair(None, None))
     return jnp.asarray(result.x)
 

@@ -85,7 +85,7 @@ def kernel_function(program: Any, soft_cap: float | None):
     from pallas_kernels.score_functions import ScoreFunction  # brings Pallas
 
     def value(captured, score, *indices):
-        result = functions.applied(program, (*captured, score, *indices)).astype(jnp.float32)
+        result = functions.applied(program.steps, (*captured, score, *indices)).astype(jnp.float32)
         return result if soft_cap is None else soft_cap * jnp.tanh(result / soft_cap)
 
     def value_and_slope(captured, score, *indices):

@@ -89,7 +89,7 @@ def build(
     """The main kernel, or without dQ one that gives dK and dV alone.
 
     Where the queries of tiles are dealt out, it gives dK and dV of each share, in float32, as
-    `key_tiles_shares.gradients_of_shares` has them.
+    `key_tiles_shares.gradients_of_tiles` has them.
     """
     plan = Plan(problem, config, with_query_gradient)
 

@@ -106,7 +106,7 @@ def key_value_gradients(
 
     Returns:
       Gradients in the shapes and dtype of key and value, or of shares, as
-      `key_tiles_shares.gradients_of_shares` has them. With a section other heads are arbitrary, and
+      `key_tiles_shares.gradients_of_tiles` has them. With a section other heads are arbitrary, and
       third comes dS' of its heads in the input dtype, of each step of `key_tiles(problem, config)`
       64 keys by 64 queries, in the order of the key heads, their tiles and the steps of these:
       `[section.size * steps, 64, 64]`. Queries are in the order of `ptx.stores.store_by_quads`.

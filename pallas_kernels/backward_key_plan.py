@@ -12,8 +12,7 @@ import numpy as np
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BackwardKeyConfig
 from pallas_kernels.key_tiles import KeyTiles
-from pallas_kernels.key_tiles_kernel import key_gradients
-from pallas_kernels.key_tiles_shares import dealt_out, gradients_of_shares
+from pallas_kernels.key_tiles_shares import dealt_out, gradients_of_tiles
 from pallas_kernels.problem import Problem, box_width, whole_tiles
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of
 from pallas_kernels.ptx.compiler import fresh_zero
@@ -94,10 +93,8 @@ class Plan:
 
     def key_gradients(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of dK and dV; of shares, of whole tiles."""
-        if not self.tiles.are_shared:
-            return key_gradients(self.problem)
         sizes = (sum(part.size for part in parts) for parts in (self.keys, self.values))
-        return gradients_of_shares(self.tiles, *sizes)
+        return gradients_of_tiles(self.tiles, *sizes)
 
     @functools.cached_property
     def keys(self) -> Parts:

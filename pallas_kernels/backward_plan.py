@@ -13,8 +13,7 @@ from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, DQ_TILE, SM_COUNT, BackwardConfig
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import KeyTiles
-from pallas_kernels.key_tiles_kernel import key_gradients
-from pallas_kernels.key_tiles_shares import dealt_out, gradients_of_shares
+from pallas_kernels.key_tiles_shares import dealt_out, gradients_of_tiles
 from pallas_kernels.problem import Problem, whole_tiles
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of
 from pallas_kernels.ptx.fragments import fragment_shape
@@ -84,9 +83,7 @@ class Plan:
 
     def key_gradients(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of dK and dV; of shares, of whole tiles."""
-        if not self.tiles.are_shared:
-            return key_gradients(self.problem)
-        return gradients_of_shares(self.tiles, self.key_columns.size, self.value_columns.size)
+        return gradients_of_tiles(self.tiles, self.key_columns.size, self.value_columns.size)
 
     @functools.cached_property
     def dq(self) -> QueryGradient:

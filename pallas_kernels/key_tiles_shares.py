@@ -20,6 +20,7 @@ import numpy as np
 from pallas_kernels import scheduler
 from pallas_kernels.config import SM_COUNT
 from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles, Section, Shares
+from pallas_kernels.key_tiles_kernel import key_gradients
 from pallas_kernels.problem import whole_tiles
 
 # Of shares: tiles an SM at most, bytes of dK and dV that are stored and added up in the time of a
@@ -100,8 +101,10 @@ def d_logits_sections(tiles: KeyTiles, most_bytes: int) -> list[Section]:
     return [Section(tiles.kv_heads[first : first + size], size) for first in range(0, count, size)]
 
 
-def gradients_of_shares(tiles: KeyTiles, *columns: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of dK and dV of each share, of so many columns each."""
+def gradients_of_tiles(tiles: KeyTiles, *columns: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes of dK and dV; of each share, where there are more, of so many columns each."""
+    if not tiles.are_shared:
+        return key_gradients(tiles.problem)
     batch, kv_heads = tiles.problem.batch, tiles.problem.kv_heads
     rows = tiles.per_head * tiles.block_kv
     return tuple(jax.ShapeDtypeStruct((batch, rows, kv_heads, x), jnp.float32) for x in columns)

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.on_rows import OnRows, Part
+from pallas_kernels.on_rows import OnRows, Part, entry_of
 from pallas_kernels.programs import Operations
 from pallas_kernels.ptx.compiler import code_fence, fresh_rows
 from pallas_kernels.ptx.loads import load_at
@@ -222,12 +222,9 @@ class MaskRefs:
     def entry(self, batch, head, tile, column):
         """An entry of a tile's list."""
         heads = self.lists.shape[1]
-        return self.lists[self._own(self.lists, batch), 0 if heads == 1 else head, tile, column]
-
-    def _own(self, ref, batch):
-        """The place of a batch entry along the first axis."""
-        entries = ref.shape[0]
-        return 0 if entries == 1 else lax.div(batch, jnp.int32(self.problem.batch // entries))
+        return self.lists[
+            entry_of(self.lists, batch, self.problem), 0 if heads == 1 else head, tile, column
+        ]
 
     def bits(
         self,
@@ -256,13 +253,13 @@ class MaskRefs:
         numbers = [zero, zero]
         if function.reads_numbers:
             ref = arrays.pop(0)
-            numbers = [Part(ref[self._own(ref, batch), head, n]) for n in range(2)]
+            numbers = [Part(ref[entry_of(ref, batch, self.problem), head, n]) for n in range(2)]
         last_row = (problem.key_length if rows_are_keys else problem.query_length) - 1
         rows = Part(jnp.minimum(fresh_rows() + first_row, last_row), by_row=True)
         place = [rows, zero][:: -1 if rows_are_keys else 1]
         captured = len(arrays)
         column_at = captured + (2 if rows_are_keys else 3)
-        views = [ref.at[self._own(ref, batch)] for ref in arrays]
+        views = [ref.at[entry_of(ref, batch, self.problem)] for ref in arrays]
 
         def load(array: int, index: Part):
             return load_at(views[array], index.x, by_row=index.by_row, by_column=index.by_column)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.problem import Problem
 from pallas_kernels.programs import NARROW, Operation, Operations
 
 
@@ -120,6 +121,12 @@ def as_captured(operations: Operations, captured: Sequence[jax.Array]) -> tuple[
         return x.astype(wider.get(x.dtype, x.dtype)).reshape(-1)
 
     return tuple(as_read(*numbered) for numbered in enumerate(captured))
+
+
+def entry_of(ref: Any, batch: jax.Array, problem: Problem) -> Any:
+    """The place of a batch entry along the first axis, which may be shorter, as of `Elements`."""
+    entries = ref.shape[0]
+    return 0 if entries == 1 else lax.div(batch, jnp.int32(problem.batch // entries))
 
 
 def _spread(part: Part, like: Part, rows: int, width: int) -> jax.Array:

@@ -17,10 +17,9 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.on_rows import OnRows, Part
+from pallas_kernels.on_rows import OnRows, Part, entry_of
 from pallas_kernels.programs import Operations
 from pallas_kernels.ptx.compiler import fresh_rows
 from pallas_kernels.ptx.loads import load_at
@@ -113,19 +112,15 @@ class ScoreRefs:
         numbers = [zero, zero]
         if function.reads_numbers:
             ref = refs.pop(0)
-            numbers = [Part(ref[self._own(ref, batch), head, 0, n]) for n in range(2)]
+            numbers = [Part(ref[entry_of(ref, batch, self.problem), head, 0, n]) for n in range(2)]
         # Beyond the end they are as the last, as a function may be NaN where there is none.
-        last_row, last_column = (
-            length - 1
-            for length in (self.problem.query_length, self.problem.key_length)[
-                :: -1 if self.transposed else 1
-            ]
-        )
+        last = [self.problem.query_length - 1, self.problem.key_length - 1]
+        last_row, last_column = last[::-1] if self.transposed else last
         rows = Part(jnp.minimum(fresh_rows() + first_row, last_row), by_row=True)
         captured = len(refs)
         indices = [rows, zero][:: -1 if self.transposed else 1]
         column_at = captured + (3 if self.transposed else 4)
-        views = [ref.at[self._own(ref, batch), 0, 0] for ref in refs]
+        views = [ref.at[entry_of(ref, batch, self.problem), 0, 0] for ref in refs]
 
         def load(array: int, index: Part):
             return load_at(views[array], index.x, by_row=index.by_row, by_column=index.by_column)
@@ -151,8 +146,3 @@ class ScoreRefs:
             parts.append([plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in found])
         results = [jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)]
         return results[0], results[1] if slope else None
-
-    def _own(self, ref, batch):
-        """The place of a batch entry along the first axis."""
-        entries = ref.shape[0]
-        return 0 if entries == 1 else lax.div(batch, jnp.int32(self.problem.batch // entries))

@@ -12,7 +12,7 @@ from pallas_kernels.backward_key_plan import key_tiles
 from pallas_kernels.backward_plan import Plan
 from pallas_kernels.config import BACKWARD, BackwardKeyConfig
 from pallas_kernels.key_tiles import KeyTiles, Shares
-from pallas_kernels.key_tiles_shares import gradients_of_shares, summed
+from pallas_kernels.key_tiles_shares import gradients_of_tiles, summed
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.problem import Problem
 from tests.support.cases import long, slow
@@ -161,7 +161,7 @@ def test_gradients_of_shares_are_added_up(bounds):
     whole = dataclasses.replace(problem(2, 512, 250, 6, 3, 64), lowest=lowest, highest=highest)
     own = dataclasses.replace(whole, kv_heads=6)
     tiles = KeyTiles(own, 128, 64, row_bytes=1, shares=Shares(2, 3))
-    (shape,) = gradients_of_shares(tiles, 64)
+    (shape,) = gradients_of_tiles(tiles, 64)
     gradient = np.random.default_rng(0).standard_normal(shape.shape, np.float32)
     expected = np.zeros((2, 256, 3, 64))
     for piece, tile in enumerate(tiles.seeing_blocks()[2]):
