@@ -27,6 +27,7 @@ from jax_flash.kernel_operands import (
     folding_vmap,
     intervals_of,
     of_rows,
+    read_types,
     result_types,
     segment_ids_of,
     words_of,
@@ -108,7 +109,7 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     """Attention on the kernels; call must be one that `unsupported` has no reason against."""
     call = kernel_scores.without_caps(call)
     settings, operands = _prepared(call)
-    out, lse = _attention(settings, *operands)
+    out, lse = _attention(settings, *operands, vary_alike(kernel_scores.sums_of(call), operands))
     return kernel_scores.with_gradients_of_captured(call, out, lse.transpose(0, 2, 1))
 
 
@@ -129,7 +130,7 @@ def gradients(
     seeing = zero_unseeing(jnp.ones(lse.shape, jnp.int8), problem, intervals, ids) > 0
     lse, d_lse = jnp.where(seeing, lse, -jnp.inf), jnp.where(seeing, d_lse, 0.0)
     lse, d_lse = (x.transpose(0, 2, 1) for x in (lse, d_lse))
-    residuals = _Static(False), *operands, out, lse, None
+    residuals = _Wanted(), *operands, out, lse, None
     return _attention_backward(settings, residuals, (d_out, d_lse))[:3]
 
 
@@ -271,7 +272,18 @@ class _Settings:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    settings, query, key, value, sinks, intervals, ids, query_words, key_words, blocks, elements
+    settings,
+    query,
+    key,
+    value,
+    sinks,
+    intervals,
+    ids,
+    query_words,
+    key_words,
+    blocks,
+    elements,
+    sums,
 ):
     """Output `[B, T, N, h]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
 
@@ -284,26 +296,31 @@ def _attention(
 
 
 def _attention_with_residuals(settings, *args):
-    """What `_attention_forward` gives, and whether anything asks for the gradient of the bias.
+    """What `_attention_forward` gives, and which other gradients are asked for.
 
     Args:
       settings, *args: as for `_attention`, with leaves that are `CustomVJPPrimal`.
     """
-    results, residuals = _attention_forward(settings, *jax.tree.map(lambda x: x.value, args))
-    return results, (_Static(_is_bias_wanted(args[-1])), *residuals)
-
-
-def _is_bias_wanted(elements: Any) -> bool:
-    """Whether anything asks for the gradient of the bias; leaves are `CustomVJPPrimal`."""
-    return elements.bias is not None and elements.bias.perturbed
+    *operands, sums = args
+    results, residuals = _attention_forward(settings, *jax.tree.map(lambda x: x.value, operands))
+    bias = operands[-1].bias
+    reads = tuple(number for number, x in enumerate(sums) if x.perturbed)
+    return results, (_Wanted(bias is not None and bias.perturbed, reads, len(sums)), *residuals)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Static:
-    """A truth that is part of a tree's structure."""
+class _Wanted:
+    """Which gradients are asked for beside those of query, key and value.
 
-    holds: bool
+    Attributes:
+      bias: whether that of the bias is.
+      reads: numbers of reads of a score function, of the count that there are.
+    """
+
+    bias: bool = False
+    reads: tuple[int, ...] = ()
+    count: int = 0
 
 
 def _attention_forward(settings, *operands):
@@ -315,20 +332,20 @@ def _attention_forward(settings, *operands):
 
 
 def _attention_backward(settings, residuals, cotangents):
-    bias_wanted, query, key, value, sinks, intervals, ids, *more = residuals
+    wanted, query, key, value, sinks, intervals, ids, *more = residuals
     problem = settings.problem(query, key, value)
     if not problem.forward_ignores_unseen or settings.backward_ignores_unseen(problem):
         return _operand_gradients(settings, residuals, cotangents)
     # As if they had been set to zero before the forward pass, as others are.
     zeroed = functools.partial(zero_all_unseen, problem=problem, intervals=intervals, ids=ids)
     operands = *zeroed(query, key, value), sinks, intervals, ids
-    results = _operand_gradients(settings, (bias_wanted, *operands, *more), cotangents)
+    results = _operand_gradients(settings, (wanted, *operands, *more), cotangents)
     return *zeroed(*results[:3]), *results[3:]
 
 
 def _operand_gradients(settings, residuals, cotangents):
     """Of the operands of `_attention`, which are zero where they do not count."""
-    bias_wanted, *operands, out, lse, references = residuals
+    wanted, *operands, out, lse, references = residuals
     query, key, value, sinks, *masks, elements = operands
     d_out, d_lse = cotangents
     if isinstance(d_out, SymbolicZero):
@@ -337,17 +354,19 @@ def _operand_gradients(settings, residuals, cotangents):
     results_and_cotangents = out, lse, d_out, d_lse
     # A bias whose gradient is wanted is folded like all others, as under vmap each has its own.
     differentiated: tuple[jax.Array, ...] = ()
-    if bias_wanted.holds:
+    if wanted.bias:
         differentiated, elements = (elements.bias,), elements._replace(bias=None)
-    run = folding_vmap(functools.partial(_run_backward, settings))
+    run = folding_vmap(functools.partial(_run_backward, settings, wanted.reads))
     # A sink is in the LSE: to the gradients of the others it is no more than that.
     of_rows = () if references is None else (references,)
-    d_query, d_key, d_value, *d_bias = run(
+    d_query, d_key, d_value, *others = run(
         query, key, value, *masks, elements, differentiated, of_rows, *results_and_cotangents
     )
     d_sinks = tuple(_sink_gradient(sink, *results_and_cotangents) for sink in sinks)
-    d_elements = Elements(None, *d_bias) if d_bias else None
-    return d_query, d_key, d_value, d_sinks, *(None for _ in masks), d_elements
+    d_elements = Elements(None, others.pop(0)) if wanted.bias else None
+    d_reads = dict(zip(wanted.reads, others, strict=True))
+    d_sums = tuple(map(d_reads.get, range(wanted.count)))
+    return d_query, d_key, d_value, d_sinks, *(None for _ in masks), d_elements, d_sums
 
 
 def _sink_gradient(sink, out, lse, d_out, d_lse):
@@ -408,28 +427,30 @@ def _forward(
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run_backward(settings, leading, *args):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run_backward(settings, reads, leading, *args):
     results_and_cotangents = _QUERY, _ROWS, _QUERY, _ROWS
     blocks = _letters_of_blocks(args[7])
     of_operands = _QUERY, _KEY, _KEY, *_MASKS, blocks, _ELEMENTS, _ELEMENTS, _REFERENCES
     operands = *of_operands, *results_and_cotangents
     differentiated = args[-6]
-    results = _QUERY, _KEY, _KEY, *(_ELEMENTS for _ in differentiated)
-    run = functools.partial(_local_backward, settings)
+    of_reads = tuple(_ROWS for _ in reads)
+    results = _QUERY, _KEY, _KEY, *(_ELEMENTS for _ in differentiated), *of_reads
+    run = functools.partial(_local_backward, settings, reads)
     return over_devices(run, operands, results, leading)(*args)
 
 
-def _local_backward(settings, query, key, value, *args):
-    """Gradients of query, key, value, and of the bias where `differentiated` has one."""
+def _local_backward(settings, reads, query, key, value, *args):
+    """Gradients of query, key, value, of the bias where `differentiated` has one, and of reads."""
     *_, differentiated, _, _, _, _, _ = args
-    check_backward(settings.config.backward, settings.problem(query, key, value).widest)
-    out_types = query, key, value, *differentiated
-    return launch(_backward, (settings,), out_types, query, key, value, *args)
+    problem = settings.problem(query, key, value)
+    check_backward(settings.config.backward, problem.widest)
+    out_types = query, key, value, *differentiated, *read_types(problem, reads)
+    return launch(_backward, (settings, reads), out_types, query, key, value, *args)
 
 
 def _backward(
-    settings, query, key, value, intervals, ids, query_words, key_words, blocks, elements,
+    settings, reads, query, key, value, intervals, ids, query_words, key_words, blocks, elements,
     differentiated, references, out, lse, d_out, d_lse,
 ):  # fmt: skip
     from pallas_kernels.gradients import attention_gradients  # of Pallas, slow to import
@@ -459,4 +480,5 @@ def _backward(
         dropout_words=(*query_words, *key_words) or None,
         blocks=next(iter(blocks), None),
         with_bias_gradient=bool(differentiated),
+        reads=reads,
     )

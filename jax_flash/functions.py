@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _INDICES = "b, h, q_idx, kv_idx"
 
 
-def _core() -> Any:
+def extended_core() -> Any:
     """JAX's, asked for where there is a function: its import brings Pallas."""
     from jax.extend import core
 
@@ -120,7 +120,7 @@ jax.tree_util.register_dataclass(
 )
 
 
-class _Steps(NamedTuple):
+class Steps(NamedTuple):
     """A jaxpr without the values of its constants, which may be tracers."""
 
     arguments: list[Any]  # constants first
@@ -128,8 +128,8 @@ class _Steps(NamedTuple):
     results: list[Any]
 
     @staticmethod
-    def of(jaxpr: "Jaxpr") -> "_Steps":
-        return _Steps([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
+    def of(jaxpr: "Jaxpr") -> "Steps":
+        return Steps([*jaxpr.constvars, *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
 
 
 class Program:
@@ -137,7 +137,7 @@ class Program:
 
     def __init__(self, jaxpr: "Jaxpr", varies_over: frozenset[str] = frozenset()):
         self.varies_over = varies_over  # mesh axes, as the operations of a jaxpr are strict in them
-        self.steps = _Steps.of(jaxpr)
+        self.steps = Steps.of(jaxpr)
         self._text = str(jaxpr)
         self.dtypes = [v.aval.dtype for v in self.steps.arguments[: len(jaxpr.constvars)]]
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | set(map(id, jaxpr.outvars))
@@ -208,7 +208,7 @@ def traced(
         "one without callbacks and side effects, as it runs part by part, and again for gradients",
     )
     if any(_inner_consts(closed.jaxpr)):
-        steps, consts = _Steps.of(closed.jaxpr), closed.consts
+        steps, consts = Steps.of(closed.jaxpr), closed.consts
         inlined = lambda *x: applied(steps, (*consts, *x))
         closed = jax.make_jaxpr(inlined)(*inputs)
     return Function(
@@ -219,7 +219,7 @@ def traced(
 def _effects(jaxpr: "Jaxpr") -> Iterator[str]:
     """Names of operations with effects on something outside; also of pure callbacks."""
     for eqn in jaxpr.eqns:
-        inner = list(_core().jaxprs_in_params(eqn.params))
+        inner = list(extended_core().jaxprs_in_params(eqn.params))
         for each in inner:
             yield from _effects(each)
         if "callback" in eqn.primitive.name or (eqn.effects and not inner):
@@ -268,17 +268,17 @@ class _Pair(NamedTuple):
     score: jax.Array | None
 
 
-def _results(steps: _Steps, values: list[_Value], pair: _Pair) -> list[_Value]:
+def _results(steps: Steps, values: list[_Value], pair: _Pair) -> list[_Value]:
     """What they give of arguments, all of one pair."""
     known = dict(zip(steps.arguments, values, strict=True))
-    literal = _core().Literal
+    literal = extended_core().Literal
     read = lambda v: _Value(v.val, False) if isinstance(v, literal) else known[v]
     for eqn in steps.equations:
         operands = list(map(read, eqn.invars))
         if eqn.primitive.name == "jit":
             inner = eqn.params["jaxpr"]
             consts = [_Value(x, False) for x in inner.consts]
-            found = _results(_Steps.of(inner.jaxpr), consts + operands, pair)
+            found = _results(Steps.of(inner.jaxpr), consts + operands, pair)
         else:
             varies = any(x.varies for x in operands)
             if varies and pair.visible is not None and eqn.primitive.name not in _SAFE:
@@ -286,13 +286,13 @@ def _results(steps: _Steps, values: list[_Value], pair: _Pair) -> list[_Value]:
             if varies and pair.score is not None:
                 out = _summed_wide(eqn, operands, pair.score)
             else:
-                out = _bound(eqn, [x.x for x in operands])
+                out = bound(eqn, [x.x for x in operands])
             found = [_Value(x, varies) for x in out]
         known.update(zip(eqn.outvars, found, strict=True))
     return list(map(read, steps.results))
 
 
-def applied(steps: _Steps, arguments: tuple[Any, ...]) -> jax.Array:
+def applied(steps: Steps, arguments: tuple[Any, ...]) -> jax.Array:
     """The result of the steps of a program of one pair: captured arrays, and what else it takes."""
     (result,) = _results(steps, [_Value(x, False) for x in arguments], _Pair(None, None))
     return jnp.asarray(result.x)
@@ -302,7 +302,7 @@ def soft_cap_of(program: Program) -> float | None:
     """c of a score_mod that is c * tanh(score / c); None of another."""
     if len(program.steps.arguments) != len(("score", *_INDICES.split(", "))):
         return None
-    literal = _core().Literal
+    literal = extended_core().Literal
     (result,) = program.steps.results
     if isinstance(result, literal):
         return None
@@ -324,7 +324,8 @@ def soft_cap_of(program: Program) -> float | None:
     return None
 
 
-def _bound(eqn, operands: list[Any]) -> list[Any]:
+def bound(eqn, operands: list[Any]) -> list[Any]:
+    """What an operation gives."""
     out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
 
@@ -364,16 +365,16 @@ def _summed_wide(eqn, operands: list[_Value], score: jax.Array) -> list[Any]:
     ]
     values = [x.x for x in operands]
     if not any(is_narrow):
-        return _bound(eqn, values)
+        return bound(eqn, values)
     dtypes = [jnp.result_type(x) for x in values]
     wide = [
         jnp.asarray(x, jnp.float32) if narrow else x
         for x, narrow in zip(values, is_narrow, strict=True)
     ]
     if eqn.primitive.name in ("gather", "dynamic_slice"):
-        (out,) = _bound(eqn, wide)
+        (out,) = bound(eqn, wide)
         return [of_pair(out, dtypes[0])]
-    return _bound(
+    return bound(
         eqn,
         [
             of_pair(x, dtype) if narrow else x
@@ -387,10 +388,10 @@ def _summed_wide(eqn, operands: list[_Value], score: jax.Array) -> list[Any]:
 
 def _form(x: Any) -> Any:
     """What can be hashed, and is equal for two jaxprs, or parameters, that mean the same."""
-    core = _core()
+    core = extended_core()
     if isinstance(x, core.Jaxpr):
-        return _form(_Steps.of(x)), tuple(map(_Itself, x.consts))
-    if isinstance(x, _Steps):
+        return _form(Steps.of(x)), tuple(map(_Itself, x.consts))
+    if isinstance(x, Steps):
         defined = x.arguments + [v for eqn in x.equations for v in eqn.outvars]
         numbers = {id(v): index for index, v in enumerate(defined)}
         name = lambda v: _form(v.val) if isinstance(v, core.Literal) else numbers[id(v)]

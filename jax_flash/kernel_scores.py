@@ -1,7 +1,9 @@
 """score_mod on the kernels: the program that they run, and gradients of what it captures.
 
-The kernels give gradients of query, key and value. Those of captured arrays, where anything asks
-for them, come from plain JAX (`xla.py`), which runs forward and backward once more for them.
+The kernels give gradients of query, key and value, and sums of which those of captured arrays are
+made (`score_reads.py`), each by a kernel of its own where anything asks for it. Of arrays that are
+read otherwise, and beside a mask_mod, they come from plain JAX (`xla.py`), which runs forward and
+backward once more for them.
 """
 
 import dataclasses
@@ -12,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jax_flash import functions, xla
+from jax_flash import functions, score_reads, xla
 from jax_flash.call import Call
 from jax_flash.kernel_operands import SOFT_CAPS
 from jax_flash.mask_blocks import elsewhere
 
 _KEPT = 64  # functions
-_SCORE_AND_INDICES = 5
 
 
 def without_caps(call: Call) -> Call:
@@ -79,38 +80,115 @@ def score_of(call: Call) -> tuple[Any, tuple[jax.Array, ...]]:
     return function, arrays
 
 
-@functools.lru_cache(_KEPT)
-def kernel_function(program: Any, soft_cap: float | None):
+def kernel_function(program: functions.Program, soft_cap: float | None):
     """The `ScoreFunction` of a program, and of a soft cap behind it if there is one."""
-    from pallas_kernels.score_functions import ScoreFunction  # brings Pallas
+    return _function_and_reads(program, soft_cap)[0]
 
-    def value(captured, score, *indices):
-        result = functions.applied(program.steps, (*captured, score, *indices)).astype(jnp.float32)
+
+@functools.lru_cache(_KEPT)
+def _function_and_reads(program: functions.Program, soft_cap: float | None):
+    """It, and those reads of the program whose sums the kernels make."""
+    from pallas_kernels.score_functions import ScoreFunction, ScoreRead  # brings Pallas
+
+    def finished(result):
+        result = result.astype(jnp.float32)
         return result if soft_cap is None else soft_cap * jnp.tanh(result / soft_cap)
 
-    def value_and_slope(captured, score, *indices):
-        of_score = lambda score: value(captured, score, *indices)
-        return jax.jvp(of_score, (score,), (jnp.float32(1.0),))
+    def by_score(captured, score, *indices):
+        value = lambda score: finished(
+            functions.applied(program.steps, (*captured, score, *indices))
+        )
+        return jax.jvp(value, (score,), (jnp.float32(1.0),))
+
+    def by_read(read, *arguments):
+        value = lambda seed: finished(score_reads.seeded(program, read, seed, *arguments))
+        return jax.jvp(value, (jnp.float32(0.0),), (jnp.float32(1.0),))
+
+    def traced(value_and_slope, arguments):
+        closed = jax.make_jaxpr(value_and_slope)(*arguments)
+        assert not closed.consts  # what a program captures are its arguments
+        return ScoreFunction(functions.Program(closed.jaxpr))
 
     @jax.enable_x64(True)  # or arrays of 64 bits would pass for others
     def trace():
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.steps.arguments]
-        captured, others = shapes[:-_SCORE_AND_INDICES], shapes[-_SCORE_AND_INDICES:]
-        closed = jax.make_jaxpr(value_and_slope)(captured, *others)
-        assert not closed.consts  # what a program captures are its arguments
-        return functions.Program(closed.jaxpr)
+        own = traced(by_score, score_reads.shapes_of(program, as_they_are=True))
+        if own.value_and_slope.unsupported() is not None:
+            return own, ()
+        arguments, found, others = score_reads.shapes_of(program), {}, set()
+        for read in score_reads.reads_of(program):
+            found[read] = traced(functools.partial(by_read, read), arguments)
+            if found[read].value_and_slope.unsupported() is not None:
+                others.add(read.array)
+        reads = tuple(read for read in found if read.array not in others)
+        of_reads = tuple(ScoreRead(read.kind, found[read].program) for read in reads)
+        return dataclasses.replace(own, reads=of_reads), reads
 
-    return ScoreFunction(elsewhere(trace))
+    return elsewhere(trace)
+
+
+# --- gradients of what is captured ----------------------------------------------------------------
+
+
+def sums_of(call: Call) -> tuple[jax.Array, ...]:
+    """`[B, N, n]` zeros, one array a read, in whose place the kernels give gradients.
+
+    They go on from there to what is captured.
+    """
+    reads = _reads_with_sums(call)
+    if not reads:
+        return ()
+    lengths = call.query.shape[1], call.key.shape[1]
+    arrays = call.score_mod.held_in(jnp.float32).captured, call.batch_entries, call.query_heads
+    like = jnp.zeros_like(call.query[:, 0, :, :1], jnp.float32)  # sharded as the query is
+    program = call.score_mod.program
+    return tuple(like + _zeros((program, read, lengths), *arrays) for read in reads)
+
+
+def _reads_with_sums(call: Call) -> tuple[score_reads.Read, ...]:
+    """Those of a call's score_mod whose sums the kernels make; none without one."""
+    if call.score_mod is None or call.mask_mod is not None:
+        return ()
+    return _function_and_reads(call.score_mod.program, call.logits_soft_cap)[1]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _zeros(static, *arrays):
+    """As many as `score_reads.looked_up` gives, and with its derivative."""
+    shape = jax.eval_shape(functools.partial(score_reads.looked_up, *static), *arrays)
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+def _zeros_forward(static, *arrays):
+    return _zeros(static, *arrays), arrays
+
+
+def _zeros_backward(static, arrays, cotangent):
+    captured, *numbers = arrays
+    look_up = lambda captured: score_reads.looked_up(*static, captured, *numbers)
+    _, pull = jax.vjp(look_up, captured)
+    return *pull(cotangent), None, None
+
+
+_zeros.defvjp(_zeros_forward, _zeros_backward)
 
 
 def with_gradients_of_captured(
     call: Call, out: jax.Array, lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and LSE of a call, from which gradients go on to what its score_mod captures."""
+    """Output and LSE of a call, from which gradients go on to what its score_mod captures.
+
+    To all but those arrays that have them of `sums_of`.
+    """
     if call.score_mod is None or not call.score_mod.captured:
         return out, lse
+    have_sums = {read.array for read in _reads_with_sums(call)}
+    captured = tuple(
+        jax.lax.stop_gradient(x) if number in have_sums else x
+        for number, x in enumerate(call.score_mod.captured)
+    )
+    score_mod = dataclasses.replace(call.score_mod, captured=captured)
     others = dataclasses.replace(call, score_mod=None)
-    return _linked(others.static, call.score_mod, others.arrays, out, lse)
+    return _linked(others.static, score_mod, others.arrays, out, lse)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,5 +1,7 @@
 """The gradient of a bias: that of the logits, summed over what the bias is broadcast over.
 
+And of what a score function reads, likewise: times the derivative by that (`score_functions.py`).
+
 It is made in pieces, each by one thread block, which adds up in registers whatever belongs there,
 in a fixed order: so results are the same bit by bit from run to run, and nothing is in memory that
 is as large as the logits, unless the bias is. Logits and their gradients are computed once more for
@@ -20,8 +22,10 @@ What a piece is, and its steps:
     columns    one value a key: a block of keys of one head; its steps are the query blocks that see
                any of them. At the end each warp adds up its rows.
     rows       one value a query: a block of queries of one head; its steps are key blocks.
+    diagonals  one value a difference of places: blocks of queries and keys that are as far from
+               each other, of one head, one after the other. At the end each warp adds up diagonals.
 
-The sums of the latter two over heads, batch entries and warps are left to XLA: they are small.
+The sums of the latter three over heads, batch entries and warps are left to XLA: they are small.
 
 As in `backward_query.py`, -LSE and -delta come from `row_statistics.py`, rows that do not count
 have a start of -inf, and tiles that nothing sees are left out where that is static.
@@ -62,7 +66,14 @@ from pallas_kernels.ptx.compiler import code_fence, fresh_zero
 from pallas_kernels.ptx.loads import load_intervals, load_rows
 from pallas_kernels.ptx.masks import equal_columns, keep_bits
 from pallas_kernels.ptx.mlir import zero_tile
-from pallas_kernels.ptx.stores import store_column_sums, store_rows, store_tile, store_tile_inside
+from pallas_kernels.ptx.stores import (
+    store_column_sums,
+    store_diagonal_sums,
+    store_rows,
+    store_tile,
+    store_tile_inside,
+)
+from pallas_kernels.score_functions import ScoreFunction, ScoreRead, sloped
 
 _REGISTERS = (232, 40)  # of a thread of a consumer, and of the producer
 # With so many boxes of an operand that their addresses would spill 8 to 28 bytes.
@@ -71,7 +82,36 @@ _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 _Place = tuple[Any, Any, Any, Any]  # batch entry, head, first row and first key
 
 
-def bias_gradient(
+def bias_gradient(*operands: Any, problem: Problem) -> jax.Array:
+    """Gradient of the bias in its shape and dtype, the same bit by bit from run to run.
+
+    Args:
+      operands: as of `_gradient`.
+    """
+    bias = operands[-2].bias
+    if bias is None:
+        raise ValueError("elements: got none with a bias, needs one")
+    pieces = Pieces.of_bias(problem, BIAS_GRADIENT[problem.widest], bias)
+    return _gradient(*operands, pieces=pieces).astype(bias.dtype)
+
+
+def score_gradient(*operands: Any, problem: Problem, read: ScoreRead) -> jax.Array:
+    """Gradient of what a score function reads, the same bit by bit from run to run.
+
+    Args:
+      operands: as of `_gradient`.
+
+    Returns:
+      `[B, N, n]` float32: sums over the pairs for which it is the same, for n of "heads" 1, of
+      "columns" and "rows" the count of keys and queries, of "diagonals" that of differences, which
+      begin at 1 - query_length.
+    """
+    problem = dataclasses.replace(problem, score_function=ScoreFunction(read.program))
+    pieces = Pieces.of_heads(problem, BIAS_GRADIENT[problem.widest], read.kind)
+    return _gradient(*operands, pieces=pieces).reshape(problem.batch, problem.heads, -1)
+
+
+def _gradient(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -84,9 +124,9 @@ def bias_gradient(
     elements: Elements,
     dropout_words: Words | None = None,
     *,
-    problem: Problem,
+    pieces: Pieces,
 ) -> jax.Array:
-    """Gradient of the bias, the same bit by bit from run to run.
+    """Sums of gradients of logits, in the shape that `Pieces.summed` says.
 
     Args:
       query, d_out: `[B, T, N, H]` and `[B, T, N, h]`, finite in rows that see no key.
@@ -100,18 +140,11 @@ def bias_gradient(
         problem that is dynamic.
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
         `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
-      elements: the bias, and the mask of a problem that has one.
+      elements: the bias, and the mask of a problem that has one; or what a score function reads.
       dropout_words: None, or for a problem with dropout the words of queries and keys, as
         `dropout.Words` has them.
-      problem: static description.
-
-    Returns:
-      In shape and dtype of the bias.
+      pieces: with the static description of the problem.
     """
-    bias = elements.bias
-    if bias is None:
-        raise ValueError("elements: got none with a bias, needs one")
-    pieces = Pieces(problem, BIAS_GRADIENT[problem.widest], bias.shape, bias.dtype)
     words = dropout_operands(dropout_words, keys=pieces.config.block_kv)
     operands = (*words, *elements.operands(), query, key, value, d_out, start, minus_delta, far)
     if ids is not None:
@@ -120,8 +153,7 @@ def bias_gradient(
         operands = query_ids, key_ids, *operands
     if intervals is not None:
         operands = intervals, *operands
-    gradient = _build(pieces, interpreting())(*operands)
-    return pieces.summed(gradient).astype(bias.dtype)
+    return pieces.summed(_build(pieces, interpreting())(*operands))
 
 
 @functools.lru_cache
@@ -206,7 +238,7 @@ class _ThreadBlock:
         return lax.rem(j, jnp.int32(self.pieces.config.stages))
 
     def over_pieces(self, whole_piece: Callable) -> None:
-        """Runs `whole_piece(entry, place, count, j)` for all; j steps are done before.
+        """Runs `whole_piece(entry, number, place, count, j)` for all; j steps are done before.
 
         `place(step)` is what `pieces.place` gives. A list of all pieces, as others walk, would grow
         with the square of the lengths.
@@ -223,7 +255,7 @@ class _ThreadBlock:
                 rank = jnp.where(nth < first_without, rank, with_steps + other[1])
             number, first_step, count = (self._steps[rank, column] for column in range(3))
             place = lambda step: pieces.place(entry, number, first_step + step)
-            whole_piece(entry, place, count, j)
+            whole_piece(entry, number, place, count, j)
             return j + count
 
         last = pieces.count - 1 - self._number
@@ -248,7 +280,7 @@ class _Consumer:
         self.block_kv = block.pieces.config.block_kv
         self.s_acc, self.dp_acc = s_acc, dp_acc
 
-    def whole_piece(self, entry, place, count, j) -> None:
+    def whole_piece(self, entry, number, place, count, j) -> None:
         block, pieces, shape = self.block, self.block.pieces, (ROWS, self.block_kv)
 
         def own_place(step) -> _Place:
@@ -267,7 +299,7 @@ class _Consumer:
         total = lax.cond(count > 0, sum_of_steps, lambda: zero_tile(*shape))
         if self.problem.dropout:
             total *= self.problem.d_logit_unit
-        self.store(entry, own_place(0), total)
+        self.store(entry, number, own_place(0), total)
 
     def step(self, place: _Place, j, own_bias) -> jax.Array:
         """dS of a step, number j of all."""
@@ -288,12 +320,17 @@ class _Consumer:
         values.contract(self.dp_acc, block.o_smem.at[*own], block.v_smem.at[slot])
         loaded = block.elements.load(*place, self.block_kv, early=True, bias=own_bias)
         logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=values.products)
+        slope = None
+        if loaded.score is not None:
+            logits, slope = loaded.score(logits, slope=True)
         weights = self.weights(logits, loaded, start, place)
         # A row that does not count may have a bias that is NaN.
         weights = jnp.where(spread(start, weights.shape) > -jnp.inf, weights, 0.0)
         if problem.dropout:
             query_words = block.dropout.of_rows(batch, head, first_row)
             weights = block.dropout.negated(weights, query_words, batch, first_key)
+        if slope is not None:
+            weights = sloped(weights, slope)
         d_weights = plgpu.wgmma_accumulator_load(self.dp_acc, wait_n=0)
         block.free.arrive(slot)
         minus_deltas = spread(minus_delta, weights.shape)
@@ -326,7 +363,7 @@ class _Consumer:
         weights = weights_by_query(logits, loaded, problem, start, block.far, row_place)
         return hidden(weights, 0.0)
 
-    def store(self, entry, place, total) -> None:
+    def store(self, entry, number, place, total) -> None:
         block, pieces, gradient = self.block, self.block.pieces, self.block.gradient
         batch, head, first_row, first_key = place
         own_rows, own_keys = pl.ds(first_row, ROWS), pl.ds(first_key, self.block_kv)
@@ -340,6 +377,9 @@ class _Consumer:
         elif pieces.kind == "columns":
             warps = pl.ds(block.warpgroup * WARPS, WARPS)
             store_column_sums(gradient.at[batch, head, warps, own_keys], total)
+        elif pieces.kind == "diagonals":
+            warps = pl.ds(block.warpgroup * WARPS, WARPS)
+            store_diagonal_sums(gradient.at[batch, head, number, warps], total)
         else:
             store_rows(gradient.at[batch, head, own_rows], total.sum(axis=1))
 
@@ -351,7 +391,9 @@ def _produce(block: _ThreadBlock) -> None:
     problem, config = block.problem, block.pieces.config
 
     @block.over_pieces
-    def _whole_piece(entry, place, count, j):
+    def _whole_piece(entry, number, place, count, j):
+        del entry, number
+
         @pl.loop(jnp.int32(0), count)
         def _load_step(step):
             batch, head, row_block, key_block = place(step)

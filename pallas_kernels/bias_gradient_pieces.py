@@ -1,4 +1,4 @@
-"""The pieces of a bias's gradient: which steps each takes, and how they make the whole."""
+"""The pieces of a gradient of logits: which steps each takes, and how they make the whole."""
 
 import dataclasses
 
@@ -18,18 +18,33 @@ WARPS = 4  # of a consumer
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """What the thread blocks own, of a bias of that shape and dtype."""
+    """What the thread blocks own.
+
+    Attributes:
+      kind: of what they have sums: "whole", pairs; "columns", keys; "rows", queries; "diagonals",
+        differences of a key's and a query's place.
+      shape: of the gradient, which may have fewer values; but for diagonals.
+      dtype: of the gradient of pairs.
+    """
 
     problem: Problem
     config: BiasGradientConfig
+    kind: str
     shape: tuple[int, ...]
     dtype: np.dtype
 
-    @property
-    def kind(self) -> str:
-        if self.shape[2] == 1:
-            return "columns"
-        return "rows" if self.shape[3] == 1 else "whole"
+    @classmethod
+    def of_bias(cls, problem: Problem, config: BiasGradientConfig, bias: jax.Array) -> "Pieces":
+        kind = "columns" if bias.shape[2] == 1 else "rows" if bias.shape[3] == 1 else "whole"
+        return cls(problem, config, kind, bias.shape, bias.dtype)
+
+    @classmethod
+    def of_heads(cls, problem: Problem, config: BiasGradientConfig, kind: str) -> "Pieces":
+        """Of what has a value for each batch entry and head ("heads"), or for each there."""
+        p = problem
+        pairs = {"columns": (1, p.key_length), "rows": (p.query_length, 1)}.get(kind, (1, 1))
+        kind = "columns" if kind == "heads" else kind
+        return cls(problem, config, kind, (p.batch, p.heads, *pairs), np.dtype(np.float32))
 
     @property
     def row_blocks(self) -> int:
@@ -49,7 +64,13 @@ class Pieces:
     @property
     def per_entry(self) -> int:
         rows, keys = self.row_blocks, self.key_blocks
-        return {"whole": rows * keys, "columns": keys, "rows": rows}[self.kind]
+        if self.kind == "diagonals":
+            return (rows - 1) * self.key_blocks_a_row_block + keys
+        return {"whole": rows * keys, "rows": rows}.get(self.kind, keys)
+
+    @property
+    def key_blocks_a_row_block(self) -> int:
+        return BLOCK_Q // self.config.block_kv
 
     @property
     def count(self) -> int:
@@ -75,17 +96,33 @@ class Pieces:
             count = np.where(seen, sharing, 0).ravel()
             first = np.zeros_like(count)
         else:
-            seen = seen.T if self.kind == "columns" else seen
+            if self.kind == "diagonals":
+                seen = self._by_diagonal(seen)
+            elif self.kind != "rows":
+                seen = seen.T
             first, count = seen.argmax(1), seen.sum(1)  # what is seen is an interval
         number = np.argsort(-count, kind="stable")
         return np.stack([number, first[number], count[number]], axis=1).astype(np.int32)
+
+    def _by_diagonal(self, seen: np.ndarray) -> np.ndarray:
+        """`[pieces, row blocks]`: what is seen of the key block that each piece has there."""
+        rows = np.arange(self.row_blocks)[None]
+        keys = self._key_block_of(np.arange(self.per_entry)[:, None], rows)
+        inside = (keys >= 0) & (keys < self.key_blocks)
+        return inside & seen[rows, np.clip(keys, 0, self.key_blocks - 1)]
+
+    def _key_block_of(self, number, row_block):
+        """Of a piece that is a band of diagonals."""
+        return number + (row_block - (self.row_blocks - 1)) * self.key_blocks_a_row_block
 
     def place(self, entry, number, step):
         """Batch entry, head, row block and key block of a step of a piece of an entry."""
         p = self.problem
         if self.kind != "whole":
             batch, head = div_rem(entry, p.heads)
-            return (batch, head, *((step, number) if self.kind == "columns" else (number, step)))
+            if self.kind == "diagonals":
+                return batch, head, step, self._key_block_of(number, step)
+            return (batch, head, *((number, step) if self.kind == "rows" else (step, number)))
         row_block, key_block = div_rem(number, self.key_blocks)
         own_batch, head = div_rem(entry, self.shape[1])
         sharing = p.batch // self.shape[0]
@@ -102,20 +139,31 @@ class Pieces:
 
     def gradient(self) -> jax.ShapeDtypeStruct:
         """What the kernel makes: the gradient, or what is to be summed, in whole tiles."""
-        p = self.problem
+        p, warps = self.problem, CONSUMERS * WARPS
         rows, keys = self.row_blocks * BLOCK_Q, self.key_blocks * self.config.block_kv
+        of_warps = p.batch, p.heads, warps, keys
         shape = {
             "whole": self.shape,
-            "columns": (p.batch, p.heads, CONSUMERS * WARPS, keys),
             "rows": (p.batch, p.heads, rows),
-        }[self.kind]
+            "diagonals": (p.batch, p.heads, self.per_entry, warps, self.diagonals),
+        }.get(self.kind, of_warps)
         return jax.ShapeDtypeStruct(shape, self.dtype if self.kind == "whole" else jnp.float32)
 
+    @property
+    def diagonals(self) -> int:
+        """Of the part of a tile that a warp has; the first is one that it has not."""
+        return self.config.block_kv + ROWS // WARPS
+
     def summed(self, gradient: jax.Array) -> jax.Array:
-        """The gradient in the shape of the bias, from what the kernel makes."""
+        """The gradient in its shape, from what the kernel makes.
+
+        Of diagonals `[B, N, 1, T + S - 1]`: differences begin at 1 - T.
+        """
         p = self.problem
         if self.kind == "whole":
             return gradient
+        if self.kind == "diagonals":
+            return self._added_up(gradient)[:, :, None]
         if self.kind == "columns":
             gradient = gradient[..., : p.key_length].sum(2)[:, :, None]
         else:
@@ -123,3 +171,25 @@ class Pieces:
         gradient = gradient.reshape(self.shape[0], -1, *gradient.shape[1:]).sum(1)
         axes = tuple(axis for axis, size in enumerate(self.shape) if size == 1)
         return gradient.sum(axes, keepdims=True)
+
+    def _added_up(self, gradient: jax.Array) -> jax.Array:
+        """The sums of diagonals, of what each warp had of each piece."""
+        p, block_kv, rows = self.problem, self.config.block_kv, ROWS // WARPS
+        warps = CONSUMERS * WARPS
+        # The warps of a piece begin 16 diagonals apart, and pieces block_kv.
+        before = [rows * (warps - 1 - warp) for warp in range(warps)]
+        own = sum(
+            jnp.pad(gradient[..., warp, :], ((0, 0),) * 3 + ((n, before[0] - n),))
+            for warp, n in enumerate(before)
+        )
+        parts = -(-own.shape[-1] // block_kv)
+        own = jnp.pad(own, ((0, 0),) * 3 + ((0, parts * block_kv - own.shape[-1]),))
+        own = own.reshape(*own.shape[:3], parts, block_kv)
+        total = sum(
+            jnp.pad(own[..., n, :], ((0, 0),) * 2 + ((n, parts - 1 - n), (0, 0)))
+            for n in range(parts)
+        )
+        total = total.reshape(p.batch, p.heads, -1)
+        # The first diagonal is 16 below that of the last warp's first row, at its first key.
+        first = -BLOCK_Q - (self.row_blocks - 1) * self.key_blocks_a_row_block * block_kv
+        return total[..., 1 - p.query_length - first :][..., : p.query_length + p.key_length - 1]

@@ -6,11 +6,11 @@ cast_dq.py                 what is left of dQ, the factor scale and the cast
 backward_query.py          dQ alone, the same bit by bit from run to run
 backward_key.py            dK, dV and dS' above width 128, of which
 backward_query_product.py  makes dQ
-bias_gradient.py           the gradient of a bias
+bias_gradient.py           the gradient of a bias, and of what a score function reads
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,7 @@ def attention_gradients(
     dropout_words: Words | None = None,
     blocks: Blocks | None = None,
     with_bias_gradient: bool = False,
+    reads: Sequence[int] = (),
 ) -> tuple[jax.Array, ...]:
     """Gradients of attention.
 
@@ -90,9 +91,11 @@ def attention_gradients(
         `dropout.Words` has them.
       blocks: None, or for a problem that has given lists what they are made of.
       with_bias_gradient: the bias has a gradient too, which takes a kernel of its own.
+      reads: numbers of those reads of the score function that have one, likewise.
 
     Returns:
-      Gradients of query, key and value, in their shapes and dtype, and of the bias if wanted.
+      Gradients of query, key and value, in their shapes and dtype, and of the bias if wanted,
+      then of reads, as `score_gradient` has them.
     """
     check_backward(config, problem.widest)
     query_config = query_config or BACKWARD_QUERY[problem.widest]
@@ -104,7 +107,7 @@ def attention_gradients(
     block_q = config.block_q if adds else max(config.block_q, query_config.block_q)
     in_whole = lambda block: -(-problem.query_length // block) * block
     padded_rows = rows_of_statistics = in_whole(block_q)
-    if with_bias_gradient:  # with more, dQ has tiles at its end that nothing uses
+    if with_bias_gradient or reads:  # with more, dQ has tiles at its end that nothing uses
         rows_of_statistics = max(padded_rows, in_whole(bias_gradient.BLOCK_Q))
     any_far_ref = jax.new_ref(jnp.zeros(1, jnp.int32))
     start, minus_delta, far, *zeros = row_statistics.row_statistics(
@@ -121,9 +124,11 @@ def attention_gradients(
     )
     masks = intervals, ids, elements, dropout_words
     operands = query, key, value, d_out, start, minus_delta, far
-    d_bias: tuple[jax.Array, ...] = ()
+    others: list[jax.Array] = []
     if with_bias_gradient:
-        d_bias = (bias_gradient.bias_gradient(*operands, *masks, problem=problem),)
+        others += [bias_gradient.bias_gradient(*operands, *masks, problem=problem)]
+    for read in (problem.score_function.reads[number] for number in reads):
+        others += [bias_gradient.score_gradient(*operands, *masks, problem=problem, read=read)]
     statistics = (start,) if is_wide else (start, minus_delta)
     start = with_words(dropout_words, *statistics)
     any_far = jax.freeze(any_far_ref)
@@ -143,10 +148,10 @@ def attention_gradients(
         of_shares = functools.partial(_summed, (key, value), tiles)
         sections = d_logits_sections(tiles, config.d_logits_bytes)
         if not sections:
-            return of_query_alone(), *of_shares(of_keys()), *d_bias
+            return of_query_alone(), *of_shares(of_keys()), *others
         of_query = functools.partial(backward_query_product.query_gradient, key=key, tiles=tiles)
-        d_query, *others = _by_sections(sections, of_keys, of_query)
-        return d_query, *of_shares(others), *d_bias
+        d_query, *of_both = _by_sections(sections, of_keys, of_query)
+        return d_query, *of_shares(of_both), *others
     main = backward.build(problem, config, adds, interpreting())
     elements_of_keys = elements.operands(transposed=True)
     main = functools.partial(
@@ -156,12 +161,12 @@ def attention_gradients(
         main = functools.partial(main, blocks=blocks)
     of_shares = functools.partial(_summed, (key, value), Plan(problem, config, adds).tiles)
     if deterministic:
-        return of_query_alone(), *of_shares(main()), *d_bias
+        return of_query_alone(), *of_shares(main()), *others
     dq_ref = jax.new_ref(*zeros)
     gradients = of_shares(main(dq_ref))
     cast = cast_dq.build(problem, padded_rows, interpreting())
     starts = (start,) if problem.backward_ignores_unseen else ()  # then there is no dropout
-    return cast(jax.freeze(dq_ref), *starts), *gradients, *d_bias
+    return cast(jax.freeze(dq_ref), *starts), *gradients, *others
 
 
 def _summed(

@@ -29,15 +29,30 @@ _ROWS, _GROUP = 64, 16  # of a tile; columns that are evaluated together
 
 
 @dataclasses.dataclass(frozen=True)
+class ScoreRead:
+    """A number that a score function reads of an array, for the gradient of that.
+
+    Attributes:
+      kind: for which pairs it is the same, of `bias_gradient_pieces.Pieces`.
+      program: as of a `ScoreFunction`, with the derivative by that number.
+    """
+
+    kind: str
+    program: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class ScoreFunction:
     """A score function as kernels know it.
 
     Attributes:
       program: what it computes of captured arrays, a score and indices, and the derivative of that
         by the score. It can be hashed, and is equal for functions that do the same.
+      reads: whatever of captured arrays may have a gradient.
     """
 
     program: Any
+    reads: tuple[ScoreRead, ...] = ()
 
     @functools.cached_property
     def value(self) -> Operations:

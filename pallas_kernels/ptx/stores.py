@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.ptx.mlir import (
@@ -218,6 +218,77 @@ def store_column_sums(ref, tile: jax.Array) -> None:
                 f" @p st.global.v2.f32 [$0+{32 * group}], {{$2, $3}}; }}",
                 "l,r,f,f,~{memory}",
                 [address, lane, *sums],
+            )
+
+    store(ref, tile)
+
+
+def _of_lane(x: ir.Value, lane: ir.Value) -> ir.Value:
+    """A float32 of another lane."""
+    i32 = ir.IntegerType.get_signless(32)
+    bits = llvm.bitcast(i32, x)
+    bits = nvvm.shfl_sync(int32(-1), bits, lane, int32(31), nvvm.ShflKind.idx)
+    return llvm.bitcast(x.type, bits)
+
+
+def store_diagonal_sums(ref, tile: jax.Array) -> None:
+    """Stores what the diagonals of each warp's 16 rows of a `(64, n)` float32 tile add up to.
+
+    Args:
+      ref: a `(4, n + 16)` view of global memory; element (i, j) of a warp's rows is added to column
+        j - i + 16, and the first column is 0.
+    """
+    rows, columns = 16, tile.shape[1]
+    if interpreting():
+        own = tile.reshape(4, rows, columns)
+        moved = (jnp.pad(own[:, row], ((0, 0), (rows - row, row))) for row in range(rows))
+        ref[...] = sum(moved)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+    def store(_, ref, tile):
+        row_stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+        zero = arith.constant(tile.mlir_dtype, 0.0)
+        thread = thread_index()
+        lane = arith.andi(thread, int32(31))
+        quad, row = arith.andi(lane, int32(3)), arith.shrui(lane, int32(2))
+        pairs = {(group, half): pair for _, group, half, pair in fragments(tile.registers)}
+        groups = len(pairs) // 2
+
+        def value(group, half, e):
+            return extract(pairs[group, half], e) if 0 <= group < groups else zero
+
+        # Rows i and i + 8 of a thread have the same diagonals in groups one apart.
+        own = {
+            (group, e): arith.addf(value(group, 0, e), value(group + 1, 1, e))
+            for group in range(-1, groups)
+            for e in range(2)
+        }
+        is_odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(row, int32(1)), int32(0))
+        address = global_address(ref, arith.muli(quad, int32(8)))
+        address = arith.addi(address, bytes_to(arith.shrui(thread, int32(5)), 4 * row_stride))
+        sums: dict[tuple[int, int], ir.Value] = {}
+        for e in range(2):
+            # What is added to column m of a group is in column m + row, here or in the next group.
+            column = arith.addi(arith.addi(arith.muli(quad, int32(2)), int32(e)), row)
+            is_next = arith.cmpi(arith.CmpIPredicate.sge, column, int32(8))
+            source = arith.shrui(arith.andi(column, int32(7)), int32(1))
+            source = arith.ori(source, arith.andi(lane, int32(28)))
+            moved = {-2: zero, groups: zero}
+            for group in range(-1, groups):
+                given = arith.select(is_odd, own[group, 1 - e], own[group, e])
+                moved[group] = _of_lane(given, source)
+            for group in range(-2, groups):
+                total = arith.select(is_next, moved[group + 1], moved[group])
+                for distance in (4, 8, 16):
+                    total = arith.addf(total, mgpu_utils.shfl_bfly(total, distance))
+                sums[group, e] = total
+        for group in range(-2, groups):
+            asm(
+                "{ .reg .pred p; setp.lt.u32 p, $1, 4;"
+                f" @p st.global.v2.f32 [$0+{32 * (group + 2)}], {{$2, $3}}; }}",
+                "l,r,f,f,~{memory}",
+                [address, lane, *(sums[group, e] for e in range(2))],
             )
 
     store(ref, tile)

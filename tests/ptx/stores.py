@@ -6,6 +6,7 @@ from pallas_kernels.ptx.stores import (
     store_by_quads,
     store_column_sums,
     store_columns,
+    store_diagonal_sums,
     store_rows,
     store_tile,
     store_tile_inside,
@@ -93,4 +94,17 @@ def stored_column_sums(columns):
 
     sums = x.reshape(4, 16, columns).sum(axis=1)
     expected = np.concatenate([before[:, :8], sums, before[:, -8:]], axis=1)
+    return Case(body, (x,), (expected,), states=(before,))
+
+
+@case(store_diagonal_sums, columns=WIDTHS)
+def stored_diagonal_sums(columns):
+    x, before = integers(64, columns), numbers(4, columns + 16)
+
+    def body(x_ref, out_ref):
+        store_diagonal_sums(out_ref, load(x_ref))
+
+    expected = np.zeros_like(before)
+    for warp, row, column in np.ndindex(4, 16, columns):
+        expected[warp, column - row + 16] += x[16 * warp + row, column]
     return Case(body, (x,), (expected,), states=(before,))

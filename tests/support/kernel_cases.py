@@ -188,6 +188,23 @@ SCORES: list[tuple[str, int, str, str, str, bool]] = [
     ("relative", 128, "ragged", "full", "function", False),
 ]
 
+# With gradients of what a score_mod captures (`_score_with_captured`): the same.
+SCORE_READS: list[tuple[str, int, str, str, str]] = [
+    ("slopes", 64, "even", "causal", ""),
+    ("slopes", 128, "ragged", "window", ""),
+    ("gates", 128, "even", "causal", ""),
+    ("relative", 64, "ragged", "full", ""),
+    ("relative", 128, "even", "full", ""),
+    ("relative", 128, "ragged", "lengths", ""),
+    ("relative", 128, "ragged", "full", "dropout"),
+    ("relative", 64, "ragged", "full", "dense-mask"),
+    ("differences", 128, "ragged", "causal", ""),
+    ("differences", 80, "ragged", "full", ""),
+    ("keys", 128, "ragged", "full", ""),
+    ("queries", 64, "ragged", "lengths", ""),
+    ("slopes", 128, "ragged", "full", "segments"),
+]
+
 BATCH = 2  # a batch of one takes fewer registers
 
 # (T, S, N, K, dtype): tiles that fit, and tails at both ends with grouped heads. Of heads so many
@@ -251,7 +268,7 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
     cases += _cases_of_other_widths() + _cases_of_elements() + _cases_of_short()
     cases += _cases_of_soft_caps() + _cases_of_segments() + _cases_of_dropout()
     cases += _cases_of_crowded() + _cases_of_tiled_bias() + _cases_of_functions()
-    cases += _cases_of_scores()
+    cases += _cases_of_scores() + _cases_of_score_reads()
     return cases + _cases_of_fp8()
 
 
@@ -464,6 +481,49 @@ def _score(name: str, shape: str) -> Callable:
         return score * jax.nn.sigmoid(keys[b, kv_idx]) + rows[b, q_idx]
 
     return {"alibi": alibi, "relative": relative, "cap": cap, "gate": gate}[name]
+
+
+def _score_with_captured(name: str, shape: str) -> tuple[Callable, jax.ShapeDtypeStruct]:
+    """One whose array is an argument, and that: of heads, differences, keys, or queries."""
+    T, S, N, *_ = SHAPES[shape]
+    functions = {
+        "slopes": (lambda x, s, b, h, q, k: s - x[h] * jnp.abs(q - k), (N,)),
+        "gates": (lambda x, s, b, h, q, k: s * jax.nn.sigmoid(x[h]), (N,)),
+        "relative": (lambda x, s, b, h, q, k: s + x[h, jnp.clip(k - q + 32, 0, 63)], (N, 64)),
+        "differences": (lambda x, s, b, h, q, k: s * x[h, k - q + T], (N, T + S)),
+        "keys": (lambda x, s, b, h, q, k: s * jax.nn.sigmoid(x[b, k]), (BATCH, S)),
+        "queries": (lambda x, s, b, h, q, k: s + x[b, q], (BATCH, T)),
+    }
+    function, array = functions[name]
+    return function, jax.ShapeDtypeStruct(array, jnp.float32)
+
+
+def _cases_of_score_reads() -> list[tuple[str, Callable, Any]]:
+    """With gradients of what a score_mod captures."""
+    cases = []
+    for function, width, shape, mask, beside in SCORE_READS:
+        score_mod, captured = _score_with_captured(function, shape)
+        options = MASKS.get(mask, {}) | ({"dropout_rate": 0.1} if beside == "dropout" else {})
+
+        def run(captured, *args, options=options, score_mod=score_mod):
+            def one(captured):
+                own = {"score_mod": functools.partial(score_mod, captured)}
+                forward = _forward(options | own | {"return_residual": True})
+                lengths, mask, bias, *ids = args[5:]
+                return forward(*args[:3], bias, mask, lengths, *(ids or [(None, None)]))
+
+            results, backward = jax.vjp(one, captured)
+            return results, backward(args[3:5])
+
+        mask_axes = "bnts" if beside == "dense-mask" else None
+        args = _args_of(width, width, mask, mask_axes, None, None, shape=shape)
+        if beside == "segments":
+            T, S, *_ = SHAPES[shape]
+            args = *args, tuple(jax.ShapeDtypeStruct((BATCH, n), jnp.int32) for n in (T, S))
+        extras = f"-{beside}" * bool(beside)
+        name = f"H{width}-{mask}-{function}-reads-{shape}{extras}"
+        cases.append((name, run, (captured, *args)))
+    return cases
 
 
 def _cases_of_scores() -> list[tuple[str, Callable, Any]]:

@@ -1,0 +1,154 @@
+"""Gradients of what a score_mod captures: which sums they are made of, and by the kernels."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import kernel_scores
+from jax_flash.functions import traced
+from jax_flash.score_reads import reads_of
+from tests.support.cases import long
+from tests.support.interpret import interpret_mode
+from tests.support.kernel_calls import inputs
+
+random = np.random.default_rng(0)
+SLOPES = random.uniform(0.01, 0.1, 2)
+TABLE = random.normal(size=(2, 65))
+ENTRIES = random.normal(size=(2, 200))
+BUCKETS = random.normal(size=(8, 2))
+PLACES = np.arange(200) // 30
+
+
+def alibi(x, s, b, h, q, k):
+    return s - x[h] * jnp.abs(q - k)
+
+
+def gate(x, s, b, h, q, k):
+    return s * jax.nn.sigmoid(x)
+
+
+def relative(x, s, b, h, q, k):
+    return s + x[h, jnp.clip(k - q + 32, 0, 64)]
+
+
+def t5(x, s, b, h, q, k):
+    distance = jnp.abs(q - k).astype(jnp.float32)
+    far = 4 + jnp.log(jnp.maximum(distance, 4.0) / 4.0) * 1.2
+    bucket = jnp.where(distance < 4, distance, jnp.minimum(far, 7.0))
+    return s + jnp.where(q < k, 0.0, x[0, h]) + bucket * x[1, h]
+
+
+def tokens(x, s, b, h, q, k):
+    return s * jax.nn.sigmoid(x[b, k]) + x[h, q]
+
+
+def places(x, s, b, h, q, k):
+    return s + x[jnp.asarray(PLACES)[k], h] * jnp.cos(0.1 * (q - k))
+
+
+def of_positions(x, s, b, h, q, k):
+    return s + x[h, jnp.abs(q - k)]
+
+
+FUNCTIONS = {
+    "alibi": (alibi, SLOPES, "heads"),
+    "gate": (gate, np.float32(0.3), "heads"),
+    "relative": (relative, TABLE, "diagonals"),
+    "t5": (t5, BUCKETS, "heads heads"),
+    "tokens": (tokens, ENTRIES, "columns rows"),
+    "places": (places, BUCKETS, "columns"),
+    "distance": (of_positions, ENTRIES, "diagonals"),
+}
+# Of reads that have no sums: what the array is read at.
+OTHERS = {
+    "pairs": lambda x, s, b, h, q, k: s + x[q % 2, k],
+    "sums": lambda x, s, b, h, q, k: s + x[0, jnp.minimum(q + k, 199)],
+    "scores": lambda x, s, b, h, q, k: s + x[(s > 0.0).astype(jnp.int32), 0],
+    "rounded": lambda x, s, b, h, q, k: s + x[0, ((q + 0.5) - k > 0.0).astype(jnp.int32)],
+}
+
+
+def captured(array, dtype=jnp.float32):
+    return jnp.asarray(array, dtype)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_kinds_of_reads(name):
+    function, array, kinds = FUNCTIONS[name]
+    program = traced("score_mod", functools.partial(function, captured(array)), jnp.float32).program
+    assert " ".join(read.kind for read in reads_of(program)) == kinds
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_has_no_sums(name):
+    function = functools.partial(OTHERS[name], captured(ENTRIES))
+    assert reads_of(traced("score_mod", function, jnp.float32).program) == ()
+
+
+def gradients(function, array, arrays, implementation, **options):
+    query, key, value, d_out, d_lse = arrays
+
+    def loss(array, query):
+        out, lse = jax_flash.attention(
+            query,
+            key,
+            value,
+            score_mod=functools.partial(function, array),
+            implementation=implementation,
+            return_residual=True,
+            **options,
+        )
+        return (out * d_out).astype(jnp.float32).sum() + jnp.where(lse > -1e9, lse * d_lse, 0).sum()
+
+    return jax.grad(loss, (0, 1))(array, query)
+
+
+def check(function, array, arrays, monkeypatch, **options):
+    """The kernels' gradients are those of XLA, which they do without."""
+    theirs = gradients(function, array, arrays, "xla", **options)
+
+    def refuse(call):
+        raise AssertionError("asked XLA")
+
+    monkeypatch.setattr(kernel_scores.xla, "attention", refuse)
+    with interpret_mode():
+        ours = gradients(function, array, arrays, "mosaic_gpu", **options)
+    assert ours[0].dtype == array.dtype
+    for got, expected in zip(ours, theirs, strict=True):
+        got, expected = (x.astype(jnp.float32) for x in (got, expected))
+        largest = float(jnp.abs(expected).max())
+        assert largest > 0.01
+        chex.assert_trees_all_close(got, expected, rtol=2e-2, atol=2e-2 * largest)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_of_what_it_captures(name, monkeypatch):
+    function, array, _ = FUNCTIONS[name]
+    arrays = inputs(2, 150, 190, 2, 1, 64, jnp.float16)
+    check(function, captured(array), arrays, monkeypatch, is_causal=name == "relative")
+
+
+OPTIONS = {
+    "soft cap": dict(logits_soft_cap=2.0),
+    "window": dict(local_window_size=(60, 20)),
+    "lengths": dict(key_value_seq_lengths=jnp.array([0, 77])),
+    "mask": dict(mask=jnp.asarray(random.random((1, 1, 130, 190)) < 0.5)),
+    "ids": dict(
+        query_segment_ids=jnp.arange(260).reshape(2, 130) // 50,
+        key_value_segment_ids=jnp.arange(380).reshape(2, 190) // 50,
+    ),
+    "dropout": dict(dropout_rate=0.25, dropout_key=jax.random.key(1)),
+    "sinks": dict(sinks=jnp.ones(2)),
+    "deterministic": dict(deterministic=True),
+}
+
+
+@pytest.mark.parametrize("beside", [*map(long, OPTIONS)])
+def test_beside_others(beside, monkeypatch):
+    arrays = inputs(2, 130, 190, 2, 2, 64, jnp.bfloat16)
+    check(relative, captured(TABLE, jnp.bfloat16), arrays, monkeypatch, **OPTIONS[beside])
