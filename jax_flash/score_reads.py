@@ -78,7 +78,7 @@ class _Walk:
     def result(self, program: functions.Program, captured: Sequence[Any], *others: Any) -> Any:
         """Of captured arrays, a score and four indices."""
         forms = [
-            _Form(steps=None),
+            _Form(steps=None, is_sum=False),
             _Form(of_batch=True),
             _Form(),
             _Form(steps=(1, 0)),

@@ -476,7 +476,7 @@ def test_soft_cap(kind, H, deterministic, options):
 @pytest.mark.parametrize(
     ("kind", "H", "mask", "bias", "options"),
     [
-        ("documents", 64, None, "nts", dict(is_causal=True)),
+        slow("documents", 64, None, "nts", dict(is_causal=True)),
         slow("at random", 128, "bts", "nts", dict(deterministic=True)),
         slow("one side alone", 64, None, "bs", {}),
         slow("padding", 256, None, "nts", dict(is_causal=True)),  # dQ in two parts

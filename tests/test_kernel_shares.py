@@ -44,12 +44,12 @@ def test_shares(N, K, H, shares, options):
     ("N", "K", "H", "shares", "options"),
     [
         (4, 2, 160, 2, {"is_causal": True}),
-        long(2, 2, 256, 3, {}),
+        slow(2, 2, 256, 3, {}),
         long(4, 2, 256, 4, {"local_window_size": (90, 40)}),
         long(4, 1, 160, 4, {"key_value_seq_lengths": jnp.array([130])}),
         long(4, 1, 160, 2, {"query_segment_ids": IDS, "key_value_segment_ids": IDS}),
         long(4, 1, 160, 2, {"is_causal": True, "dropout_rate": 0.25}),
-        long(2, 1, 160, 2, {"is_causal": True, "deterministic": True}),
+        slow(2, 1, 160, 2, {"is_causal": True, "deterministic": True}),
     ],
 )
 def test_shares_of_wide_heads(N, K, H, shares, options):

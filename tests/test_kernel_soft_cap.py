@@ -145,7 +145,7 @@ def test_lengths_by_batch_entry(H):
 @pytest.mark.parametrize(
     ("H", "dtype", "mask_axes", "bias_axes", "options"),
     [
-        (64, jnp.bfloat16, "bnts", None, dict(local_window_size=(60, 20))),
+        slow(64, jnp.bfloat16, "bnts", None, dict(local_window_size=(60, 20))),
         slow(64, jnp.bfloat16, None, "bs", dict(is_causal=True, deterministic=True)),
         (128, jnp.bfloat16, None, "bs", with_lengths(key_value_seq_lengths=[100, 0])),
         slow(128, jnp.float16, "bs", "nt", dict(is_causal=True, deterministic=True)),

@@ -38,9 +38,10 @@ ALWAYS = (
 
 
 def _marks(name: str) -> list:
-    # Other widths take the same operations.
-    is_one_width = name.startswith(("decode", "H128-", "fp8-H128-", "H256-full-even"))
-    if has_fewer_masks(name) or not is_one_width:
+    # Other widths take the same operations, and so do few tiles under masks.
+    is_one_width = name.startswith(("decode-H128-", "H128-", "fp8-H128-", "H256-full-even"))
+    is_few = name.endswith(("-few", "-long", "-longer")) and "-full-" not in name
+    if name not in ALWAYS and (has_fewer_masks(name) or is_few or not is_one_width):
         return [pytest.mark.slow]
     return [pytest.mark.lowering] + [pytest.mark.slow] * (name not in ALWAYS)
 

@@ -29,7 +29,7 @@ def one_draws_all(monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases("64-True", "128-False")
+@pytest.mark.fast_cases("64-True")
 @pytest.mark.parametrize("jumps", [True, False])
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_a_thread_block_that_draws_more_than_others(one_draws_all, H, jumps):

@@ -506,13 +506,14 @@ def _cases_of_score_reads() -> list[tuple[str, Callable, Any]]:
         options = MASKS.get(mask, {}) | ({"dropout_rate": 0.1} if beside == "dropout" else {})
 
         def run(captured, *args, options=options, score_mod=score_mod):
-            def one(captured):
+            lengths, mask, bias, *ids = args[5:]
+
+            def one(captured, *qkv):
                 own = {"score_mod": functools.partial(score_mod, captured)}
                 forward = _forward(options | own | {"return_residual": True})
-                lengths, mask, bias, *ids = args[5:]
-                return forward(*args[:3], bias, mask, lengths, *(ids or [(None, None)]))
+                return forward(*qkv, bias, mask, lengths, *(ids or [(None, None)]))
 
-            results, backward = jax.vjp(one, captured)
+            results, backward = jax.vjp(one, captured, *args[:3])
             return results, backward(args[3:5])
 
         mask_axes = "bnts" if beside == "dense-mask" else None
