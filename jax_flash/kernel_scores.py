@@ -2,8 +2,7 @@
 
 The kernels give gradients of query, key and value, and sums of which those of captured arrays are
 made (`score_reads.py`), each by a kernel of its own where anything asks for it. Of arrays that are
-read otherwise, and beside a mask_mod, they come from plain JAX (`xla.py`), which runs forward and
-backward once more for them.
+read otherwise they come from plain JAX (`xla.py`), which runs forward and backward once more.
 """
 
 import dataclasses
@@ -146,7 +145,7 @@ def sums_of(call: Call) -> tuple[jax.Array, ...]:
 
 def _reads_with_sums(call: Call) -> tuple[score_reads.Read, ...]:
     """Those of a call's score_mod whose sums the kernels make; none without one."""
-    if call.score_mod is None or call.mask_mod is not None:
+    if call.score_mod is None:
         return ()
     return _function_and_reads(call.score_mod.program, call.logits_soft_cap)[1]
 

@@ -53,11 +53,12 @@ from pallas_kernels.columns import Columns
 from pallas_kernels.config import BIAS_GRADIENT
 from pallas_kernels.dropout import DropoutRefs, Words, d_logits
 from pallas_kernels.dropout import operands as dropout_operands
-from pallas_kernels.element_arrays import Elements
+from pallas_kernels.element_arrays import Blocks, Elements
 from pallas_kernels.elements import ElementRefs, masked
 from pallas_kernels.far_rows import weights_by_query
 from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
+from pallas_kernels.mask_functions import MaskRefs
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
@@ -123,6 +124,7 @@ def _gradient(
     ids: tuple[jax.Array, jax.Array] | None,
     elements: Elements,
     dropout_words: Words | None = None,
+    blocks: Blocks | None = None,
     *,
     pieces: Pieces,
 ) -> jax.Array:
@@ -143,6 +145,7 @@ def _gradient(
       elements: the bias, and the mask of a problem that has one; or what a score function reads.
       dropout_words: None, or for a problem with dropout the words of queries and keys, as
         `dropout.Words` has them.
+      blocks: None, or for a problem that has given lists what they are made of.
       pieces: with the static description of the problem.
     """
     words = dropout_operands(dropout_words, keys=pieces.config.block_kv)
@@ -153,6 +156,8 @@ def _gradient(
         operands = query_ids, key_ids, *operands
     if intervals is not None:
         operands = intervals, *operands
+    if pieces.problem.has_lists:
+        operands = pieces.seen(blocks), *(() if blocks is None else blocks.operands), *operands
     return pieces.summed(_build(pieces, interpreting())(*operands))
 
 
@@ -220,6 +225,9 @@ class _ThreadBlock:
         self.value_columns = Columns.of_values(self.problem)
         self.q_smem, self.o_smem, self.k_smem, self.v_smem = q_smem, o_smem, k_smem, v_smem
         self._steps, *refs = refs
+        self._lists: MaskRefs | None = None
+        if self.problem.has_lists:
+            self._lists, refs = MaskRefs.split(self.problem, refs)
         self.intervals, *refs = refs if self.problem.dynamic else (None, *refs)
         count = 2 * int(self.problem.segmented)
         self.ids, refs = refs[:count], refs[count:]
@@ -238,7 +246,7 @@ class _ThreadBlock:
         return lax.rem(j, jnp.int32(self.pieces.config.stages))
 
     def over_pieces(self, whole_piece: Callable) -> None:
-        """Runs `whole_piece(entry, number, place, count, j)` for all; j steps are done before.
+        """Runs `j = whole_piece(entry, number, place, count, j)` for all: so many steps are done.
 
         `place(step)` is what `pieces.place` gives. A list of all pieces, as others walk, would grow
         with the square of the lengths.
@@ -255,12 +263,36 @@ class _ThreadBlock:
                 rank = jnp.where(nth < first_without, rank, with_steps + other[1])
             number, first_step, count = (self._steps[rank, column] for column in range(3))
             place = lambda step: pieces.place(entry, number, first_step + step)
-            whole_piece(entry, number, place, count, j)
-            return j + count
+            return whole_piece(entry, number, place, count, j)
 
         last = pieces.count - 1 - self._number
         count = lax.div(last, jnp.int32(self.thread_blocks)) + 1
         lax.fori_loop(jnp.int32(0), count, one, jnp.int32(0))
+
+    def over_steps(self, place, count, j, one: Callable, carry=()):
+        """`carry = one(step, j, carry)` for the steps of a piece; also j behind them.
+
+        Without those that a mask function hides whole.
+        """
+        first = jnp.int32(0)
+        if self._lists is None:
+            add = lambda step, carry: one(step, j + step, carry)
+            return lax.fori_loop(first, count, add, carry), j + count
+
+        def add_if_seen(step, state):
+            carry, j = state
+            is_seen = self._lists.entry(*place(step)) > 0
+            return lax.cond(is_seen, lambda: (one(step, j, carry), j + 1), lambda: state)
+
+        return lax.fori_loop(first, count, add_if_seen, (carry, j))
+
+    def shown(self, weights, fill, batch, head, first_row, first_key):
+        """Weights with `fill` where a mask function hides a key."""
+        if self._lists is None:
+            return weights
+        columns = weights.shape[1]
+        bits = self._lists.bits(batch, head, first_row, first_key, columns)
+        return weights if bits is None else keep_bits(weights, bits, fill)
 
 
 # --- the consumers --------------------------------------------------------------------------------
@@ -280,7 +312,7 @@ class _Consumer:
         self.block_kv = block.pieces.config.block_kv
         self.s_acc, self.dp_acc = s_acc, dp_acc
 
-    def whole_piece(self, entry, number, place, count, j) -> None:
+    def whole_piece(self, entry, number, place, count, j):
         block, pieces, shape = self.block, self.block.pieces, (ROWS, self.block_kv)
 
         def own_place(step) -> _Place:
@@ -293,13 +325,14 @@ class _Consumer:
             if pieces.kind == "whole":  # that of all steps
                 bias = block.elements.bias_of(*own_place(0), self.block_kv)()
                 own_bias = lambda: bias
-            add = lambda step, total: total + self.step(own_place(step), j + step, own_bias)
-            return lax.fori_loop(jnp.int32(0), count, add, zero_tile(*shape))
+            add = lambda step, j, total: total + self.step(own_place(step), j, own_bias)
+            return block.over_steps(place, count, j, add, zero_tile(*shape))
 
-        total = lax.cond(count > 0, sum_of_steps, lambda: zero_tile(*shape))
+        total, j = lax.cond(count > 0, sum_of_steps, lambda: (zero_tile(*shape), j))
         if self.problem.dropout:
             total *= self.problem.d_logit_unit
         self.store(entry, number, own_place(0), total)
+        return j
 
     def step(self, place: _Place, j, own_bias) -> jax.Array:
         """dS of a step, number j of all."""
@@ -347,6 +380,7 @@ class _Consumer:
 
         def hidden(weights, fill):
             weights = hide(weights, problem, lambda: first_row, first_key, bounds, fill)
+            weights = block.shown(weights, fill, *place)
             if problem.segmented:
                 query_ids, key_ids = (ref.at[batch] for ref in block.ids)
                 ids = load_rows(query_ids, first_row, last_row)
@@ -394,13 +428,12 @@ def _produce(block: _ThreadBlock) -> None:
     def _whole_piece(entry, number, place, count, j):
         del entry, number
 
-        @pl.loop(jnp.int32(0), count)
-        def _load_step(step):
+        def load(step, j, _):
             batch, head, row_block, key_block = place(step)
             kv_head = lax.div(head, jnp.int32(problem.group))
-            slot = block.slot_of(j + step)
+            slot = block.slot_of(j)
             full = block.full.at[slot]
-            pl.when(j + step >= config.stages)(lambda: block.free.wait(slot))
+            pl.when(j >= config.stages)(lambda: block.free.wait(slot))
             if block.has_many_boxes:  # whose addresses are not to be made ahead
                 code_fence(step)
             for consumer in range(CONSUMERS):
@@ -411,3 +444,6 @@ def _produce(block: _ThreadBlock) -> None:
             of_keys = batch, pl.ds(key_block * config.block_kv, config.block_kv), kv_head
             block.key_columns.load(block.k.at[*of_keys], block.k_smem.at[slot], full)
             block.value_columns.load(block.v.at[*of_keys], block.v_smem.at[slot], full)
+            return ()
+
+        return block.over_steps(place, count, j, load)[1]

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.config import BACKWARD_CONSUMERS, BiasGradientConfig
+from pallas_kernels.element_arrays import Blocks
+from pallas_kernels.mask_functions import BLOCK, coarse
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 
@@ -114,6 +116,13 @@ class Pieces:
     def _key_block_of(self, number, row_block):
         """Of a piece that is a band of diagonals."""
         return number + (row_block - (self.row_blocks - 1)) * self.key_blocks_a_row_block
+
+    def seen(self, blocks: Blocks | None) -> jax.Array:
+        """`[b, n, row blocks, key blocks]` int32, 0 where a mask function hides all."""
+        kinds = self.problem.mask_function.kinds[None, None] if blocks is None else blocks.kinds
+        rows, keys = BLOCK_Q // BLOCK, self.config.block_kv // BLOCK
+        some, _ = coarse(jnp, jnp.asarray(kinds), rows, keys, 0)
+        return some.astype(jnp.int32)
 
     def place(self, entry, number, step):
         """Batch entry, head, row block and key block of a step of a piece of an entry."""

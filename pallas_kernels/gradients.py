@@ -128,7 +128,9 @@ def attention_gradients(
     if with_bias_gradient:
         others += [bias_gradient.bias_gradient(*operands, *masks, problem=problem)]
     for read in (problem.score_function.reads[number] for number in reads):
-        others += [bias_gradient.score_gradient(*operands, *masks, problem=problem, read=read)]
+        others += [
+            bias_gradient.score_gradient(*operands, *masks, blocks, problem=problem, read=read)
+        ]
     statistics = (start,) if is_wide else (start, minus_delta)
     start = with_words(dropout_words, *statistics)
     any_far = jax.freeze(any_far_ref)

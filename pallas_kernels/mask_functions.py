@@ -124,7 +124,7 @@ def key_lists(xp, kinds, rows: int, keys: int, shift: int, key_length: int):
       kinds: `[b, n, query blocks, key blocks]`.
       shift: how many rows before query 0 the first tile begins.
     """
-    some, whole = _coarse(xp, kinds, rows // BLOCK, keys // BLOCK, shift // BLOCK)
+    some, whole = coarse(xp, kinds, rows // BLOCK, keys // BLOCK, shift // BLOCK)
     if key_length % keys:  # beyond the end there are none to see
         is_last = np.arange(whole.shape[-1]) == whole.shape[-1] - 1
         whole = whole & ~np.broadcast_to(is_last, whole.shape)
@@ -139,7 +139,7 @@ def query_lists(xp, kinds, keys: int, rows: int, key_length: int, heads: tuple[i
     Args:
       heads: key heads, and query heads of each.
     """
-    some, whole = _coarse(xp, kinds.swapaxes(2, 3), keys // BLOCK, rows // BLOCK, 0)
+    some, whole = coarse(xp, kinds.swapaxes(2, 3), keys // BLOCK, rows // BLOCK, 0)
     if key_length % keys:
         is_last = np.arange(whole.shape[2])[:, None] == whole.shape[2] - 1
         whole = whole & ~np.broadcast_to(is_last, whole.shape)
@@ -156,7 +156,7 @@ def query_lists(xp, kinds, keys: int, rows: int, key_length: int, heads: tuple[i
     return lists(xp, together(some), together(whole))
 
 
-def _coarse(xp, kinds, rows: int, columns: int, shift: int):
+def coarse(xp, kinds, rows: int, columns: int, shift: int):
     """Of tiles of so many blocks whether any of their pairs is seen, and whether all are.
 
     Args:

@@ -1041,6 +1041,17 @@ def test_score_functions_beside_others(beside, H):
 )
 @pytest.mark.parametrize("name", ["alibi", "table", "gate", "queries", "pairs"])
 def test_gradients_of_what_score_functions_capture(name, T, S, H, options):
+    check_gradients_of_captured(name, T, S, H, options)
+
+
+@pytest.mark.parametrize("mask", ["dilated", "documents"])
+@pytest.mark.parametrize("name", ["alibi", "table"])
+def test_gradients_of_what_score_functions_capture_beside_mask_functions(name, mask):
+    options = dict(mask_mod=MASK_FUNCTIONS[mask])
+    check_gradients_of_captured(name, 600, 600, 128 if name == "table" else 64, options)
+
+
+def check_gradients_of_captured(name, T, S, H, options):
     """They are those of XLA, to the rounding of outputs."""
     query, key, value, d_out, _ = inputs(2, T, S, 2, 1, H, jnp.bfloat16)
     captured = {"alibi": SLOPES, "table": TABLE}.get(name, VALUES)

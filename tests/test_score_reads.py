@@ -145,10 +145,18 @@ OPTIONS = {
     "dropout": dict(dropout_rate=0.25, dropout_key=jax.random.key(1)),
     "sinks": dict(sinks=jnp.ones(2)),
     "deterministic": dict(deterministic=True),
+    "static mask_mod": dict(mask_mod=lambda b, h, q, k: (k <= q) & (q - k < 90)),
+    "documents": dict(
+        mask_mod=lambda b, h, q, k: jnp.asarray(PLACES)[q] == jnp.asarray(PLACES)[k] + b
+    ),
 }
 
 
 @pytest.mark.parametrize("beside", [*map(long, OPTIONS)])
 def test_beside_others(beside, monkeypatch):
     arrays = inputs(2, 130, 190, 2, 2, 64, jnp.bfloat16)
-    check(relative, captured(TABLE, jnp.bfloat16), arrays, monkeypatch, **OPTIONS[beside])
+    # Kernels have no room for an array that pairs read beside ids.
+    function = (relative, captured(TABLE, jnp.bfloat16))
+    if beside == "ids":
+        function = (alibi, captured(SLOPES))
+    check(*function, arrays, monkeypatch, **OPTIONS[beside])

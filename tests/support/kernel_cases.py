@@ -203,6 +203,9 @@ SCORE_READS: list[tuple[str, int, str, str, str]] = [
     ("keys", 128, "ragged", "full", ""),
     ("queries", 64, "ragged", "lengths", ""),
     ("slopes", 128, "ragged", "full", "segments"),
+    ("slopes", 128, "ragged", "full", "image"),
+    ("slopes", 64, "ragged", "full", "documents"),
+    ("relative", 128, "ragged", "full", "documents"),
 ]
 
 BATCH = 2  # a batch of one takes fewer registers
@@ -504,6 +507,8 @@ def _cases_of_score_reads() -> list[tuple[str, Callable, Any]]:
     for function, width, shape, mask, beside in SCORE_READS:
         score_mod, captured = _score_with_captured(function, shape)
         options = MASKS.get(mask, {}) | ({"dropout_rate": 0.1} if beside == "dropout" else {})
+        if beside in ("image", "documents"):
+            options |= {"mask_mod": _function(beside, shape)}
 
         def run(captured, *args, options=options, score_mod=score_mod):
             lengths, mask, bias, *ids = args[5:]
