@@ -17,6 +17,7 @@ from jax_flash import functions, score_reads, xla
 from jax_flash.call import Call
 from jax_flash.kernel_operands import SOFT_CAPS
 from jax_flash.mask_blocks import elsewhere
+from jax_flash.sharding import vary_alike
 
 _KEPT = 64  # functions
 
@@ -133,14 +134,14 @@ def sums_of(call: Call) -> tuple[jax.Array, ...]:
 
     They go on from there to what is captured.
     """
-    reads = _reads_with_sums(call)
-    if not reads:
+    function, reads = call.score_mod, _reads_with_sums(call)
+    if function is None or not reads:
         return ()
     lengths = call.query.shape[1], call.key.shape[1]
-    arrays = call.score_mod.held_in(jnp.float32).captured, call.batch_entries, call.query_heads
+    arrays = function.held_in(jnp.float32).captured, call.batch_entries, call.query_heads
+    arrays = vary_alike(arrays, call.query)  # each device looks up its own
     like = jnp.zeros_like(call.query[:, 0, :, :1], jnp.float32)  # sharded as the query is
-    program = call.score_mod.program
-    return tuple(like + _zeros((program, read, lengths), *arrays) for read in reads)
+    return tuple(like + _zeros((function.program, read, lengths), *arrays) for read in reads)
 
 
 def _reads_with_sums(call: Call) -> tuple[score_reads.Read, ...]:
@@ -153,8 +154,9 @@ def _reads_with_sums(call: Call) -> tuple[score_reads.Read, ...]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _zeros(static, *arrays):
     """As many as `score_reads.looked_up` gives, and with its derivative."""
-    shape = jax.eval_shape(functools.partial(score_reads.looked_up, *static), *arrays)
-    return jnp.zeros(shape.shape, shape.dtype)
+    look_up = functools.partial(score_reads.looked_up, *static)
+    shape = jax.eval_shape(look_up, *arrays)
+    return vary_alike(jnp.zeros(shape.shape, shape.dtype), arrays)
 
 
 def _zeros_forward(static, *arrays):
@@ -162,8 +164,9 @@ def _zeros_forward(static, *arrays):
 
 
 def _zeros_backward(static, arrays, cotangent):
-    captured, *numbers = arrays
-    look_up = lambda captured: score_reads.looked_up(*static, captured, *numbers)
+    captured, batch_entries, heads = arrays
+    look_up = functools.partial(score_reads.looked_up, *static)
+    look_up = functools.partial(look_up, batch_entries=batch_entries, heads=heads)
     _, pull = jax.vjp(look_up, captured)
     return *pull(cotangent), None, None
 

@@ -18,7 +18,7 @@ from jax_flash import functions
 
 _VIEWS = {
     *("dynamic_slice", "gather", "squeeze", "slice", "reshape", "broadcast_in_dim"),
-    *("expand_dims", "transpose", "rev", "copy"),
+    *("expand_dims", "transpose", "rev", "copy", "reshard"),
 }
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr"}
 _INDICES = 4
@@ -133,8 +133,8 @@ def _form_of(equation: Any, forms: list[_Form]) -> _Form:
         rows, columns = zip(*(form.steps for form in forms if form.steps), strict=True)
         if name in ("add", "sub") and len(rows) == 2:
             sign = 1 if name == "add" else -1
-            steps = rows[0] + sign * rows[1], columns[0] + sign * columns[1]
-            return _Form(steps=steps, of_batch=of_batch)
+            total = rows[0] + sign * rows[1], columns[0] + sign * columns[1]
+            return _Form(steps=total, of_batch=of_batch)
         if name == "convert_element_type" and len(rows) == 1:
             return _Form(steps=(rows[0], columns[0]), of_batch=of_batch)
     directions = {_direction(form.steps) for form in moving}
@@ -146,7 +146,7 @@ def _direction(steps: tuple[int, int] | None) -> tuple[int, int] | None:
     """The same for steps of which one is a function of the other."""
     if steps is None:
         return None
-    divisor = math.gcd(*steps) * (1 if steps > (0, 0) else -1)
+    divisor = math.gcd(steps[0], steps[1]) * (1 if steps > (0, 0) else -1)
     return steps[0] // divisor, steps[1] // divisor
 
 
@@ -194,11 +194,12 @@ def looked_up(
     query_length, key_length = lengths
     if read.kind == "diagonals":
         distance = jnp.arange(1 - query_length, key_length, dtype=jnp.int32)
-        places = jnp.maximum(-distance, 0), jnp.maximum(distance, 0)
+        rows, columns = jnp.maximum(-distance, 0), jnp.maximum(distance, 0)
     else:
         length = {"heads": 1, "columns": key_length, "rows": query_length}[read.kind]
-        places = jnp.arange(length, dtype=jnp.int32), jnp.zeros(length, jnp.int32)
-        places = places[:: -1 if read.kind == "columns" else 1]
+        rows, columns = jnp.zeros(length, jnp.int32), jnp.arange(length, dtype=jnp.int32)
+        if read.kind == "rows":
+            rows, columns = columns, rows
 
     def one(batch, head, row, column):
         walk = _Walk()
@@ -208,7 +209,8 @@ def looked_up(
     of_places = jax.vmap(one, (None, None, 0, 0))
     of_heads = jax.vmap(of_places, (None, 0, None, None))
     entries = batch_entries if read.of_batch else batch_entries[:1]
-    return jax.vmap(of_heads, (0, None, None, None))(entries, heads, *places)
+    entries, heads = (x.astype(jnp.int32) for x in (entries, heads))
+    return jax.vmap(of_heads, (0, None, None, None))(entries, heads, rows, columns)
 
 
 def shapes_of(program: functions.Program, *, as_they_are: bool = False) -> list[Any]:

@@ -275,13 +275,14 @@ class _ThreadBlock:
         Without those that a mask function hides whole.
         """
         first = jnp.int32(0)
-        if self._lists is None:
+        lists = self._lists
+        if lists is None:
             add = lambda step, carry: one(step, j + step, carry)
             return lax.fori_loop(first, count, add, carry), j + count
 
         def add_if_seen(step, state):
             carry, j = state
-            is_seen = self._lists.entry(*place(step)) > 0
+            is_seen = lists.entry(*place(step)) > 0
             return lax.cond(is_seen, lambda: (one(step, j, carry), j + 1), lambda: state)
 
         return lax.fori_loop(first, count, add_if_seen, (carry, j))

@@ -1,6 +1,7 @@
 """The pieces of a gradient of logits: which steps each takes, and how they make the whole."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -187,18 +188,19 @@ class Pieces:
         warps = CONSUMERS * WARPS
         # The warps of a piece begin 16 diagonals apart, and pieces block_kv.
         before = [rows * (warps - 1 - warp) for warp in range(warps)]
-        own = sum(
+        moved = [
             jnp.pad(gradient[..., warp, :], ((0, 0),) * 3 + ((n, before[0] - n),))
             for warp, n in enumerate(before)
-        )
+        ]
+        own = functools.reduce(jnp.add, moved)
         parts = -(-own.shape[-1] // block_kv)
         own = jnp.pad(own, ((0, 0),) * 3 + ((0, parts * block_kv - own.shape[-1]),))
         own = own.reshape(*own.shape[:3], parts, block_kv)
-        total = sum(
+        moved = [
             jnp.pad(own[..., n, :], ((0, 0),) * 2 + ((n, parts - 1 - n), (0, 0)))
             for n in range(parts)
-        )
-        total = total.reshape(p.batch, p.heads, -1)
+        ]
+        total = functools.reduce(jnp.add, moved).reshape(p.batch, p.heads, -1)
         # The first diagonal is 16 below that of the last warp's first row, at its first key.
         first = -BLOCK_Q - (self.row_blocks - 1) * self.key_blocks_a_row_block * block_kv
         return total[..., 1 - p.query_length - first :][..., : p.query_length + p.key_length - 1]

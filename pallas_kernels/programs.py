@@ -233,6 +233,8 @@ class Operations:
         Of a view, and of what JAX makes of an index: below 0 it would count from the end.
         """
         name, first = equation.primitive.name, operands[0] if operands else -1
+        if name == "reshard":  # of scalars, which derivatives have where a mesh is set
+            return first
         if name == "select_n" and first in self._never:
             return operands[1]
         if name == "lt" and first in self._counting and not np.any(self._constant(operands[1])):

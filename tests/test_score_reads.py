@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_flash
-from jax_flash import kernel_scores
+from jax_flash import autodiff, kernel_scores
 from jax_flash.functions import traced
 from jax_flash.score_reads import reads_of
 from tests.support.cases import long
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import inputs
+from tests.support.sharded import mesh_of
 
 random = np.random.default_rng(0)
 SLOPES = random.uniform(0.01, 0.1, 2)
@@ -131,6 +133,57 @@ def test_gradients_of_what_it_captures(name, monkeypatch):
     function, array, _ = FUNCTIONS[name]
     arrays = inputs(2, 150, 190, 2, 1, 64, jnp.float16)
     check(function, captured(array), arrays, monkeypatch, is_causal=name == "relative")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_where_a_mesh_is_set(kind):
+    arrays = inputs(1, 70, 90, 2, 2, 64, jnp.float16)
+    alone = gradients(relative, captured(TABLE), arrays, "xla")
+    sharding = NamedSharding(mesh_of((1,), kind), PartitionSpec())
+    table, *placed = jax.device_put((captured(TABLE), *arrays), sharding)
+    with jax.set_mesh(sharding.mesh), interpret_mode(detect_races=False):
+        of = functools.partial(gradients, relative, implementation="mosaic_gpu")
+        ours = jax.jit(of)(table, placed)
+    for got, expected in zip(ours, alone, strict=True):
+        largest = float(jnp.abs(expected).max())
+        chex.assert_trees_all_close(*map(jax.device_get, (got, expected)), atol=2e-2 * largest)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis", [0, 2])
+def test_each_device_looks_up_its_own(axis, kind, monkeypatch):
+    """Of a kernel whose sums are as many as the head, and a result that is 1 for each."""
+    query, key, value, d_out, _ = inputs(2, 70, 90, 2, 2, 64, jnp.float32)
+    monkeypatch.setattr(autodiff, "_attention", sums_alone)
+    monkeypatch.setattr(autodiff, "unsupported", lambda call: None)
+    spec = PartitionSpec(*[None] * axis, "x")
+    mesh = mesh_of((2,), kind)
+    function = lambda x, s, b, h, q, k: s + x[b, k] + x[h, 100 + q]
+
+    def loss(array, query, key, value, d_out):
+        score_mod = functools.partial(function, array)
+        out = jax_flash.attention(
+            query, key, value, score_mod=score_mod, implementation="mosaic_gpu"
+        )
+        return (out * d_out).sum()
+
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((query, key, value, d_out), NamedSharding(mesh, spec))
+        array = jax.device_put(captured(ENTRIES), NamedSharding(mesh, PartitionSpec()))
+        ours = jax.device_get(jax.jit(jax.grad(loss))(array, *placed))
+    weights = np.asarray(d_out.sum((1, 3)))
+    expected = np.zeros_like(ENTRIES)
+    expected[:, :90] += weights.sum(1)[:, None]
+    expected[:, 100:170] += weights.sum(0)[:, None]
+    np.testing.assert_allclose(ours, expected, atol=1e-3)
+
+
+def sums_alone(settings, query, key, value, *others):
+    """In the place of `autodiff._attention`."""
+    del settings, key
+    total = sum(x.sum(-1) for x in others[-1])
+    out = jnp.zeros_like(query) + total[:, None, :, None]
+    return out, jnp.zeros_like(query[..., 0]).transpose(0, 2, 1)
 
 
 OPTIONS = {

@@ -203,6 +203,8 @@ SCORE_READS: list[tuple[str, int, str, str, str]] = [
     ("keys", 128, "ragged", "full", ""),
     ("queries", 64, "ragged", "lengths", ""),
     ("slopes", 128, "ragged", "full", "segments"),
+    ("slopes", 128, "ragged", "full", "dropout"),
+    ("slopes", 128, "ragged", "full", "dense-mask"),
     ("slopes", 128, "ragged", "full", "image"),
     ("slopes", 64, "ragged", "full", "documents"),
     ("relative", 128, "ragged", "full", "documents"),
