@@ -43,12 +43,14 @@ def collectives(compiled) -> dict[str, int]:
 def plain_kernels() -> Iterator[None]:
     """The kernels of `attention` in plain JAX: interpret mode runs on one device at a time."""
     # Programs must not outlive the kernels that they were traced with.
-    fresh = lambda run: jax.jit(lambda *args: run(*args), static_argnums=(0, 1))
+    fresh = lambda run, statics: jax.jit(
+        lambda *args: run.__wrapped__(*args), static_argnums=range(statics)
+    )
     by_device = jax.jit(sharding._by_device.__wrapped__, static_argnums=range(6))
     with (
         mock.patch.object(sharding, "_by_device", by_device),
-        mock.patch.object(autodiff, "_run_forward", fresh(autodiff._run_forward.__wrapped__)),
-        mock.patch.object(autodiff, "_run_backward", fresh(autodiff._run_backward.__wrapped__)),
+        mock.patch.object(autodiff, "_run_forward", fresh(autodiff._run_forward, 2)),
+        mock.patch.object(autodiff, "_run_backward", fresh(autodiff._run_backward, 3)),
         mock.patch.object(autodiff, "launch", lambda run, static, _, *args: run(*static, *args)),
         mock.patch.object(forward, "attention", _attention),
         mock.patch.object(gradients, "attention_gradients", _gradients),
