@@ -27,7 +27,6 @@ from jax_flash.kernel_operands import (
     folding_vmap,
     intervals_of,
     of_rows,
-    read_types,
     result_types,
     segment_ids_of,
     words_of,
@@ -289,8 +288,10 @@ def _attention(
 
     Intervals are one `[B, 2, T]`, or none where they are static. Ids are `[B, T]` of queries and
     `[B, S]` of keys, or none. Words of dropout are one `[B, N, T]` of queries, T rounded up, and
-    one `[B, S]` of keys, or none. Blocks are one `mask_functions.Blocks`, or none.
+    one `[B, S]` of keys, or none. Blocks are one `mask_functions.Blocks`, or none. Sums are zeros,
+    in whose place reads of a score function get their gradients (`kernel_scores.sums_of`).
     """
+    del sums
     operands = query, key, value, sinks, intervals, ids, query_words, key_words, blocks, elements
     return _attention_forward(settings, *operands)[0]
 
@@ -304,7 +305,7 @@ def _attention_with_residuals(settings, *args):
     *operands, sums = args
     results, residuals = _attention_forward(settings, *jax.tree.map(lambda x: x.value, operands))
     bias = operands[-1].bias
-    reads = tuple(number for number, x in enumerate(sums) if x.perturbed)
+    reads = tuple((number, x.value.shape[-1]) for number, x in enumerate(sums) if x.perturbed)
     return results, (_Wanted(bias is not None and bias.perturbed, reads, len(sums)), *residuals)
 
 
@@ -315,11 +316,12 @@ class _Wanted:
 
     Attributes:
       bias: whether that of the bias is.
-      reads: numbers of reads of a score function, of the count that there are.
+      reads: numbers of reads of a score function, of the count that there are, and how many sums
+        each has.
     """
 
     bias: bool = False
-    reads: tuple[int, ...] = ()
+    reads: tuple[tuple[int, int], ...] = ()
     count: int = 0
 
 
@@ -364,7 +366,7 @@ def _operand_gradients(settings, residuals, cotangents):
     )
     d_sinks = tuple(_sink_gradient(sink, *results_and_cotangents) for sink in sinks)
     d_elements = Elements(None, others.pop(0)) if wanted.bias else None
-    d_reads = dict(zip(wanted.reads, others, strict=True))
+    d_reads = dict(zip((number for number, _ in wanted.reads), others, strict=True))
     d_sums = tuple(map(d_reads.get, range(wanted.count)))
     return d_query, d_key, d_value, d_sinks, *(None for _ in masks), d_elements, d_sums
 
@@ -445,8 +447,11 @@ def _local_backward(settings, reads, query, key, value, *args):
     *_, differentiated, _, _, _, _, _ = args
     problem = settings.problem(query, key, value)
     check_backward(settings.config.backward, problem.widest)
-    out_types = query, key, value, *differentiated, *read_types(problem, reads)
-    return launch(_backward, (settings, reads), out_types, query, key, value, *args)
+    heads = problem.batch, problem.heads
+    of_reads = (jax.ShapeDtypeStruct((*heads, n), jnp.float32) for _, n in reads)
+    out_types = query, key, value, *differentiated, *of_reads
+    numbers = tuple(number for number, _ in reads)
+    return launch(_backward, (settings, numbers), out_types, query, key, value, *args)
 
 
 def _backward(

@@ -239,19 +239,6 @@ def result_types(
     )
 
 
-def read_types(problem: Problem, reads: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of the gradients of reads of a score function, `[B, N, n]`."""
-    counts = {
-        "heads": 1,
-        "columns": problem.key_length,
-        "rows": problem.query_length,
-        "diagonals": problem.query_length + problem.key_length - 1,
-    }
-    kinds = (problem.score_function.reads[number].kind for number in reads)
-    shape = problem.batch, problem.heads
-    return tuple(jax.ShapeDtypeStruct((*shape, counts[kind]), jnp.float32) for kind in kinds)
-
-
 def of_rows(lse, out):
     """LSE `[B, N, T]` of output `[B, T, N, h]`, without the rows that fill the last tile.
 

@@ -83,24 +83,29 @@ _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 _Place = tuple[Any, Any, Any, Any]  # batch entry, head, first row and first key
 
 
-def bias_gradient(*operands: Any, problem: Problem) -> jax.Array:
+def bias_gradient(operands: tuple, masks: tuple, *, problem: Problem) -> jax.Array:
     """Gradient of the bias in its shape and dtype, the same bit by bit from run to run.
 
     Args:
-      operands: as of `_gradient`.
+      operands: the arrays of `_gradient` up to far.
+      masks: intervals, ids, elements and dropout_words, likewise.
     """
-    bias = operands[-2].bias
+    _, _, elements, _ = masks
+    bias = elements.bias
     if bias is None:
         raise ValueError("elements: got none with a bias, needs one")
     pieces = Pieces.of_bias(problem, BIAS_GRADIENT[problem.widest], bias)
-    return _gradient(*operands, pieces=pieces).astype(bias.dtype)
+    return _gradient(*operands, *masks, pieces=pieces).astype(bias.dtype)
 
 
-def score_gradient(*operands: Any, problem: Problem, read: ScoreRead) -> jax.Array:
+def score_gradient(
+    operands: tuple, masks: tuple, blocks: Blocks | None, *, problem: Problem, read: ScoreRead
+) -> jax.Array:
     """Gradient of what a score function reads, the same bit by bit from run to run.
 
     Args:
-      operands: as of `_gradient`.
+      operands, masks: as of `bias_gradient`.
+      blocks: as of `_gradient`.
 
     Returns:
       `[B, N, n]` float32: sums over the pairs for which it is the same, for n of "heads" 1, of
@@ -109,7 +114,8 @@ def score_gradient(*operands: Any, problem: Problem, read: ScoreRead) -> jax.Arr
     """
     problem = dataclasses.replace(problem, score_function=ScoreFunction(read.program))
     pieces = Pieces.of_heads(problem, BIAS_GRADIENT[problem.widest], read.kind)
-    return _gradient(*operands, pieces=pieces).reshape(problem.batch, problem.heads, -1)
+    gradient = _gradient(*operands, *masks, blocks=blocks, pieces=pieces)
+    return gradient.reshape(problem.batch, problem.heads, -1)
 
 
 def _gradient(
@@ -123,9 +129,9 @@ def _gradient(
     intervals: jax.Array | None,
     ids: tuple[jax.Array, jax.Array] | None,
     elements: Elements,
-    dropout_words: Words | None = None,
-    blocks: Blocks | None = None,
+    dropout_words: Words | None,
     *,
+    blocks: Blocks | None = None,
     pieces: Pieces,
 ) -> jax.Array:
     """Sums of gradients of logits, in the shape that `Pieces.summed` says.

@@ -94,8 +94,7 @@ def attention_gradients(
       reads: numbers of those reads of the score function that have one, likewise.
 
     Returns:
-      Gradients of query, key and value, in their shapes and dtype, and of the bias if wanted,
-      then of reads, as `score_gradient` has them.
+      Gradients of query, key and value, in their shapes and dtype; of the bias, then of reads.
     """
     check_backward(config, problem.widest)
     query_config = query_config or BACKWARD_QUERY[problem.widest]
@@ -124,13 +123,9 @@ def attention_gradients(
     )
     masks = intervals, ids, elements, dropout_words
     operands = query, key, value, d_out, start, minus_delta, far
-    others: list[jax.Array] = []
+    others = _of_reads(reads, operands, masks, blocks, problem)
     if with_bias_gradient:
-        others += [bias_gradient.bias_gradient(*operands, *masks, problem=problem)]
-    for read in (problem.score_function.reads[number] for number in reads):
-        others += [
-            bias_gradient.score_gradient(*operands, *masks, blocks, problem=problem, read=read)
-        ]
+        others = [bias_gradient.bias_gradient(operands, masks, problem=problem), *others]
     statistics = (start,) if is_wide else (start, minus_delta)
     start = with_words(dropout_words, *statistics)
     any_far = jax.freeze(any_far_ref)
@@ -169,6 +164,16 @@ def attention_gradients(
     cast = cast_dq.build(problem, padded_rows, interpreting())
     starts = (start,) if problem.backward_ignores_unseen else ()  # then there is no dropout
     return cast(jax.freeze(dq_ref), *starts), *gradients, *others
+
+
+def _of_reads(
+    reads: Sequence[int], operands: tuple, masks: tuple, blocks: Blocks | None, problem: Problem
+) -> list[jax.Array]:
+    """Gradients of those reads of the score function, each by a kernel of its own."""
+    gradient = functools.partial(
+        bias_gradient.score_gradient, operands, masks, blocks, problem=problem
+    )
+    return [gradient(read=problem.score_function.reads[number]) for number in reads]
 
 
 def _summed(
