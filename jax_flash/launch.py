@@ -183,12 +183,17 @@ def _remember(this: _Launch) -> None:
 def _recall(this: _Launch) -> list[_Launch]:
     """What to lower now: this, and before it the backward pass of this forward pass, if traced.
 
-    The backward's kernels take longest to compile, so they are to begin first.
+    The backward's kernels take longest to compile, so they are to begin first. What is static of
+    them begins with what is static of the forward pass.
     """
     mine = this.static, this.types[:3]
+
+    def is_mine(other: _Launch) -> bool:
+        return (other.static[: len(this.static)], other.types[:3]) == mine
+
     with _lock:
         _traced.pop(this, None)
-        others = [other for other in _traced if (other.static, other.types[:3]) == mine]
+        others = list(filter(is_mine, _traced))
         for other in others:
             del _traced[other]
     return [*others, this]
