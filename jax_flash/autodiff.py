@@ -40,7 +40,7 @@ from jax_flash.launch import launch
 from jax_flash.sharding import over_devices, vary_alike
 from pallas_kernels import dropout_words
 from pallas_kernels.config import Config, check_backward, default
-from pallas_kernels.element_arrays import Elements
+from pallas_kernels.element_arrays import Blocks, Elements
 from pallas_kernels.problem import SUPPORTED_WIDTHS, Problem, sees_itself
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
@@ -188,7 +188,7 @@ def _prepared(call: Call):
         sinks = (batch_and_heads + call.sinks.astype(jnp.float32)[None],)
     query, key, value = call.query, call.key, call.value
     problem = settings.problem(query, key, value)
-    if has_mask and seen is None:
+    if has_mask and mask_function is None:
         key, value = (zero_masked(x, call.visibility, problem) for x in (key, value))
     if seen is not None:
         key, value = (zero_unseen_by_heads(x, seen) for x in (key, value))
@@ -216,10 +216,7 @@ def _mask_of_blocks(call: Call, lowest: int | None, highest: int | None):
 
     lengths = call.query.shape[1], call.key.shape[1]
     if call.mask_mod is None:
-        mask = call.visibility.mask
-        assert mask is not None
-        blocks, seen = mask_blocks.dense_blocks(mask, *lengths, lowest, highest)
-        return MaskFunction(None), (blocks,), seen
+        return MaskFunction(None), (), None  # blocks come of the mask's bits
     if mask_blocks.is_static(call.mask_mod):
         program = call.mask_mod.program
         return mask_blocks.static_mask(program, *lengths, lowest, highest), (), None
@@ -412,8 +409,13 @@ def _forward(
     settings, query, key, value, sinks, intervals, ids, query_words, key_words, blocks, elements
 ):
     from pallas_kernels import forward  # of Pallas, which is slow to import
+    from pallas_kernels.mask_bits import with_mask_bits
 
     problem = settings.problem(query, key, value)
+    elements = with_mask_bits(elements, problem)
+    if problem.has_dense_lists:
+        blocks, seen = (Blocks(elements.mask.kinds),), elements.mask.seen
+        value = zero_unseen_by_heads(value, seen)
     return forward.attention(
         query,
         key,
@@ -459,6 +461,7 @@ def _backward(
     differentiated, references, out, lse, d_out, d_lse,
 ):  # fmt: skip
     from pallas_kernels.gradients import attention_gradients  # of Pallas, slow to import
+    from pallas_kernels.mask_bits import with_mask_bits
 
     problem = settings.problem(query, key, value)
     query, d_out = zero_empty(query, d_out, lse, problem)
@@ -466,6 +469,10 @@ def _backward(
         d_out = zero_unseeing(d_out, problem, intervals, ids)
     if differentiated:
         elements = elements._replace(bias=differentiated[0])
+    elements = with_mask_bits(elements, problem)
+    if problem.has_dense_lists:
+        blocks, seen = (Blocks(elements.mask.kinds),), elements.mask.seen
+        key, value = (zero_unseen_by_heads(x, seen) for x in (key, value))
     return attention_gradients(
         query,
         key,

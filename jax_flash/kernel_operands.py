@@ -87,8 +87,10 @@ def zero_unseen_by_heads(x: jax.Array, seen: jax.Array) -> jax.Array:
     """x `[B, S, K, ...]` with zeros where no query head of a key head sees the key.
 
     Args:
-      seen: bool `[b, n, S]`, of query heads, each axis whole or 1.
+      seen: bool `[b, n, S]`, of query heads, each axis whole or 1, or for b what divides it.
     """
+    if 1 < seen.shape[0] < x.shape[0]:
+        seen = jnp.repeat(seen, x.shape[0] // seen.shape[0], axis=0)
     if seen.shape[1] > 1:
         seen = seen.reshape(seen.shape[0], x.shape[2], -1, seen.shape[2]).any(2)
     return jnp.where(seen.swapaxes(1, 2)[..., None], x, 0)

@@ -217,16 +217,3 @@ def _shown_by_each(function: Function, entries, heads, sizes, bounds) -> Shown:
     counts = jax.vmap(jax.vmap(counts, (None, 0)), (0, None))
     of_all = counts(entries[: None if reads_entry else 1], heads[: None if reads_head else 1])
     return by_blocks(of_all, *sizes)
-
-
-def dense_blocks(mask: jax.Array, query_length: int, key_length: int, lowest, highest):
-    """The same of a dense mask, `[b, n, t, s]` with each axis whole or 1, and bounds."""
-    query, key = np.arange(query_length)[:, None], np.arange(key_length)
-    if lowest is not None:
-        mask = mask & (key >= query + lowest)[None, None]
-    if highest is not None:
-        mask = mask & (key <= query + highest)[None, None]
-    mask = jnp.broadcast_to(mask, (*mask.shape[:2], query_length, key_length))
-    beyond = ((0, 0), (0, 0), (0, -query_length % BLOCK), (0, -key_length % BLOCK))
-    shown = by_blocks(_counts(jnp.pad(mask, beyond)), query_length, key_length)
-    return Blocks(shown.kinds), shown.seen

@@ -19,25 +19,46 @@ _WORD = 32
 _TILE_COLUMNS = 128  # the most columns of a tile: bits are there for whole ones
 
 
+class MaskBits(NamedTuple):
+    """Of a mask with a value a pair (`mask_bits.py`).
+
+    Attributes:
+      by_query: int32 `[b, n, T, words]`: bit j of word i is that of key 32 * i + j, 0 beyond the
+        end, in whole tiles.
+      by_key: the same `[b, n, S, words]`, of queries.
+      kinds: those of `Blocks`, and seen: bool `[b, n, S]`, which keys a query sees. What the bounds
+        of a problem that has lists hide is hidden in these, too.
+    """
+
+    by_query: jax.Array
+    by_key: jax.Array
+    kinds: jax.Array
+    seen: jax.Array
+
+
 class Elements(NamedTuple):
     """None where there is none.
 
     Attributes:
-      mask: bool `[b, n, t, s]`; True is visible.
+      mask: bool `[b, n, t, s]`; True is visible. Or its bits, where they have been made.
       bias: `[b, n, t, s]` of one of `BIAS_DTYPES`; added to the scaled logits.
       scores: of a score function (`score_functions.py`), if it reads them: batch entry and head as
         it counts them, int32 `[b, N, 1, 2]`, then its arrays, `[b, 1, 1, size]` of int32 or
         float32.
     """
 
-    mask: jax.Array | None = None
+    mask: jax.Array | MaskBits | None = None
     bias: jax.Array | None = None
     scores: tuple[jax.Array, ...] = ()
 
     def operands(self, *, transposed: bool = False) -> tuple[jax.Array, ...]:
         """What `ElementRefs` and `ScoreRefs` stand for in a kernel; transposed: rows are keys."""
         axis = 2 if transposed else 3
-        mask = () if self.mask is None else (pack(self.mask, axis),)
+        mask: tuple[jax.Array, ...] = ()
+        if isinstance(self.mask, MaskBits):
+            mask = (self.mask.by_key if transposed else self.mask.by_query,)
+        elif self.mask is not None:
+            mask = (pack(self.mask, axis),)
         bias = () if self.bias is None else (_whole_tiles(self.bias, axis),)
         return *mask, *bias, *self.scores
 

@@ -170,6 +170,11 @@ class Problem:
         return self.mask_function is not None
 
     @property
+    def has_dense_lists(self) -> bool:
+        """Whether lists are those of a dense mask."""
+        return self.mask_function is not None and self.mask_function.is_dense
+
+    @property
     def has_given_lists(self) -> bool:
         """Whether lists come at run time, for each batch entry and head where these differ."""
         return self.mask_function is not None and self.mask_function.kinds is None
