@@ -384,7 +384,7 @@ _attention.defvjp(_attention_with_residuals, _attention_backward, symbolic_zeros
 _QUERY, _KEY, _ROWS, _INTERVALS, _IDS, _ELEMENTS = "b.n.", "b.k.", "bn.", "b..", "b.", "bn.."
 _REFERENCES = "bn.."
 _MASKS = _INTERVALS, _IDS, _ROWS, _IDS  # words of dropout too
-_BLOCKS = "bn..", "bn.", "b."  # of the fields of `mask_functions.Blocks`
+_BLOCKS = "bn..", "bn.", "bn.", "b."  # of the fields of `mask_functions.Blocks`
 
 
 def _letters_of_blocks(blocks: tuple) -> tuple:
@@ -409,13 +409,17 @@ def _forward(
     settings, query, key, value, sinks, intervals, ids, query_words, key_words, blocks, elements
 ):
     from pallas_kernels import forward  # of Pallas, which is slow to import
-    from pallas_kernels.mask_bits import with_mask_bits
+    from pallas_kernels.mask_bits import are_seen, with_mask_bits
 
     problem = settings.problem(query, key, value)
     elements = with_mask_bits(elements, problem)
     if problem.has_dense_lists:
-        blocks, seen = (Blocks(elements.mask.kinds),), elements.mask.seen
-        value = zero_unseen_by_heads(value, seen)
+        bits = elements.mask
+        if problem.forward_zeroes_marked:
+            blocks = (Blocks(bits.kinds, bits.seen),)
+        else:
+            blocks = (Blocks(bits.kinds),)
+            value = zero_unseen_by_heads(value, are_seen(bits.seen, problem.key_length))
     return forward.attention(
         query,
         key,
@@ -461,7 +465,7 @@ def _backward(
     differentiated, references, out, lse, d_out, d_lse,
 ):  # fmt: skip
     from pallas_kernels.gradients import attention_gradients  # of Pallas, slow to import
-    from pallas_kernels.mask_bits import with_mask_bits
+    from pallas_kernels.mask_bits import are_seen, with_mask_bits
 
     problem = settings.problem(query, key, value)
     query, d_out = zero_empty(query, d_out, lse, problem)
@@ -471,7 +475,8 @@ def _backward(
         elements = elements._replace(bias=differentiated[0])
     elements = with_mask_bits(elements, problem)
     if problem.has_dense_lists:
-        blocks, seen = (Blocks(elements.mask.kinds),), elements.mask.seen
+        blocks = (Blocks(elements.mask.kinds),)
+        seen = are_seen(elements.mask.seen, problem.key_length)
         key, value = (zero_unseen_by_heads(x, seen) for x in (key, value))
     return attention_gradients(
         query,

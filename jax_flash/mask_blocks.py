@@ -186,7 +186,7 @@ def given_blocks(call: Call, lowest: int | None, highest: int | None):
     if reads_entry or reads_head:
         both = jnp.broadcast_arrays(entries[:, None], heads[None, :])
         numbers = jnp.stack(both, axis=-1).astype(jnp.int32)
-    return Blocks(shown.kinds, numbers, tuple(x[None] for x in captured)), shown.seen
+    return Blocks(shown.kinds, None, numbers, tuple(x[None] for x in captured)), shown.seen
 
 
 def _known(known: KnownBlocks, entries, heads) -> Shown:

@@ -26,8 +26,8 @@ class MaskBits(NamedTuple):
       by_query: int32 `[b, n, T, words]`: bit j of word i is that of key 32 * i + j, 0 beyond the
         end, in whole tiles.
       by_key: the same `[b, n, S, words]`, of queries.
-      kinds: those of `Blocks`, and seen: bool `[b, n, S]`, which keys a query sees. What the bounds
-        of a problem that has lists hide is hidden in these, too.
+      kinds, seen: those of `Blocks`. What the bounds of a problem that has lists hide is hidden in
+        these, too.
     """
 
     by_query: jax.Array
@@ -97,11 +97,14 @@ class Blocks(NamedTuple):
 
     Attributes:
       kinds: int8 `[b, n, query blocks, key blocks]`.
+      seen: int32 `[b, n, words]`: bit j of word i is that of key 32 * i + j, which a query sees, or
+        which is beyond the end. None where keys that none sees are zero.
       numbers: None, or int32 `[b, N, 2]`: batch entry and query head as the function counts them.
       captured: the arrays that it reads, `[b, size]` of int32 or float32.
     """
 
     kinds: jax.Array
+    seen: jax.Array | None = None
     numbers: jax.Array | None = None
     captured: tuple[jax.Array, ...] = ()
 

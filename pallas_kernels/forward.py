@@ -119,6 +119,9 @@ def attention(
     tiles = Tiles(problem, config)
     if blocks is not None:
         lists = tiles.given_lists(blocks.kinds)
+        if problem.forward_zeroes_marked:
+            assert blocks.seen is not None
+            optional = (*tiles.unseen_keys(blocks.seen), *optional)
         return kernel(lists, *blocks.operands, query, key, value, *optional)
     if not problem.by_batch:
         return kernel(query, key, value, *optional)

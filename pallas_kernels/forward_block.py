@@ -84,6 +84,7 @@ class ThreadBlock(Block):
       plan: of the kernel.
       q, k, v, o, lse, references: refs of operands and results, in global memory.
       reach: refs of the first key that a tile's rows see and of the end, if rows ignore others.
+      of_unseen: of a dense mask, refs of `Blocks.seen` and of whether blocks have a key unseen.
       sinks: ref of them, or None.
       lists: of tiles, with the mask function, None without.
       dropout, elements, masks: of rows and keys.
@@ -121,6 +122,8 @@ class ThreadBlock(Block):
         intervals, rest = rest[: int(has_intervals)], rest[int(has_intervals) :]
         count = 2 * int(problem.forward_ignores_unseen)
         self.reach, rest = rest[:count], rest[count:]
+        count = 2 * int(problem.forward_zeroes_marked)
+        self.of_unseen, rest = rest[:count], rest[count:]
         ids, rest = rest[: 2 * int(problem.segmented)], rest[2 * int(problem.segmented) :]
         self.dropout, rest = DropoutRefs.split(problem, rest)
         self.elements, rest = ElementRefs.split(problem, rest, comes_by_tma=plan.comes_by_tma)

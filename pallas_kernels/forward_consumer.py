@@ -106,9 +106,9 @@ class _Consumer(Products):
         self.await_first_value(there, block.slot(steps))
         # LLVM would carry float32 into the loop and cast there.
         operand = lax.optimization_barrier(rows.first_operand(weights, place, end_block - 1))
-        if self.plan.problem.forward_ignores_unseen:
+        if self.plan.zeroes_values:
             pl.when(there())(
-                lambda: self.zero_unseen_values(block.slot(steps), tile, batch, end_block - 1)
+                lambda: self.zero_unseen_values(block.slot(steps), place, end_block - 1)
             )
         return operand, state
 
@@ -191,11 +191,12 @@ class _Consumer(Products):
         operand = kept(weights, dropped, problem.dtype)
         if plan.own_values and not config.early_values:
             plgpu.barrier_wait(block.v_full.at[k_slot])
-        if problem.forward_ignores_unseen and needs_mask:
+        if plan.zeroes_values and needs_mask:
+            key_block = end_block - 1 - j
             if plan.registers_are_scarce:  # read anew: registers are short
-                tile, batch, _ = locate_anew()
-                end_block = block.end_of(tile, batch)
-            self.zero_unseen_values(k_slot, tile, batch, end_block - 1 - j)
+                place = locate_anew()
+                key_block = block.key_block(place, j)
+            self.zero_unseen_values(k_slot, place, key_block)
         return operand, state
 
     def whole_tile(self, index, carry):
@@ -353,10 +354,8 @@ class _Consumer(Products):
         # Only now are there registers for what dropout takes.
         weights = rows.first_operand(weights, next_place, end_block - 1)
         self.store_output(output, inverse, tile, batch, head)
-        if self.plan.problem.forward_ignores_unseen:
-            pl.when(there())(
-                lambda: self.zero_unseen_values(k_slot, next_tile, next_batch, end_block - 1)
-            )
+        if self.plan.zeroes_values:
+            pl.when(there())(lambda: self.zero_unseen_values(k_slot, next_place, end_block - 1))
         return weights, next_state, too_low
 
     def end_tile_before_next(self, index, steps, number, carry, following):

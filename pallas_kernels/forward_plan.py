@@ -118,9 +118,14 @@ class Plan:
         return -np.inf if self.reference is None else 0.0
 
     @property
+    def zeroes_values(self) -> bool:
+        """Whether rows of V may be NaN that no query sees, or none of a tile."""
+        return self.problem.forward_ignores_unseen or self.problem.forward_zeroes_marked
+
+    @property
     def own_values(self) -> bool:
         """Whether a step waits for V of its own keys: those with a mask zero rows of it."""
-        return self.config.early_values or self.problem.forward_ignores_unseen
+        return self.config.early_values or self.zeroes_values
 
     @functools.cached_property
     def allowed(self) -> online_softmax.Range:

@@ -11,6 +11,7 @@ from pallas_kernels.element_arrays import compressed
 from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_plan import BIAS_BOX
 from pallas_kernels.forward_rows import Rows
+from pallas_kernels.on_rows import entry_of
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.ptx.barriers import fence_async_shared
 from pallas_kernels.ptx.compiler import fresh_zero
@@ -76,8 +77,29 @@ class Products:
         if self.plan.own_values:
             pl.when(there())(lambda: plgpu.barrier_wait(self.block.v_full.at[slot]))
 
-    def zero_unseen_values(self, slot, tile, batch, key_block) -> None:
+    def zero_unseen_values(self, slot, place, key_block) -> None:
         """Rows of V that no query of a tile sees: 0 times what they hold may be NaN."""
+        tile, batch, head = place
+        if self.plan.problem.forward_zeroes_marked:
+            self._zero_marked_values(slot, batch, head, key_block)
+        else:
+            self._zero_values_out_of_reach(slot, tile, batch, key_block)
+
+    def _zero_marked_values(self, slot, batch, head, key_block) -> None:
+        """Those that no query of the head sees."""
+        block, plan = self.block, self.plan
+        seen, has_unseen = block.of_unseen
+        entry = entry_of(seen, batch + fresh_zero(), plan.problem)  # registers are short
+        head = 0 if seen.shape[1] == 1 else head
+        count = plan.config.block_kv // 32
+
+        @pl.when(has_unseen[entry, head, key_block] > 0)
+        def _():
+            words = seen.at[entry, head, pl.ds(key_block * count, count)]
+            values, box_width = block.v_smem.at[slot], plan.value_columns.box_width
+            block.unseen_values.keep_marked_rows(values, words, block.warpgroup, box_width)
+
+    def _zero_values_out_of_reach(self, slot, tile, batch, key_block) -> None:
         block, block_kv = self.block, self.plan.config.block_kv
         key_length = self.plan.problem.key_length
         # Addresses are made anew: registers are short.
@@ -101,7 +123,7 @@ class Products:
         staging = block.o_smem.at[block.warpgroup]
         factor = spread(inverse, output.shape)
         output *= factor
-        if plan.problem.forward_ignores_unseen:
+        if plan.problem.forward_ignores_unseen:  # of rows
             output = jnp.where(factor < 0.0, 0.0, output)
         self.o_acc[...] = zero_tile(ROWS, plan.value_columns.size)
         for columns in plan.staged_columns:

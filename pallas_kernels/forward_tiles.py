@@ -116,6 +116,14 @@ class Tiles:
         near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), exact)
         return np.stack([blocks, exact, near, end], axis=1).astype(np.int32)
 
+    def unseen_keys(self, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`Blocks.seen` in whole blocks, and of each block whether it has a key that none sees."""
+        words = self.config.block_kv // 32
+        padding = [(0, 0), (0, 0), (0, -seen.shape[2] % words)]
+        seen = jnp.pad(seen, padding, constant_values=-1)
+        in_all = functools.reduce(jnp.bitwise_and, (seen[..., n::words] for n in range(words)))
+        return seen, (in_all != -1).astype(jnp.int32)
+
     def given_lists(self, kinds: jax.Array) -> jax.Array:
         """The lists of tiles, `[b, n, tiles, columns]`, from `mask_functions.Blocks.kinds`."""
         c = self.config

@@ -1,7 +1,7 @@
 """A dense mask as kernels take it: bits of pairs, kinds of blocks, and which keys are seen.
 
 A mask of a byte a pair is read once, by a kernel of its own, which XLA would read once for each of
-these. Each warp makes bits of a block of 64 queries by 64 keys, along both axes.
+these. A thread block makes bits of 128 queries by 128 keys, along both axes.
 """
 
 import functools
@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.element_arrays import Elements, MaskBits
@@ -23,10 +24,11 @@ BLOCK = COLUMNS  # queries, and keys, of a block, as in `mask_functions.py`
 
 def with_mask_bits(elements: Elements, problem: Problem) -> Elements:
     """The same with bits of a mask that has a value a pair, for all kernels of a pass."""
-    if elements.mask is None or 1 in elements.mask.shape[2:]:
+    mask = elements.mask
+    if mask is None or isinstance(mask, MaskBits) or 1 in mask.shape[2:]:
         return elements
     bounds = (problem.lowest, problem.highest) if problem.has_lists else (None, None)
-    return elements._replace(mask=mask_bits(elements.mask, *bounds))
+    return elements._replace(mask=mask_bits(mask, *bounds))
 
 
 def mask_bits(mask: jax.Array, lowest: int | None = None, highest: int | None = None) -> MaskBits:
@@ -36,18 +38,29 @@ def mask_bits(mask: jax.Array, lowest: int | None = None, highest: int | None = 
     kernel = _build(entries, query_length, key_length, (lowest, highest), interpreting())
     by_query, by_key, blocks = kernel(mask.reshape(entries, query_length, key_length))
     # Blocks of the kernel have half as many queries.
-    halves = blocks.reshape(entries, -1, BLOCK // ROWS, *blocks.shape[2:])
-    some, whole = halves[..., SOME].any(2), halves[..., ALL].all(2)
-    in_words = lax.reduce(blocks[..., ALL + 1 :], jnp.int32(0), lax.bitwise_or, (1,))
-    places = jnp.arange(WORD, dtype=jnp.int32)
-    seen = ((in_words.reshape(entries, -1, 1) >> places) & 1).astype(jnp.bool_)
+    first, second = (blocks[:, half :: BLOCK // ROWS] for half in range(BLOCK // ROWS))
+    some, whole = first[..., SOME] | second[..., SOME], first[..., ALL] & second[..., ALL]
+    seen = lax.reduce(blocks[..., ALL + 1 :], jnp.int32(0), lax.bitwise_or, (1,))
+    seen = seen.reshape(entries, -1) | _bits_beyond(key_length, seen[0].size)
     shaped = lambda x: x.reshape(*leading, *x.shape[1:])
     return MaskBits(
         shaped(by_query),
         shaped(by_key),
-        shaped(jnp.where(some & whole, 2, some).astype(jnp.int8)),
-        shaped(seen.reshape(entries, -1)[:, :key_length]),
+        shaped((some + (some & whole)).astype(jnp.int8)),
+        shaped(seen),
     )
+
+
+def _bits_beyond(length: int, count: int) -> np.ndarray:
+    """Of so many words those bits that are set which are beyond the end."""
+    is_beyond = np.arange(count * WORD) >= length
+    return np.packbits(is_beyond, bitorder="little").view(np.int32)
+
+
+def are_seen(words: jax.Array, length: int) -> jax.Array:
+    """bool `[..., length]` of `Blocks.seen`."""
+    bits = (words[..., None] >> jnp.arange(WORD, dtype=jnp.int32)) & 1
+    return bits.reshape(*words.shape[:-1], -1)[..., :length].astype(jnp.bool_)
 
 
 @functools.lru_cache
@@ -60,12 +73,11 @@ def _build(
 ):
     rows, columns = (-(-length // TILE) for length in (query_length, key_length))
 
-    def pack_mask(mask_ref, *refs):
-        *refs, staging = refs
+    def pack_mask(mask_ref, by_query_ref, by_key_ref, blocks_ref, staging):
         of_all, column = div_rem(lax.axis_index("block"), columns)
         entry, row = div_rem(of_all, rows)
         is_inside = ((row + 1) * TILE <= query_length) & ((column + 1) * TILE <= key_length)
-        results = tuple(ref.at[entry] for ref in refs)
+        results = tuple(ref.at[entry] for ref in (by_query_ref, by_key_ref, blocks_ref))
         store = functools.partial(
             store_bits, mask_ref, results, staging, (entry, row, column), bounds
         )
@@ -80,7 +92,7 @@ def _build(
     return plgpu.kernel(
         pack_mask,
         out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
-        scratch_types=(plgpu.SMEM((TILE, TILE // WORD), jnp.int32),),
+        scratch_types=(plgpu.SMEM((TILE // ROWS, TILE), jnp.int32),),
         grid=(entries * rows * columns,),
         grid_names=("block",),
         compiler_params=HAND_ORDERED,

@@ -14,6 +14,8 @@ function: its bits are loaded (`elements.py`).
 import dataclasses
 import functools
 import hashlib
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -164,12 +166,15 @@ def coarse(xp, kinds, rows: int, columns: int, shift: int):
     """
     ends = (shift, -(kinds.shape[2] + shift) % rows), (0, -kinds.shape[3] % columns)
 
-    def by_tile(x, beyond: bool):
+    def by_tile(x, beyond: bool, together: Callable):
         x = xp.pad(x, ((0, 0), (0, 0), *ends), constant_values=beyond)
-        return x.reshape(*x.shape[:2], x.shape[2] // rows, rows, x.shape[3] // columns, columns)
+        x = x.reshape(*x.shape[:2], x.shape[2] // rows, rows, x.shape[3] // columns, columns)
+        # Not by a reduction, which is a kernel of its own.
+        parts = (x[:, :, :, r, :, c] for r in range(rows) for c in range(columns))
+        return functools.reduce(together, parts)
 
-    some = by_tile(kinds != EMPTY, False).any((3, 5))
-    return some, by_tile(kinds == FULL, True).all((3, 5))
+    some = by_tile(kinds != EMPTY, False, operator.or_)
+    return some, by_tile(kinds == FULL, True, operator.and_)
 
 
 def lists(xp, some, whole):

@@ -201,6 +201,11 @@ class Problem:
         return self.dynamic and not (self.segmented or self.has_elements or spills)
 
     @property
+    def forward_zeroes_marked(self) -> bool:
+        """Whether keys that no query sees by a dense mask may be NaN in `forward.py`."""
+        return self.has_dense_lists
+
+    @property
     def backward_ignores_unseen(self) -> bool:
         """Whether they may be NaN in `backward.py` too, of all three gradients."""
         spills = self.dropout > 0

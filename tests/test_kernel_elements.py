@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import config, element_arrays
+from pallas_kernels import config, element_arrays, mask_bits
 from tests.support.cases import long, slow
 from tests.support.elements import (
     check_bias_that_is_nan_where_hidden_and_infinite_elsewhere,
@@ -44,6 +44,31 @@ def test_bits_of_a_mask(axes, axis):
         assert bits.shape[-1] % 128 == 0
         np.testing.assert_array_equal(bits[..., :length], mask.swapaxes(axis, 3))
         assert not bits[..., length:].any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "lowest", "highest"),
+    [((2, 1, 65, 257), None, None), ((1, 2, 200, 130), -3, None), ((1, 1, 130, 300), None, 5)],
+)
+def test_bits_blocks_and_seen_keys_of_a_mask(shape, lowest, highest):
+    B, N, T, S = shape
+    mask = np.random.default_rng(T).random(shape) < 0.9
+    mask[..., :64, :64] = True
+    mask[..., 64:128, :64] = False
+    mask[..., 7] = False
+    with interpret_mode():
+        found = mask_bits.mask_bits(jnp.asarray(mask), lowest, highest)
+    difference = np.arange(S) - np.arange(T)[:, None]
+    mask &= difference >= (-S - T if lowest is None else lowest)
+    mask &= difference <= (S + T if highest is None else highest)
+    chex.assert_trees_all_equal(found.by_query, element_arrays.pack(jnp.asarray(mask), 3))
+    chex.assert_trees_all_equal(found.by_key, element_arrays.pack(jnp.asarray(mask), 2))
+    np.testing.assert_array_equal(mask_bits.are_seen(found.seen, S), mask.any(2))
+    kinds = np.zeros((B, N, -(-T // 64), -(-S // 64)), np.int8)
+    for row, column in np.ndindex(kinds.shape[2:]):
+        block = mask[:, :, 64 * row :, 64 * column :][:, :, :64, :64]
+        kinds[:, :, row, column] = block.any((2, 3)) + 1 * block.all((2, 3))
+    np.testing.assert_array_equal(found.kinds, kinds)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.ptx.mlir import (
@@ -18,7 +18,6 @@ from pallas_kernels.ptx.mlir import (
     base_address,
     bytes_to,
     int32,
-    own_address,
     shared_address,
     thread_index,
 )
@@ -41,29 +40,33 @@ def store_bits(matrices, results: tuple[Any, ...], staging, place, bounds, *, in
         32 * i + j, for whole tiles; the same of columns, `(columns, words)`; and int32
         `(row blocks, column blocks, ENTRIES)`: whether some and whether all elements are set of
         those that there are.
-      staging: int32 `(TILE, 4)` in shared memory.
+      staging: int32 `(TILE // ROWS, TILE)` in shared memory.
       place: of the tile: entry, which of the rows' tiles, and which of the columns'.
       bounds: least and greatest of column - row, None for any.
       inside: whether no element of the tile is beyond the end.
     """
     place = tuple(map(jnp.int32, place))
     if interpreting():
-        entry, *tile = place
-        _store_bits_in_jax(matrices.at[entry], *results, *tile, bounds)
+        entry, row, column = place
+        _store_bits_in_jax(matrices.at[entry], results, row, column, bounds)
         return
 
     rows, columns = matrices.shape[1:]
-    by_row, by_column, blocks = (ref.shape for ref in results)
+    (_, row_words), (_, column_words), (row_blocks, column_blocks, _) = (
+        ref.shape for ref in results
+    )
+    sizes = _Sizes(rows, columns, row_blocks, column_blocks, row_words, column_words)
     splat = plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 5, *[splat] * 3))
     def store(_, matrices, *args):
         *bases, staging = args[:4]
-        entry, *tile = (x.registers[()] for x in args[4:])
-        sizes = _Sizes(rows, columns, *blocks[:2], by_row[1], by_column[1])
+        entry, row, column = (x.registers[()] for x in args[4:])
         # A view of an entry would begin elsewhere: to Mosaic bools are bits.
         matrix = arith.addi(base_address(matrices), bytes_to(entry, rows * columns))
-        _Warp(sizes, bounds, matrix, *map(base_address, bases), staging, *tile).store(inside)
+        by_row, by_column, blocks = map(base_address, bases)
+        warp = _Warp(sizes, bounds, matrix, by_row, by_column, blocks, staging, row, column)
+        warp.store(inside)
 
     store(matrices, *results, staging, *place)
 
@@ -192,17 +195,16 @@ class _Warp:
     def store_columns(self, words) -> None:
         """By way of shared memory, as warps have one word each of a column."""
         sizes = self.sizes
-        for e, word in enumerate(words):
-            address = shared_address(
-                self.staging, (self.lane, 16 * _WORDS), (self.warp, 4), (int32(e), 4 * _WORDS)
-            )
-            asm("st.shared.b32 [$0], $1;", "r,r,~{memory}", [address, word])
+        address = shared_address(self.staging, (self.warp, 4 * TILE), (self.lane, 16))
+        text = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
+        asm(text, "r,r,r,r,r,~{memory}", [address, *words])
         mgpu_utils.warpgroup_barrier()
         i32 = ir.IntegerType.get_signless(32)
-        text = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
-        of_column = llvm.StructType.get_literal([i32] * _WORDS)
-        found = asm(text, "=r,=r,=r,=r,r,~{memory}", [own_address(self.staging)], of_column)
-        found = [llvm.extractvalue(i32, found, [n]) for n in range(_WORDS)]
+        address = shared_address(self.staging, (thread_index(), 4))
+        load = "ld.shared.b32 $0, [$1+{}];"
+        found = [
+            asm(load.format(4 * TILE * n), "=r,r,~{memory}", [address], i32) for n in range(_WORDS)
+        ]
         column = arith.addi(self.first_column, thread_index())
         place = arith.addi(
             bytes_to(column, 4 * sizes.column_words), bytes_to(self.row_tile, 4 * _WORDS)
@@ -312,16 +314,15 @@ def _kept(word, bound, flip: int):
     return arith.andi(word, arith.xori(kept, int32(flip)) if flip else kept)
 
 
-def words(bits: jax.Array) -> jax.Array:
+def _words(bits: jax.Array) -> jax.Array:
     """int32 `(..., words)` of bool `(..., 32 * words)`: bit j of a word is element j."""
     of_words = bits.reshape(*bits.shape[:-1], -1, WORD).astype(jnp.uint32)
     places = lax.broadcast_to_rank(jnp.arange(WORD, dtype=jnp.uint32), of_words.ndim)
     return lax.bitcast_convert_type((of_words << places).sum(-1, dtype=jnp.uint32), jnp.int32)
 
 
-def _store_bits_in_jax(
-    ref, by_row_ref, by_column_ref, blocks_ref, row_tile, column_tile, bounds
-) -> None:
+def _store_bits_in_jax(ref, results, row_tile, column_tile, bounds) -> None:
+    by_row_ref, by_column_ref, blocks_ref = results
     (rows, columns), number = ref.shape, jnp.arange(TILE)
     row, column = row_tile * TILE + number, column_tile * TILE + number
     there = (row < rows)[:, None] & (column < columns)
@@ -332,12 +333,12 @@ def _store_bits_in_jax(
         bits &= column - row[:, None] >= least
     if greatest is not None:
         bits &= column - row[:, None] <= greatest
-    _put(by_row_ref, row_tile, column_tile, words(bits))
-    _put(by_column_ref, column_tile, row_tile, words(bits.T))
+    _put(by_row_ref, row_tile, column_tile, _words(bits))
+    _put(by_column_ref, column_tile, row_tile, _words(bits.T))
     in_blocks = lambda x: x.reshape(TILE // ROWS, ROWS, TILE // COLUMNS, COLUMNS).swapaxes(1, 2)
     bits, there = in_blocks(bits), in_blocks(there)
     some_and_all = jnp.stack([bits.any((2, 3)), (bits | ~there).all((2, 3))], axis=-1)
-    entries = jnp.concatenate([some_and_all.astype(jnp.int32), words(bits.any(2))], axis=-1)
+    entries = jnp.concatenate([some_and_all.astype(jnp.int32), _words(bits.any(2))], axis=-1)
     for n, of_columns in enumerate(entries.swapaxes(0, 1)):
         column_block = column_tile * (TILE // COLUMNS) + n
         pl.when(column_block < blocks_ref.shape[1])(

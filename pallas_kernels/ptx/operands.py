@@ -1,6 +1,8 @@
 """Operands of wgmma in shared memory."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from pallas_kernels.ptx.mlir import (
     TILE,
     WARPGROUP_THREADS,
     asm,
+    base_address,
     fragments,
     int32,
     like_array,
@@ -110,9 +113,18 @@ class SharedZeros:
         For products that follow; rows are a multiple of 64.
         """
 
+        keep_interval = functools.partial(_keep_any_operand_rows, bounds=(first, end))
+        self._keep(keep_interval, ref, warpgroup, box_width)
+
+    def keep_marked_rows(self, ref, words_ref, warpgroup, box_width: int) -> None:
+        """The same of rows whose bit is not set, 32 in each int32 of a view of global memory."""
+        keep_marked = functools.partial(_keep_any_operand_rows, words_ref=words_ref)
+        self._keep(keep_marked, ref, warpgroup, box_width)
+
+    def _keep(self, keep_rows: Callable, ref, warpgroup, box_width: int) -> None:
         def keep():
             for n in range(ref.shape[0]):
-                _keep_any_operand_rows(ref.at[n], first, end, box_width)
+                keep_rows(ref.at[n], box_width)
             plgpu.commit_smem()
 
         if self.twins is None:
@@ -124,10 +136,19 @@ class SharedZeros:
             plgpu.barrier_wait(self.twins)
 
 
-def _keep_any_operand_rows(ref, first, end, box_width: int) -> None:
-    """As `keep_operand_rows`, of any multiple of 64 rows, and without bank conflicts."""
+def _keep_any_operand_rows(ref, box_width: int, *, bounds=None, words_ref=None) -> None:
+    """As `keep_operand_rows`, of any multiple of 64 rows, and without bank conflicts.
+
+    Args:
+      bounds: first and end of what is kept, or words_ref: as for `SharedZeros.keep_marked_rows`.
+    """
     if interpreting():
-        keep_operand_rows(ref, first, end)
+        if bounds is not None:
+            keep_operand_rows(ref, *bounds)
+            return
+        row = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
+        is_kept = (words_ref[...][row // 32] >> (row % 32)) & 1
+        ref[...] = jnp.where(is_kept == 1, ref[...], 0)
         return
 
     splat = plgpu.Layout.WG_SPLAT
@@ -137,8 +158,23 @@ def _keep_any_operand_rows(ref, first, end, box_width: int) -> None:
     boxes_at_a_time = WARPGROUP_THREADS // threads_a_box
     shift = lambda x, by: arith.shrui(x, int32(by.bit_length() - 1))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(operand_form(box_width)), splat, splat))
-    def zero(_, ref, first, end):
+    if bounds is not None:
+        is_unseen = " setp.lt.s32 p, row, $2; setp.ge.or.s32 p, row, $3, p;"
+        more: tuple = splat, splat
+        arguments, constraints = tuple(map(jnp.int32, bounds)), "r,r,r,r"
+        in_register = lambda x: x.registers[()]
+    else:
+        is_unseen = (
+            " shr.u32 word, row, 5; mul.wide.u32 place, word, 4; add.s64 place, place, $2;"
+            " ld.global.nc.b32 word, [place]; and.b32 bit, row, 31; shr.u32 word, word, bit;"
+            " and.b32 word, word, 1; setp.eq.u32 p, word, 0;"
+        )
+        more = (plgpu.RefType(),)
+        arguments, constraints = (words_ref,), "r,r,l"
+        in_register = base_address
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(operand_form(box_width)), *more))
+    def zero(_, ref, *which):
         # Threads side by side write 16 bytes side by side. A box is 8 rows, of which the swizzle
         # moves nothing from one row to another.
         row_tiles, column_tiles, _, _ = ir.MemRefType(ref.type).shape
@@ -148,23 +184,19 @@ def _keep_any_operand_rows(ref, first, end, box_width: int) -> None:
             (shift(thread, threads_a_box), box_bytes * column_tiles),
             (arith.andi(thread, int32(threads_a_box - 1)), 16),
         )
-        text = "{ .reg .pred p; .reg .b32 zero, row; mov.b32 zero, 0; mov.b32 row, $1;"
+        text = (
+            "{ .reg .pred p; .reg .b32 zero, row, word, bit; .reg .b64 place;"
+            " mov.b32 zero, 0; mov.b32 row, $1;"
+        )
         for row_tile in range(0, row_tiles, boxes_at_a_time):
-            text += (
-                " setp.lt.s32 p, row, $2; setp.ge.or.s32 p, row, $3, p;"
-                f" add.s32 row, row, {8 * boxes_at_a_time};"
-            )
+            text += is_unseen + f" add.s32 row, row, {8 * boxes_at_a_time};"
             for tile in range(column_tiles):
                 place = box_bytes * (row_tile * column_tiles + tile)
                 text += f" @p st.shared.v4.b32 [$0+{place}], {{zero, zero, zero, zero}};"
         row = shift(thread, threads_a_row)
-        asm(
-            text + " }",
-            "r,r,r,r,~{memory}",
-            [address, row, first.registers[()], end.registers[()]],
-        )
+        asm(text + " }", constraints + ",~{memory}", [address, row, *map(in_register, which)])
 
-    zero(ref, jnp.int32(first), jnp.int32(end))
+    zero(ref, *arguments)
 
 
 def store_operand(ref, tile: jax.Array, box_width: int = 64, *, by_quads: bool = False) -> None:

@@ -108,10 +108,27 @@ def zeros_that_two_warpgroups_write(box, rows):
     tiles, columns = 2, 2 * box
     x = numbers(tiles, rows, columns, special=(1.0, math.nan), dtype=jnp.bfloat16)
     ranges = np.array(_RANGES, np.int32)
+    keep = lambda zeros, ref, chosen, *own: zeros.keep_rows(ref, chosen[0], chosen[1], *own)
+    return _by_two_warpgroups(x, ranges, keep, np.stack([_rows_kept(x, *r) for r in _RANGES]), box)
 
-    def body(x_ref, ranges_ref, out_ref, *, smem, full, done, zeros):
+
+@case(SharedZeros, box=(64, 32, 16), rows=(64, 128))
+def zeros_of_marked_rows_that_two_warpgroups_write(box, rows):
+    x = numbers(2, rows, 2 * box, special=(1.0, math.nan), dtype=jnp.bfloat16)
+    words = np.array([[-1] * 4, [0] * 4, [1, LEAST, -2, 0x0F0F0F0F], [5, 1 << 7, 3, -5]], np.int32)
+    words = words[:, : rows // 32]
+    is_kept = ((words[..., None] >> np.arange(32)) & 1).reshape(len(words), 1, rows, 1)
+    keep = lambda zeros, ref, marks, *own: zeros.keep_marked_rows(ref, marks, *own)
+    return _by_two_warpgroups(x, words, keep, np.where(is_kept == 1, x, 0).astype(x.dtype), box)
+
+
+def _by_two_warpgroups(x, choices, keep, expected, box) -> Case:
+    """Each keeps rows of `(tiles, rows, columns)` by each of some choices."""
+    (tiles, _, _), count = x.shape, len(choices)
+
+    def body(x_ref, choices_ref, out_ref, *, smem, full, done, zeros):
         warpgroup = lax.axis_index("warpgroup")
-        for n in range(len(ranges)):
+        for n in range(count):
 
             @pl.when(warpgroup == 0)
             def _(n=n):
@@ -119,16 +136,15 @@ def zeros_that_two_warpgroups_write(box, rows):
                     plgpu.copy_gmem_to_smem(x_ref.at[tile], smem.at[tile], full)
 
             plgpu.barrier_wait(full)
-            zeros.keep_rows(smem, ranges_ref[n, 0], ranges_ref[n, 1], warpgroup, box)
+            keep(zeros, smem, choices_ref.at[n], warpgroup, box)
             plgpu.copy_smem_to_gmem(smem.at[warpgroup], out_ref.at[n, warpgroup])
             plgpu.wait_smem_to_gmem(0)
             plgpu.barrier_arrive(done)
             plgpu.barrier_wait(done)
 
-    expected = np.stack([_rows_kept(x, *kept) for kept in _RANGES])
     return Case(
         body,
-        (x, ranges),
+        (x, choices),
         (expected,),
         warpgroups=2,
         scratch=dict(
