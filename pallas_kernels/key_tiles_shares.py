@@ -19,20 +19,22 @@ import numpy as np
 
 from pallas_kernels import scheduler
 from pallas_kernels.config import SM_COUNT
-from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles, Section, Shares
+from pallas_kernels.key_tiles import KeyTiles, Section, Shares
 from pallas_kernels.key_tiles_kernel import key_gradients
 from pallas_kernels.problem import whole_tiles
 
-# Of shares: tiles an SM at most, bytes of dK and dV that are stored and added up in the time of a
-# step, and how much later fewer of them may end.
-_MOST_TILES, _BYTES_A_STEP, _AS_EARLY = 8, 1.6e6, 1.05
+_MOST_BYTES = 256 << 20  # of dK and dV of all shares
+_AS_EARLY = 1.03  # how much later fewer shares may end
+# Microseconds: of what adds shares up, and of a megabyte that is stored and added up; of 1e6
+# multiplications and additions, and of 1000 logits, of which a step takes the longer.
+_SUM, _MEGABYTE, _PRODUCTS, _LOGITS = 2.5, 0.5, 0.4, 0.12
 
 
 @functools.lru_cache
 def dealt_out(whole: KeyTiles, wanted: int | None, d_logits_bytes: int = 0) -> KeyTiles:
     """The tiles in as few shares as end early: where there are many, in one.
 
-    At most in so many that dK and dV of all take 138 MB at width 128.
+    At most in so many that dK and dV of all take `_MOST_BYTES`.
 
     Args:
       whole: the tiles in one share.
@@ -40,7 +42,7 @@ def dealt_out(whole: KeyTiles, wanted: int | None, d_logits_bytes: int = 0) -> K
       d_logits_bytes: as for `d_logits_sections`, one after the other; 0 for all heads together.
     """
     if wanted is None:
-        is_few = lambda tiles: tiles.count <= _MOST_TILES * SM_COUNT
+        is_few = lambda tiles: _stored_bytes(tiles) <= _MOST_BYTES
     else:
         is_few = lambda tiles: tiles.shares.total <= wanted
     possible = [whole, *itertools.takewhile(is_few, _possible(whole))]
@@ -69,17 +71,20 @@ def _possible_shares(tiles: KeyTiles) -> Iterator[Shares]:
 
 def _end(tiles: KeyTiles, d_logits_bytes: int) -> float:
     """When the last SM ends, and dK and dV are added up, in steps."""
-    p = tiles.problem
-    costs = tiles.steps() + TILE_OVERHEAD
-    sections = d_logits_sections(tiles, d_logits_bytes)
-    sizes = [len(x.kv_heads) for x in sections] or [len(tiles.kv_heads)]
-    longest_first = (-np.sort(-np.tile(costs, size)) for size in sizes)
-    end = sum(scheduler.time_of_deal(x, SM_COUNT) for x in longest_first)
+    sections = [x.kv_heads for x in d_logits_sections(tiles, d_logits_bytes)] or [tiles.kv_heads]
+    end = sum(scheduler.time_of_deal(tiles.costs_in_order(x), SM_COUNT) for x in sections)
     if not tiles.are_shared:
         return end
-    columns = whole_tiles(p.width) + whole_tiles(p.value_width)
-    stored = tiles.count * tiles.block_kv * columns * 4
-    return end + 1 + stored / _BYTES_A_STEP
+    logits = tiles.block_q * tiles.block_kv
+    products = 5 * logits * tiles.problem.widest
+    step = max(_PRODUCTS * products / 1e6, _LOGITS * logits / 1e3)
+    return end + (_SUM + _MEGABYTE * _stored_bytes(tiles) / 1e6) / step
+
+
+def _stored_bytes(tiles: KeyTiles) -> int:
+    """Of dK and dV of all shares, in float32."""
+    columns = whole_tiles(tiles.problem.width) + whole_tiles(tiles.problem.value_width)
+    return tiles.count * tiles.block_kv * columns * 4
 
 
 def d_logits_sections(tiles: KeyTiles, most_bytes: int) -> list[Section]:

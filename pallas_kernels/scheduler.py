@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_GREEDY_LIMIT = 1 << 15  # above it a plain deal is as even, and the simulation takes seconds
+GREEDY_LIMIT = 1 << 15  # above it a plain deal is as even, and the simulation takes seconds
 # In steps. A thread block's launch, first loads and last stores take 1.3 steps: half a percent of
 # the first, 1.4% of the second, which is for tiles whose costs a deal could only guess.
 _LONG_TILE, _LONG_UNKNOWN_TILE = 256, 96
@@ -115,7 +115,7 @@ def deal(pieces: np.ndarray, costs: np.ndarray, blocks: int, reverse: bool = Fal
       `[blocks, 2 + most]` int32: how many pieces a block has, their numbers, and at least one 0.
     """
     n = len(pieces)
-    if n <= _GREEDY_LIMIT:
+    if n <= GREEDY_LIMIT:
         owner = np.empty(n, np.int64)
         free = [(0.0, block) for block in range(blocks)]
         for index, cost in enumerate(costs.tolist()):
@@ -163,7 +163,7 @@ def deals_by_rank(
       `[guesses, blocks, 2 + most]` int32; one guess alone where all would be the same.
     """
     guesses = _guesses(tiles)
-    if blocks == len(pieces) or len(pieces) > _GREEDY_LIMIT:  # then `deal` looks at no cost
+    if blocks == len(pieces) or len(pieces) > GREEDY_LIMIT:  # then `deal` looks at no cost
         guesses = guesses[:1]
     tables = [deal(pieces, costs[ranks], blocks, reverse) for costs in guesses]
     widest = max(table.shape[1] for table in tables)

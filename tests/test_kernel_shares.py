@@ -102,6 +102,8 @@ def dealt(described: Problem, shares: int | None = None):
     [
         ((1, 8192, 8192, 8, 1, 128, True), (4, 1)),  # of 64 tiles the longest takes a quarter
         ((1, 656, 656, 16, 2, 64), (8, 1)),
+        ((4, 256, 256, 28, 4, 64, True), (7, 1)),  # a group that is a prime number
+        ((11, 2048, 2048, 7, 1, 24, True), (7, 1)),
         ((4, 4096, 4096, 32, 8, 128, True), (1, 1)),
         ((1, 16384, 16384, 32, 8, 128, True), (1, 1)),
         ((1, 256, 256, 16, 16, 64), (1, 1)),  # nothing to deal out
@@ -183,3 +185,18 @@ def test_time_of_a_deal_is_that_of_its_longest_list():
     table = scheduler.deal(np.arange(6), costs, 3)
     lists = [row[1 : 1 + row[0]] for row in table]
     assert scheduler.time_of_deal(costs, 3) == max(costs[x].sum() for x in lists) == 12
+
+
+@pytest.mark.parametrize(
+    ("sizes", "of_one_section"),
+    [
+        ((11, 2048, 2048, 1, 1, 64, True), 11),  # else sections would be of one head: 11 is prime
+        ((3, 1840, 1840, 7, 7, 64, True), 21),
+        ((4, 4096, 4096, 32, 8, 128, True), 4),  # ends no earlier in longer ones
+        ((2, 65536, 65536, 2, 2, 128, True), 1),  # two heads would not stay in L2
+    ],
+)
+def test_sections_are_longer_where_tiles_end_earlier_so(sizes, of_one_section):
+    _, tiles = dealt(problem(*sizes), shares=1)
+    size, _ = tiles.prepared(132)
+    assert size == of_one_section

@@ -8,7 +8,7 @@ lowering"` does.
 import jax
 import pytest
 
-from tests.support.kernel_cases import decode_cases, has_fewer_masks, kernel_cases
+from tests.support.kernel_cases import decode_cases, kernel_cases
 
 WITH_64_BITS = (
     "H128-full-ragged",
@@ -37,22 +37,32 @@ ALWAYS = (
 )
 
 
+def _of_each_word(names: list[str]) -> set[str]:
+    """So many of them, those of most words first, that each word is in one that is lowered."""
+    known = {word for name in ALWAYS for word in name.split("-")}
+    chosen = set()
+    for name in sorted(names, key=lambda name: -name.count("-")):
+        words = set(name.split("-"))
+        if not words <= known:
+            chosen.add(name)
+            known |= words
+    return chosen
+
+
+_CASES = kernel_cases() + decode_cases()
+# Other widths take the same operations.
+_ONE_WIDTH = ("decode-H128-", "H128-", "fp8-H128-")
+_OF_EACH_WORD = _of_each_word([name for name, *_ in _CASES if name.startswith(_ONE_WIDTH)])
+
+
 def _marks(name: str) -> list:
-    # Other widths take the same operations, and so do few tiles under masks.
-    is_one_width = name.startswith(("decode-H128-", "H128-", "fp8-H128-", "H256-full-even"))
-    is_few = name.endswith(("-few", "-long", "-longer")) and "-full-" not in name
-    if name not in ALWAYS and (has_fewer_masks(name) or is_few or not is_one_width):
-        return [pytest.mark.slow]
-    return [pytest.mark.lowering] + [pytest.mark.slow] * (name not in ALWAYS)
+    is_chosen = name in ALWAYS or name in _OF_EACH_WORD
+    return [pytest.mark.slow] + [pytest.mark.lowering] * is_chosen
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("fn", "args"),
-    [
-        pytest.param(fn, args, id=name, marks=_marks(name))
-        for name, fn, args in kernel_cases() + decode_cases()
-    ],
+    [pytest.param(fn, args, id=name, marks=_marks(name)) for name, fn, args in _CASES],
 )
 def test_lowers_for_cuda(fn, args):
     lowered = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
