@@ -4,6 +4,7 @@ That is once, once a row, once a column, or once a pair; and what does not depen
 computed once for all tiles of the same rows.
 """
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,72 @@ class Part(NamedTuple):
     by_column: bool = False
 
 
+class Sum(NamedTuple):
+    """A float32 value on a tile as a sum of what varies in different ways, None of what it has not.
+
+    Most of what depends on two positions adds and scales what depends on each of them: so it is one
+    addition a pair.
+
+    Attributes:
+      scalar, row, column, pair: in the shapes of `Part`.
+      exactly: gives the value as the program has it, for what may jump where it changes by little.
+        None where to add up is exact, as it is of positions.
+    """
+
+    scalar: Any = None
+    row: Any = None
+    column: Any = None
+    pair: Any = None
+    exactly: Callable[[], Part] | None = None
+
+    def in_part(self, rows: int, width: int) -> Part:
+        """Added up."""
+        of_rows = [x for x in (self.scalar, self.row) if x is not None]
+        parts = [
+            Part(sum(of_rows[1:], of_rows[0]) if of_rows else None, by_row=self.row is not None),
+            Part(self.column, by_column=True),
+            Part(self.pair, by_row=True, by_column=True),
+        ]
+        first, *others = parts = [x for x in parts if x.x is not None]
+        like = Part(None, any(x.by_row for x in parts), any(x.by_column for x in parts))
+        total = _spread(first, like, rows, width)
+        for part in others:
+            total += _spread(part, like, rows, width)
+        return like._replace(x=total)
+
+
+def _is_exact(name: str, operands: list[Part | Sum]) -> bool:
+    """Whether an operation gives a sum of positions."""
+    are_exact = all(isinstance(x, Sum) and x.exactly is None for x in operands)
+    return are_exact and name in ("neg", "sub", "add")
+
+
+def _as_sum(value: Part | Sum) -> Sum:
+    if isinstance(value, Sum):
+        return value
+    name = ("scalar", "column", "row", "pair")[2 * value.by_row + value.by_column]
+    return Sum(**{name: value.x})
+
+
+def _in_sum(name: str, operands: list[Part | Sum]) -> Sum | None:
+    """What an operation gives of float32 values; None where it does not add or scale."""
+    sums: list[tuple] = [_as_sum(x)[:4] for x in operands]
+    if name in ("neg", "sub"):
+        sums[-1] = tuple(x if x is None else -x for x in sums[-1])
+    if name in ("neg", "sub", "add", "add_any"):
+        together = ([x for x in both if x is not None] for both in zip(*sums, strict=True))
+        return Sum(*(sum(both[1:], both[0]) if both else None for both in together))
+    if name == "mul":
+        (factor, *others), one = sorted(sums, key=lambda x: any(y is not None for y in x[1:]))
+        if all(x is None for x in others):
+            return Sum(*(x if x is None else x * factor for x in one))
+    return None
+
+
+def _is_float32(value: Part | Sum) -> bool:
+    return isinstance(value, Sum) or jnp.result_type(value.x) == jnp.float32
+
+
 class OnRows:
     """A program on tiles of the same rows and of different columns.
 
@@ -36,6 +103,7 @@ class OnRows:
         varying: Collection[int],
         rows: int,
         load: Callable[[int, Part], jax.Array],
+        floats: dict[int, Sum] | None = None,
     ):
         """
         Args:
@@ -44,10 +112,12 @@ class OnRows:
           rows: of a tile.
           load: reads captured arrays, in one axis and as `as_captured` makes them, by their number
             and by places.
+          floats: indices in float32, by their position, where sums are to be kept; None for none.
         """
         self._operations, self._rows, self._load = operations, rows, load
+        self._keeps_sums = floats is not None
         self._rest: list[Operation] = []
-        known = {n: Part(x) for n, x in operations.constants.items()}
+        known: dict[int, Part | Sum] = {n: Part(x) for n, x in operations.constants.items()}
         by_column = {operations.arguments[position] for position in varying}
         for position, number in enumerate(operations.arguments):
             if number not in by_column:
@@ -56,7 +126,8 @@ class OnRows:
             if number in by_column:
                 by_column.add(floating)
             else:
-                known[floating] = _in_float32(known[number])
+                in_sum = (floats or {}).get(operations.arguments.index(number))
+                known[floating] = in_sum or _in_float32(self._exact(known[number], 0))
         for operation in operations.operations:
             if by_column.intersection(operation.operands):
                 by_column.update(operation.results)
@@ -66,7 +137,7 @@ class OnRows:
         self._known = known
 
     def evaluate(
-        self, varying: dict[int, Part], width: int, floats: dict[int, Part] | None = None
+        self, varying: dict[int, Part], width: int, floats: dict[int, Sum] | None = None
     ) -> list[jax.Array]:
         """The results on a tile `(rows, width)`.
 
@@ -84,11 +155,32 @@ class OnRows:
         for operation in self._rest:
             self._apply(operation, known, width)
         results = self._operations.results
-        return [_spread(known[number], _WHOLE, self._rows, width) for number in results]
+        whole = lambda x: x.in_part(self._rows, width) if isinstance(x, Sum) else x
+        return [_spread(whole(known[number]), _WHOLE, self._rows, width) for number in results]
 
-    def _apply(self, operation: Operation, known: dict[int, Part], width: int) -> None:
-        equation = operation.equation
-        parts = [known[n] for n in operation.operands]
+    def _apply(self, operation: Operation, known: dict[int, Part | Sum], width: int) -> None:
+        operands = [known[n] for n in operation.operands]
+        is_plain = operation.instead is None and operation.array is None
+        if self._keeps_sums and is_plain and all(map(_is_float32, operands)):
+            name = operation.equation.primitive.name
+            found = _in_sum(name, operands)
+            if found is not None and sum(x is not None for x in found[:4]) > 1:
+                if not _is_exact(name, operands):
+                    exactly = functools.cache(lambda: self._computed(operation, operands, width)[0])
+                    found = found._replace(exactly=exactly)
+                known[operation.results[0]] = found
+                return
+        computed = self._computed(operation, operands, width)
+        known.update(zip(operation.results, computed, strict=True))
+
+    def _exact(self, value: Part | Sum, width: int) -> Part:
+        if not isinstance(value, Sum):
+            return value
+        return value.in_part(self._rows, width) if value.exactly is None else value.exactly()
+
+    def _computed(self, operation: Operation, operands: list[Part | Sum], width: int) -> list[Part]:
+        """The results, as the program has them."""
+        equation, parts = operation.equation, [self._exact(x, width) for x in operands]
         like = Part(None, any(x.by_row for x in parts), any(x.by_column for x in parts))
         values = [_spread(x, like, self._rows, width) for x in parts]
         if operation.instead is not None:
@@ -101,8 +193,7 @@ class OnRows:
             (place,) = out
             x = self._load(operation.array, like._replace(x=place))
             out = [x != 0 if equation.dtype == jnp.bool_ else x]
-        for number, x in zip(operation.results, out, strict=True):
-            known[number] = like._replace(x=x)
+        return [like._replace(x=x) for x in out]
 
 
 def _in_float32(part: Part) -> Part:

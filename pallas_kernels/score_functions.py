@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.on_rows import OnRows, Part, entry_of
+from pallas_kernels.on_rows import OnRows, Part, Sum, entry_of
 from pallas_kernels.programs import Operations
 from pallas_kernels.ptx.compiler import fresh_rows
 from pallas_kernels.ptx.loads import load_at
@@ -131,33 +131,43 @@ class ScoreRefs:
         # Beyond the end they are as the last, as a function may be NaN where there is none.
         last = [self.problem.query_length - 1, self.problem.key_length - 1]
         last_row, last_column = last[::-1] if self.transposed else last
-        rows = Part(jnp.minimum(fresh_rows() + first_row, last_row), by_row=True)
+        own_rows = fresh_rows()
+        rows = Part(jnp.minimum(own_rows + first_row, last_row), by_row=True)
         captured = len(refs)
         indices = [rows, zero][:: -1 if self.transposed else 1]
-        column_at = captured + (3 if self.transposed else 4)
+        row_at, column_at = (captured + n for n in ((4, 3) if self.transposed else (3, 4)))
         views = [ref.at[entry_of(ref, batch, self.problem), 0, 0] for ref in refs]
 
         def load(array: int, index: Part):
             return load_at(views[array], index.x, by_row=index.by_row, by_column=index.by_column)
 
         given = [*[zero] * captured, zero, *numbers, *indices]
-        on_rows = OnRows(operations, given, {captured, column_at}, _ROWS, load)
+        # Converted once a tile: a conversion is as slow as an exponential. From the tile's first
+        # on, so that what is small near the diagonal is not the difference of what is large.
+        to_float = lambda x: jnp.asarray(x).astype(jnp.float32)
+        from_first = Sum(
+            to_float(first_row),
+            row=to_float(jnp.minimum(own_rows, last_row - first_row)),
+        )
+        floats = {row_at: from_first}
+        on_rows = OnRows(operations, given, {captured, column_at}, _ROWS, load, floats)
         width = columns if interpreting() else min(columns, _GROUP)
         own, parts = column_numbers(width), []
-        # Converted once a tile: a conversion is as slow as an exponential.
-        own_float = own.astype(jnp.float32) + first_column.astype(jnp.float32)
+        own_float, has_more = to_float(own), (last_column + 1) % columns > 0
         for first in range(0, columns, width):
             scores = products[:, first : first + width] * self.problem.scale
-            varying = {
-                captured: Part(scores, by_row=True, by_column=True),
-                column_at: Part(
-                    jnp.minimum(own + (first_column + first), last_column), by_column=True
-                ),
-            }
+            number, own_number = own + (first_column + first), own_float
+            if has_more:
+                number = jnp.minimum(number, last_column)
+                own_number = jnp.minimum(own_float, to_float(last_column - first - first_column))
+            column = Part(number, by_column=True)
+            varying = {captured: Part(scores, by_row=True, by_column=True), column_at: column}
             # What is the same for all pairs is not in the layout of a tile.
-            number = jnp.minimum(own_float + float(first), float(last_column))
-            floats = {column_at: Part(number, by_column=True)}
-            found = on_rows.evaluate(varying, width, floats)
+            from_first = Sum(
+                to_float(first_column) + float(first),
+                column=own_number,
+            )
+            found = on_rows.evaluate(varying, width, {column_at: from_first})
             parts.append([plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in found])
         results = [jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)]
         return results[0], results[1] if slope else None
