@@ -177,6 +177,11 @@ class Rows:
           looks: for new maxima.
         """
         plan = self.plan
+        if loaded.score is not None and not looks:
+            exponents, _ = loaded.score(products, less=state.reference)
+            exponents = masked_by_element(mask(exponents), loaded, plan.unseen)
+            weights = jnp.exp2(exponents)
+            return weights, None, online_softmax.add(weights, state)
         values, factor = self._values(products, loaded, state, exact=looks)
         values = masked_by_element(mask(values), loaded, plan.unseen)
         if plan.reference is not None:

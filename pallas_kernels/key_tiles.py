@@ -30,10 +30,6 @@ _LONGER_SECTIONS = 8
 _LONGER_DRAWN_SECTIONS = 3
 
 
-_LONGEST_SECTION = 3  # as many, where tiles end earlier so
-_AS_EARLY = 1.03
-
-
 class Section(NamedTuple):
     """Key heads, of every batch entry, that kernels work on before they go on to the next.
 
@@ -349,14 +345,15 @@ class KeyTiles:
         least = size(longer * BACKWARD_SECTION_BYTES)
         if p.by_batch:
             return least
-        longest = size(_LONGEST_SECTION * BACKWARD_SECTION_BYTES)
-        return _section_that_ends_early(self, kv_heads, least, longest)
+        longest = size(scheduler.LONGEST_SECTION * BACKWARD_SECTION_BYTES)
+        cost, sizes = self.steps() + TILE_OVERHEAD, range(least, longest + 1)
+        return scheduler.section_that_ends_early(cost, len(kv_heads), sizes, SM_COUNT)
 
-    def costs_in_order(self, kv_heads: range, section: int | None = None) -> np.ndarray:
-        """Of tiles in the order of starting, in steps; of such sections, or as they are."""
+    def costs_in_order(self, kv_heads: range) -> np.ndarray:
+        """Of tiles in the order of starting, in steps."""
         if self.problem.by_batch:  # the most that they can be
             return -np.sort(-np.tile(self.steps() + TILE_OVERHEAD, len(kv_heads)))
-        *_, cost = self._order(kv_heads, section or self._section(kv_heads, 1))
+        *_, cost = self._order(kv_heads, self._section(kv_heads, 1))
         return cost
 
     def _order(
@@ -399,13 +396,3 @@ class KeyTiles:
         """Tile and key head, of every batch entry, of a tile's number."""
         kv_head_of_all, tile = div_rem(number, self.per_head)
         return tile, kv_head_of_all
-
-
-@functools.lru_cache
-def _section_that_ends_early(tiles: KeyTiles, kv_heads: range, least: int, longest: int) -> int:
-    """The least section of at most `longest` key heads that ends about as early as any of them."""
-    sizes = [n for n in range(least, longest + 1) if len(kv_heads) % n == 0]
-    if len(sizes) == 1 or len(kv_heads) * tiles.per_head > scheduler.GREEDY_LIMIT:
-        return least
-    ends = [scheduler.time_of_deal(tiles.costs_in_order(kv_heads, n), SM_COUNT) for n in sizes]
-    return next(n for n, end in zip(sizes, ends, strict=True) if end <= _AS_EARLY * min(ends))

@@ -5,7 +5,7 @@ computed once for all tiles of the same rows.
 """
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +34,7 @@ class Sum(NamedTuple):
       scalar, row, column, pair: in the shapes of `Part`.
       exactly: gives the value as the program has it, for what may jump where it changes by little.
         None where to add up is exact, as it is of positions.
+      has_score: the score is one more summand.
     """
 
     scalar: Any = None
@@ -41,9 +42,22 @@ class Sum(NamedTuple):
     column: Any = None
     pair: Any = None
     exactly: Callable[[], Part] | None = None
+    has_score: bool = False
+
+    @property
+    def is_nothing(self) -> bool:
+        return all(x is None for x in self[:4])
+
+    def times(self, factor: float) -> "Sum":
+        """The summands but for a score, times a number."""
+        parts: list = [x if x is None or factor == 1.0 else x * factor for x in self[:4]]
+        return Sum(*parts)
+
+    def with_row(self, row: jax.Array) -> "Sum":
+        return self._replace(row=row if self.row is None else self.row + row)
 
     def in_part(self, rows: int, width: int) -> Part:
-        """Added up."""
+        """Added up, but for a score."""
         of_rows = [x for x in (self.scalar, self.row) if x is not None]
         parts = [
             Part(sum(of_rows[1:], of_rows[0]) if of_rows else None, by_row=self.row is not None),
@@ -74,15 +88,20 @@ def _as_sum(value: Part | Sum) -> Sum:
 def _in_sum(name: str, operands: list[Part | Sum]) -> Sum | None:
     """What an operation gives of float32 values; None where it does not add or scale."""
     sums: list[tuple] = [_as_sum(x)[:4] for x in operands]
+    scores = [isinstance(x, Sum) and x.has_score for x in operands]
+    if all(scores) or (any(scores) and not (name == "add" or (name == "sub" and scores[0]))):
+        return None
     if name in ("neg", "sub"):
         sums[-1] = tuple(x if x is None else -x for x in sums[-1])
     if name in ("neg", "sub", "add", "add_any"):
         together = ([x for x in both if x is not None] for both in zip(*sums, strict=True))
-        return Sum(*(sum(both[1:], both[0]) if both else None for both in together))
+        parts: list = [sum(both[1:], both[0]) if both else None for both in together]
+        return Sum(*parts)._replace(has_score=any(scores))
     if name == "mul":
         (factor, *others), one = sorted(sums, key=lambda x: any(y is not None for y in x[1:]))
         if all(x is None for x in others):
-            return Sum(*(x if x is None else x * factor for x in one))
+            scaled: list = [x if x is None else x * factor for x in one]
+            return Sum(*scaled)
     return None
 
 
@@ -127,7 +146,7 @@ class OnRows:
                 by_column.add(floating)
             else:
                 in_sum = (floats or {}).get(operations.arguments.index(number))
-                known[floating] = in_sum or _in_float32(self._exact(known[number], 0))
+                known[floating] = in_sum or _in_float32(self.exact(known[number], 0))
         for operation in operations.operations:
             if by_column.intersection(operation.operands):
                 by_column.update(operation.results)
@@ -136,10 +155,23 @@ class OnRows:
                 self._apply(operation, known, 0)
         self._known = known
 
-    def evaluate(
-        self, varying: dict[int, Part], width: int, floats: dict[int, Sum] | None = None
-    ) -> list[jax.Array]:
-        """The results on a tile `(rows, width)`.
+    def evaluate(self, varying: dict[int, Part], width: int, **options) -> list[jax.Array]:
+        """The results on a tile `(rows, width)`; arguments as for `parts_of`."""
+        return [self.whole(x, width) for x in self.parts_of(varying, width, **options)]
+
+    def whole(self, value: Part | Sum, width: int) -> jax.Array:
+        """A value, or a sum without a score, on a tile."""
+        part = value.in_part(self._rows, width) if isinstance(value, Sum) else value
+        return _spread(part, _WHOLE, self._rows, width)
+
+    def parts_of(
+        self,
+        varying: Mapping[int, Part | Sum],
+        width: int,
+        *,
+        floats: Mapping[int, Sum] | None = None,
+    ) -> list[Part | Sum]:
+        """The results, each as it varies.
 
         Args:
           varying: the arguments that vary by column, by their position.
@@ -151,12 +183,10 @@ class OnRows:
             known[number] = x
             if (floating := self._operations.floats.get(number)) is not None:
                 given = (floats or {}).get(position)
-                known[floating] = _in_float32(x) if given is None else given
+                known[floating] = given or _in_float32(self.exact(x, width))
         for operation in self._rest:
             self._apply(operation, known, width)
-        results = self._operations.results
-        whole = lambda x: x.in_part(self._rows, width) if isinstance(x, Sum) else x
-        return [_spread(whole(known[number]), _WHOLE, self._rows, width) for number in results]
+        return [known[number] for number in self._operations.results]
 
     def _apply(self, operation: Operation, known: dict[int, Part | Sum], width: int) -> None:
         operands = [known[n] for n in operation.operands]
@@ -164,7 +194,8 @@ class OnRows:
         if self._keeps_sums and is_plain and all(map(_is_float32, operands)):
             name = operation.equation.primitive.name
             found = _in_sum(name, operands)
-            if found is not None and sum(x is not None for x in found[:4]) > 1:
+            is_sum = found is not None and sum(x is not None for x in found[:4]) > 1
+            if found is not None and (is_sum or found.has_score):
                 if not _is_exact(name, operands):
                     exactly = functools.cache(lambda: self._computed(operation, operands, width)[0])
                     found = found._replace(exactly=exactly)
@@ -173,14 +204,15 @@ class OnRows:
         computed = self._computed(operation, operands, width)
         known.update(zip(operation.results, computed, strict=True))
 
-    def _exact(self, value: Part | Sum, width: int) -> Part:
+    def exact(self, value: Part | Sum, width: int) -> Part:
+        """A value as the program has it."""
         if not isinstance(value, Sum):
             return value
         return value.in_part(self._rows, width) if value.exactly is None else value.exactly()
 
     def _computed(self, operation: Operation, operands: list[Part | Sum], width: int) -> list[Part]:
         """The results, as the program has them."""
-        equation, parts = operation.equation, [self._exact(x, width) for x in operands]
+        equation, parts = operation.equation, [self.exact(x, width) for x in operands]
         like = Part(None, any(x.by_row for x in parts), any(x.by_column for x in parts))
         values = [_spread(x, like, self._rows, width) for x in parts]
         if operation.instead is not None:

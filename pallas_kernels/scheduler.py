@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-GREEDY_LIMIT = 1 << 15  # above it a plain deal is as even, and the simulation takes seconds
+_GREEDY_LIMIT = 1 << 15  # above it a plain deal is as even, and the simulation takes seconds
 # In steps. A thread block's launch, first loads and last stores take 1.3 steps: half a percent of
 # the first, 1.4% of the second, which is for tiles whose costs a deal could only guess.
 _LONG_TILE, _LONG_UNKNOWN_TILE = 256, 96
 _COUNTED = 1024  # tiles of a head, to find whose places each is compared with each
 # Guesses of how costs fall: from 1 to 0.05, to these powers.
 _POWERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
+LONGEST_SECTION = 3  # of what a section should take of L2, where tiles end earlier so
 
 
 def heads_per_section(
@@ -47,6 +48,28 @@ def heads_per_section(
     while kv_heads % sharing:
         sharing -= 1
     return sharing * group
+
+
+def section_that_ends_early(
+    cost: np.ndarray, heads: int, sizes: range, blocks: int, later: float = 1.03
+) -> int:
+    """The shortest section whose tiles end about as early as those of any other.
+
+    Args:
+      cost: `[tiles]`, the work of each tile of one head.
+      heads: heads in all, of every batch entry.
+      sizes: heads of a section, the least and others, of which those are taken that divide heads.
+      blocks: thread blocks to which tiles are dealt.
+      later: how much later they may end.
+    """
+    first, *others = (n for n in sizes if heads % n == 0)
+    if not others or heads * len(cost) > _GREEDY_LIMIT:
+        return first
+    sizes_and_ends = [
+        (n, time_of_deal(cost[tile_order(cost, heads, n)[0]], blocks)) for n in (first, *others)
+    ]
+    earliest = min(end for _, end in sizes_and_ends)
+    return next(n for n, end in sizes_and_ends if end <= later * earliest)
 
 
 def tile_order(
@@ -115,7 +138,7 @@ def deal(pieces: np.ndarray, costs: np.ndarray, blocks: int, reverse: bool = Fal
       `[blocks, 2 + most]` int32: how many pieces a block has, their numbers, and at least one 0.
     """
     n = len(pieces)
-    if n <= GREEDY_LIMIT:
+    if n <= _GREEDY_LIMIT:
         owner = np.empty(n, np.int64)
         free = [(0.0, block) for block in range(blocks)]
         for index, cost in enumerate(costs.tolist()):
@@ -163,7 +186,7 @@ def deals_by_rank(
       `[guesses, blocks, 2 + most]` int32; one guess alone where all would be the same.
     """
     guesses = _guesses(tiles)
-    if blocks == len(pieces) or len(pieces) > GREEDY_LIMIT:  # then `deal` looks at no cost
+    if blocks == len(pieces) or len(pieces) > _GREEDY_LIMIT:  # then `deal` looks at no cost
         guesses = guesses[:1]
     tables = [deal(pieces, costs[ranks], blocks, reverse) for costs in guesses]
     widest = max(table.shape[1] for table in tables)

@@ -20,6 +20,7 @@ import numpy as np
 
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.on_rows import OnRows, Part, Sum, entry_of
+from pallas_kernels.problem import LOG2E
 from pallas_kernels.programs import Operations
 from pallas_kernels.ptx.compiler import fresh_rows
 from pallas_kernels.ptx.loads import load_at
@@ -111,13 +112,17 @@ class ScoreRefs:
         products: jax.Array,
         *,
         slope: bool = False,
+        less: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Logits of a tile of 64 rows, and slopes of a function that does more than add.
+
+        Or these logits in log2 units, less what there is for each row.
 
         Args:
           place: batch entry and head of the kernel, and where the tile begins, row and column.
           products: of query and key, alone.
           slope: whether these are wanted.
+          less: None, or `(64,)`.
         """
         batch, head, first_row, first_column = place
         function, columns = self.problem.score_function, products.shape[1]
@@ -155,19 +160,37 @@ class ScoreRefs:
         own, parts = column_numbers(width), []
         own_float, has_more = to_float(own), (last_column + 1) % columns > 0
         for first in range(0, columns, width):
-            scores = products[:, first : first + width] * self.problem.scale
+            some = products[:, first : first + width]
             number, own_number = own + (first_column + first), own_float
             if has_more:
                 number = jnp.minimum(number, last_column)
                 own_number = jnp.minimum(own_float, to_float(last_column - first - first_column))
-            column = Part(number, by_column=True)
-            varying = {captured: Part(scores, by_row=True, by_column=True), column_at: column}
+            scores = Part(some * self.problem.scale, by_row=True, by_column=True)
+            varying: dict[int, Part | Sum] = {
+                captured: Sum(exactly=functools.partial(_itself, scores), has_score=True),
+                column_at: Part(number, by_column=True),
+            }
             # What is the same for all pairs is not in the layout of a tile.
-            from_first = Sum(
-                to_float(first_column) + float(first),
-                column=own_number,
-            )
-            found = on_rows.evaluate(varying, width, {column_at: from_first})
+            from_first = Sum(to_float(first_column) + float(first), column=own_number)
+            value, *others = on_rows.parts_of(varying, width, floats={column_at: from_first})
+            found = [self._logits(on_rows, value, some, less)]
+            found += [on_rows.whole(x, width) for x in others]
             parts.append([plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in found])
         results = [jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)]
         return results[0], results[1] if slope else None
+
+    def _logits(self, on_rows: OnRows, value: Part | Sum, products, less) -> jax.Array:
+        """What `of` gives of some columns, from the function's result."""
+        unit, width = 1.0 if less is None else LOG2E, products.shape[1]
+        if isinstance(value, Sum) and value.has_score:
+            rest = value.times(unit) if less is None else value.times(unit).with_row(-less)
+            scores = products * (self.problem.scale * unit)
+            return scores if rest.is_nothing else on_rows.whole(rest, width) + scores
+        logits = on_rows.whole(value, width)
+        if less is None:
+            return logits
+        return logits * unit - on_rows.whole(Part(less, by_row=True), width)
+
+
+def _itself(x: Part) -> Part:
+    return x
