@@ -382,7 +382,7 @@ _attention.defvjp(_attention_with_residuals, _attention_backward, symbolic_zeros
 _QUERY, _KEY, _ROWS, _INTERVALS, _IDS, _ELEMENTS = "b.n.", "b.k.", "bn.", "b..", "b.", "bn.."
 _REFERENCES = "bn.."
 _MASKS = _INTERVALS, _IDS, _ROWS, _IDS  # words of dropout too
-_BLOCKS = "bn..", "bn.", "bn.", "b."  # of the fields of `mask_functions.Blocks`
+_BLOCKS = "bn..", "bn.", "bn.", "b*"  # of the fields of `mask_functions.Blocks`
 
 
 def _letters_of_blocks(blocks: tuple) -> tuple:

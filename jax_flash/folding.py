@@ -11,7 +11,6 @@ a dense mask they take everything, but no function. So a call with both becomes 
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
