@@ -90,7 +90,7 @@ class OnRows:
         equation = operation.equation
         parts = [known[n] for n in operation.operands]
         like = Part(None, any(x.by_row for x in parts), any(x.by_column for x in parts))
-        values = [_spread(x, like, self._rows, width) for x in parts]
+        values = _varied_alike([_spread(x, like, self._rows, width) for x in parts])
         if operation.instead is not None:
             out = [operation.instead(*values)]
         else:
@@ -103,6 +103,19 @@ class OnRows:
             out = [x != 0 if equation.dtype == jnp.bool_ else x]
         for number, x in zip(operation.results, out, strict=True):
             known[number] = like._replace(x=x)
+
+
+def _varied_alike(values: list[jax.Array]) -> list[jax.Array]:
+    """The same, said to vary over the same mesh axes: else no operation inside `jax.shard_map`.
+
+    In kernels nothing is said to.
+    """
+    own = [jax.typeof(x).manual_axis_type.varying for x in values]
+    axes = frozenset().union(*own)
+    if not axes:
+        return values
+    pairs = zip(values, own, strict=True)
+    return [lax.pcast(x, tuple(sorted(axes - has)), to="varying") for x, has in pairs]
 
 
 def _in_float32(part: Part) -> Part:

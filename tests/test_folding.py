@@ -236,39 +236,63 @@ def test_vmap(name, values):
 # --- on several devices ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_each_device_reads_its_own_entries_and_heads(axis_type, caplog):
-    """Of a function of both, beside lengths, ids and a mask that are sharded like the query."""
-    batch = 4
-    mesh = mesh_of((2, 2), axis_type)
+def sharded_call(seed: int, batch: int):
+    """Query, key and value; and lengths, ids and a mask, sharded like these."""
     shapes = (batch, T, 4, 8), (batch, S, 2, 8), (batch, S, 2, 8)
     arrays = [jax.random.normal(jax.random.key(i), x, jnp.bfloat16) for i, x in enumerate(shapes)]
     beside = {
         "key_value_seq_lengths": jnp.array([S, 70, 0, 35]),
-        "query_segment_ids": ids(2, batch, T),
-        "key_value_segment_ids": ids(3, batch, S),
+        "query_segment_ids": ids(seed, batch, T),
+        "key_value_segment_ids": ids(seed + 1, batch, S),
         "mask": random_mask((batch, 4, T, 1)),
     }
+    return arrays, beside
 
-    def run(implementation, arrays, beside):
-        def of_arrays(*arrays):
-            options = beside | dict(mask_mod=by_head, implementation=implementation)
-            return jax_flash.attention(*arrays, **options)
 
-        out, vjp = jax.vjp(of_arrays, *arrays)
-        return out, *vjp(jnp.cos(out))
+def with_gradients(implementation, arrays, beside):
+    def of_arrays(*arrays):
+        options = beside | dict(mask_mod=by_head, implementation=implementation)
+        return jax_flash.attention(*arrays, **options)
 
+    out, vjp = jax.vjp(of_arrays, *arrays)
+    return out, *vjp(jnp.cos(out))
+
+
+def assert_close(results, exact):
+    for actual, expected in zip(results, exact, strict=True):
+        actual = actual.astype(jnp.float32)
+        np.testing.assert_allclose(actual, expected, atol=0.02 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_each_device_reads_its_own_entries_and_heads(axis_type, caplog):
+    """Of a function of both, beside lengths, ids and a mask that are sharded like the query."""
+    mesh = mesh_of((2, 2), axis_type)
+    arrays, beside = sharded_call(2, batch=4)
     heads, own = P("x", None, "y"), {name: P("x") for name in beside} | {"mask": P("x", "y")}
     sharded = put(mesh, *((x, heads) for x in arrays))
     others = put(mesh, *((x, own[name]) for name, x in beside.items()))
     others = dict(zip(beside, others, strict=True))
+    run = functools.partial(with_gradients, "mosaic_gpu")
     with plain_kernels(), jax.set_mesh(mesh):
-        program = jax.jit(functools.partial(run, "mosaic_gpu")).lower(sharded, others).compile()
+        program = jax.jit(run).lower(sharded, others).compile()
     assert not caplog.records  # of gathered operands
     if axis_type == AxisType.Explicit:
         assert collectives(program) == {}
-    exact = run("xla", [x.astype(jnp.float32) for x in arrays], beside)
-    for actual, expected in zip(program(sharded, others), exact, strict=True):
-        np.testing.assert_allclose(
-            actual.astype(jnp.float32), expected, atol=0.02 * np.abs(expected).max()
-        )
+    exact = with_gradients("xla", [x.astype(jnp.float32) for x in arrays], beside)
+    assert_close(program(sharded, others), exact)
+
+
+def test_inside_shard_map():
+    """There a function counts the entries of a device."""
+    arrays, beside = sharded_call(2, batch=4)
+
+    def run(implementation, arrays):
+        local = functools.partial(with_gradients, implementation)
+        return jax.jit(
+            jax.shard_map(local, mesh=mesh_of((2,)), in_specs=(P("x"), P("x")), out_specs=P("x"))
+        )(arrays, beside)
+
+    with plain_kernels():
+        results = run("mosaic_gpu", arrays)
+    assert_close(results, run("xla", [x.astype(jnp.float32) for x in arrays]))
