@@ -10,6 +10,7 @@ a dense mask they take everything, but no function. So a call with both becomes 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -44,17 +45,21 @@ def _is_of_pairs(x: jax.Array | None, call: Call) -> bool:
 def _with_a_mask(call: Call, function: Function) -> Call:
     """Along batch and heads the mask is whole where the function or the given mask is."""
     lengths = call.query.shape[1], call.key.shape[1]
+    mask = _mask_of(lengths, function, call.batch_entries, call.query_heads, call.visibility.mask)
+    visibility = dataclasses.replace(call.visibility, mask=mask)
+    return dataclasses.replace(call, mask_mod=None, visibility=visibility)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # one after the other operations would hold all pairs
+def _mask_of(lengths, function: Function, entries, heads, mask: jax.Array | None) -> jax.Array:
     query, key = (jnp.arange(length, dtype=jnp.int32) for length in lengths)
-    mask = function.at(
-        call.batch_entries.reshape(-1, 1, 1, 1),
-        call.query_heads.reshape(1, -1, 1, 1),
+    shown = function.at(
+        entries.reshape(-1, 1, 1, 1),
+        heads.reshape(1, -1, 1, 1),
         query.reshape(1, 1, -1, 1),
         key.reshape(1, 1, 1, -1),
     )
-    if call.visibility.mask is not None:
-        mask = mask & call.visibility.mask
-    visibility = dataclasses.replace(call.visibility, mask=mask)
-    return dataclasses.replace(call, mask_mod=None, visibility=visibility)
+    return shown if mask is None else shown & mask
 
 
 def _with_a_function(call: Call, function: Function) -> Call:

@@ -171,6 +171,17 @@ def test_equal_calls_are_one_program():
     assert names == ["sub", "ne", "lt", "and"]
 
 
+def test_explained_without_arrays():
+    """Nothing as large as a mask of pairs is made to say what runs."""
+    length = 1 << 20
+    x = jax.ShapeDtypeStruct((1, length, 4, 128), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    bias = jax.ShapeDtypeStruct((1, 1, length, length), jnp.bfloat16)
+    explain = functools.partial(jax_flash.explain, x, x, x, implementation="mosaic_gpu")
+    for beside in (dict(key_value_seq_lengths=lengths), dict(bias=bias)):
+        assert explain(mask_mod=dilated, **beside).implementation == "mosaic_gpu"
+
+
 def test_64_bits_beside():
     with jax.enable_x64(True):
         near = lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) < 30
