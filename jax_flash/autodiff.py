@@ -18,7 +18,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_flash import kernel_scores, mask_blocks
+from jax_flash import folding, kernel_scores, mask_blocks
 from jax_flash.call import LSE_NAME, Call, named
 from jax_flash.kernel_operands import (
     SCALES,
@@ -71,32 +71,30 @@ def unsupported(call: Call) -> str | None:
         ),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
+    if found is None and call.mask_mod is not None:
+        call = jax.eval_shape(folding.folded, call)  # without computing a mask
     if found is None and call.score_mod is not None:
         found = kernel_scores.unsupported(call)
     return found or (None if call.mask_mod is None else _unsupported_beside_mask_mod(call))
 
 
 def _unsupported_beside_mask_mod(call: Call) -> str | None:
-    """Why they cannot do one with a mask_mod."""
-    see, function = call.visibility, call.mask_mod
+    """Why they cannot do one with a mask_mod, which is folded."""
+    function = call.mask_mod
     assert function is not None
     widest = max(call.query.shape[-1], call.value.shape[-1])
+    alone = "but of functions of positions alone, beside which no array hides keys,"
     others = {
-        "lengths or an offset that are arrays": not see.are_bounds_static,
-        "segment ids": see.query_segment_ids is not None,
-        "a dense mask": see.mask is not None,
-        "a bias": call.bias is not None,
+        "a bias of keys or of queries alone": call.bias is not None,
         # The kernels of dQ alone have lists of static blocks.
-        "deterministic gradients, but of functions of positions alone,": (
+        f"deterministic gradients, {alone}": (
             call.deterministic and not mask_blocks.is_static(function)
         ),
         # It would spill.
         f"a soft cap and dropout at width {widest}, above 128": (
             widest > 128 and call.logits_soft_cap is not None and call.dropout_rate > 0
         ),
-        f"width {widest}, but of functions of positions alone,": (
-            widest > 128 and not mask_blocks.is_static(function)
-        ),
+        f"width {widest}, {alone}": widest > 128 and not mask_blocks.is_static(function),
     }
     for name, holds in others.items():
         if holds:
@@ -106,7 +104,7 @@ def _unsupported_beside_mask_mod(call: Call) -> str | None:
 
 def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     """Attention on the kernels; call must be one that `unsupported` has no reason against."""
-    call = kernel_scores.without_caps(call)
+    call = folding.folded(kernel_scores.without_caps(call))
     settings, operands = _prepared(call)
     out, lse = _attention(settings, *operands, vary_alike(kernel_scores.sums_of(call), operands))
     return kernel_scores.with_gradients_of_captured(call, out, lse.transpose(0, 2, 1))
@@ -384,7 +382,7 @@ _attention.defvjp(_attention_with_residuals, _attention_backward, symbolic_zeros
 _QUERY, _KEY, _ROWS, _INTERVALS, _IDS, _ELEMENTS = "b.n.", "b.k.", "bn.", "b..", "b.", "bn.."
 _REFERENCES = "bn.."
 _MASKS = _INTERVALS, _IDS, _ROWS, _IDS  # words of dropout too
-_BLOCKS = "bn..", "bn.", "bn.", "b."  # of the fields of `mask_functions.Blocks`
+_BLOCKS = "bn..", "bn.", "bn.", "b*"  # of the fields of `mask_functions.Blocks`
 
 
 def _letters_of_blocks(blocks: tuple) -> tuple:

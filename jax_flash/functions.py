@@ -298,6 +298,43 @@ def applied(steps: Steps, arguments: tuple[Any, ...]) -> jax.Array:
     return jnp.asarray(result.x)
 
 
+def replayed(function: Function, *inputs: jax.Array) -> jax.Array:
+    """Its result of one pair, for a function that is traced around it.
+
+    Calls stay calls, as kernels know some of them by name, such as divisions.
+    """
+    (result,) = _replayed(function.program.steps, (*function.captured, *inputs))
+    return jnp.asarray(result)
+
+
+def _replayed(steps: Steps, arguments: tuple[Any, ...]) -> list[Any]:
+    known = dict(zip(steps.arguments, arguments, strict=True))
+    literal = extended_core().Literal
+    read = lambda v: v.val if isinstance(v, literal) else known[v]
+    for eqn in steps.equations:
+        operands = list(map(read, eqn.invars))
+        match eqn.primitive.name:
+            case "jit":
+                found = _called_again(eqn, operands)
+            case "reshard":  # of scalars, onto a mesh
+                found = operands
+            case _:
+                found = bound(eqn, operands)
+        known.update(zip(eqn.outvars, found, strict=True))
+    return list(map(read, steps.results))
+
+
+def _called_again(eqn, operands: list[Any]) -> list[Any]:
+    """What a call gives; a new one of the same name, as it may be traced for another mesh here."""
+    inner = eqn.params["jaxpr"]
+
+    def run(*operands):
+        return _replayed(Steps.of(inner.jaxpr), (*inner.consts, *operands))
+
+    run.__name__ = eqn.params["name"]
+    return jax.jit(run)(*operands)
+
+
 def soft_cap_of(program: Program) -> float | None:
     """c of a score_mod that is c * tanh(score / c); None of another."""
     if len(program.steps.arguments) != len(("score", *_INDICES.split(", "))):

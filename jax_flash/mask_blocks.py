@@ -200,6 +200,8 @@ def _known(known: KnownBlocks, entries, heads) -> Shown:
     return Shown(own(known.kinds), None if known.seen.all() else own(known.seen))
 
 
+# One after the other, outside of jit, operations would hold all pairs.
+@functools.partial(jax.jit, static_argnums=(3, 4))
 def _shown_by_each(function: Function, entries, heads, sizes, bounds) -> Shown:
     """Of each batch entry and head, one for all where the function does not read which."""
     from pallas_kernels.on_rows import as_captured

@@ -265,8 +265,9 @@ def _automatic(function, sizes: _Sizes, letters, result_letters) -> Callable:
         had = [_spec_over(mesh, x) for x in arrays]
         split = _Split.of(sizes, mesh.shape, had, letters)
         wanted = split.specs(letters, arrays)
-        for x, before, after in zip(arrays, had, wanted, strict=True):
-            _warn_of_gather(x.shape, before, after)
+        for x, axes, before, after in zip(arrays, letters, had, wanted, strict=True):
+            if "*" not in axes:
+                _warn_of_gather(x.shape, before, after)
         out = split.specs(result_letters, result_shapes)
         # There `run` is inlined; it hides the effects of references, which JAX refuses here.
         local = split.local(run, letters, result_letters, out)

@@ -214,7 +214,7 @@ class OnRows:
         """The results, as the program has them."""
         equation, parts = operation.equation, [self.exact(x, width) for x in operands]
         like = Part(None, any(x.by_row for x in parts), any(x.by_column for x in parts))
-        values = [_spread(x, like, self._rows, width) for x in parts]
+        values = _varied_alike([_spread(x, like, self._rows, width) for x in parts])
         if operation.instead is not None:
             out = [operation.instead(*values)]
         else:
@@ -226,6 +226,19 @@ class OnRows:
             x = self._load(operation.array, like._replace(x=place))
             out = [x != 0 if equation.dtype == jnp.bool_ else x]
         return [like._replace(x=x) for x in out]
+
+
+def _varied_alike(values: list[jax.Array]) -> list[jax.Array]:
+    """The same, said to vary over the same mesh axes: else no operation inside `jax.shard_map`.
+
+    In kernels nothing is said to.
+    """
+    own = [jax.typeof(x).manual_axis_type.varying for x in values]
+    axes = frozenset().union(*own)
+    if not axes:
+        return values
+    pairs = zip(values, own, strict=True)
+    return [lax.pcast(x, tuple(sorted(axes - has)), to="varying") for x, has in pairs]
 
 
 def _in_float32(part: Part) -> Part:

@@ -233,7 +233,8 @@ class Operations:
         Of a view, and of what JAX makes of an index: below 0 it would count from the end.
         """
         name, first = equation.primitive.name, operands[0] if operands else -1
-        if name == "reshard":  # of scalars, which derivatives have where a mesh is set
+        # Of scalars: derivatives have it where a mesh is set, and numbers inside `jax.shard_map`.
+        if name in ("reshard", "pvary", "pcast"):
             return first
         if name == "select_n" and first in self._never:
             return operands[1]

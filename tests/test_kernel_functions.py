@@ -316,6 +316,7 @@ def test_random_functions_in_interpret_mode(seed):
 
 
 ALLOWED = jnp.arange(200, dtype=jnp.int8)
+LENGTHS = dict(key_value_seq_lengths=jnp.array([7, 8]))
 REFUSED = [
     (lambda b, h, q, k: ALLOWED[k] > 7, {}, r"mask_mod: gt of a captured array \[200\] of int8"),
     (lambda b, h, q, k: jnp.take(ALLOWED, k) > 0, {}, "mask_mod: "),
@@ -323,9 +324,9 @@ REFUSED = [
     (lambda b, h, q, k: k > b, dict(deterministic=True), "mask_mod with deterministic gradients"),
     (lambda b, h, q, k: jnp.cumsum(jnp.arange(3) + q)[2] > k, {}, "mask_mod: "),
     (lambda b, h, q, k: jnp.floor(q / 3) > k, {}, "mask_mod: floor is none of the operations"),
-    (causal, dict(mask=jnp.ones((1, 1, 128, 200), bool)), "mask_mod with a dense mask"),
-    (causal, dict(bias=jnp.ones((1, 1, 1, 200))), "mask_mod with a bias"),
-    (causal, dict(key_value_seq_lengths=jnp.array([7, 8])), "mask_mod with lengths"),
+    (causal, dict(bias=jnp.ones((1, 1, 1, 200))), "mask_mod with a bias of keys or of queries"),
+    (lambda b, h, q, k: jnp.floor(q / 3) > k, LENGTHS, "mask_mod: floor is none of the operations"),
+    (causal, LENGTHS | dict(deterministic=True), "mask_mod with deterministic .* no array hides"),
 ]
 
 

@@ -970,6 +970,31 @@ def test_mask_functions_of_other_kernels(name, H, deterministic):
     check(arrays, mask_mod=MASK_FUNCTIONS[name], deterministic=deterministic)
 
 
+BESIDE_MASK_FUNCTIONS = {
+    "lengths": dict(
+        query_seq_lengths=jnp.array([600, 333]), key_value_seq_lengths=jnp.array([77, 700])
+    ),
+    "ids and offsets": dict(
+        query_segment_ids=jnp.asarray(ENTRIES[:, :600]),
+        key_value_segment_ids=jnp.asarray(ENTRIES[:, :700]),
+        query_offset=jnp.array([40, -90]),
+        is_causal=True,
+        local_window_size=(400, 0),
+    ),
+    "bias and mask of keys": dict(
+        bias=random_bias((1, 2, 600, 700)), mask=random_mask((2, 1, 1, 700))
+    ),
+}
+
+
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("beside", BESIDE_MASK_FUNCTIONS)
+def test_mask_functions_beside_others(beside, H):
+    function = MASK_FUNCTIONS["by_head" if beside == "lengths" else "neighbours"]
+    arrays = inputs(2, 600, 700, 2, 1, H, jnp.bfloat16)
+    check(arrays, mask_mod=function, **BESIDE_MASK_FUNCTIONS[beside])
+
+
 @pytest.mark.parametrize("H", [64, 128])
 @pytest.mark.parametrize("axes", ["ts", "bts", "bnts"])
 def test_dense_masks_whose_hidden_blocks_are_skipped(axes, H):

@@ -84,7 +84,8 @@ def check(
 
     (B, T, N, _), S = query.shape, key.shape[1]
     if mask_mod is not None:
-        options["mask"] = dense_mask(mask_mod, B, N, T, S)
+        given = options.get("mask")
+        options["mask"] = dense_mask(mask_mod, B, N, T, S) & (True if given is None else given)
     keep = np.ones((B, N, T, S), bool)
     if dropout_rate:
         places = np.ix_(range(B), range(N), range(T), range(S))

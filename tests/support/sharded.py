@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jax_flash import autodiff, sharding, xla
+from jax_flash import autodiff, mask_blocks, sharding, xla
 from jax_flash.call import Call
 from jax_flash.masks import Visibility
 from pallas_kernels import forward, gradients, segments
@@ -75,15 +75,37 @@ def _visible(problem, T: int, S: int, intervals, ids):
     return visible
 
 
+def _shown(problem, T: int, S: int, blocks):
+    """`[B or 1, N or 1, T, S]`: a function is asked in those blocks that it cuts."""
+    if blocks is None:
+        return jnp.ones((1, 1, T, S), bool)
+    heads = problem.batch, problem.heads
+    rows = mask_blocks.BLOCK * blocks.kinds.shape[2]
+    sizes, bounds = (problem.query_length, problem.key_length), (problem.lowest, problem.highest)
+    numbers = jnp.zeros((*heads, 2), jnp.int32) if blocks.numbers is None else blocks.numbers
+
+    def of_head(captured, numbers, kinds):
+        program = problem.mask_function.program
+        cut = mask_blocks._visible(program, captured, numbers, 0, rows, sizes, bounds)
+        kinds = kinds.repeat(mask_blocks.BLOCK, 0).repeat(mask_blocks.BLOCK, 1)
+        return jnp.where(kinds == 1, cut, kinds == 2)[:T, :S]
+
+    of_all = lambda x: jnp.repeat(x, problem.batch // x.shape[0], axis=0)
+    captured, numbers, kinds = jax.tree.map(of_all, (blocks.captured, numbers, blocks.kinds))
+    kinds = jnp.broadcast_to(kinds, (*heads, *kinds.shape[2:]))
+    return jax.vmap(jax.vmap(of_head, (None, 0, 0)))(captured, numbers, kinds)
+
+
 def _attention(
     query, key, value, sinks, intervals, ids, elements, words, blocks, *, problem, config
 ):
-    assert elements.mask is None and words is None and blocks is None
+    assert elements.mask is None and words is None
     assert (problem.batch, problem.heads) == (query.shape[0], query.shape[2])
     assert problem.kv_heads == key.shape[2]
     query = query[:, : problem.query_length]
-    visible = _visible(problem, query.shape[1], key.shape[1], intervals, ids)
-    visibility = Visibility(mask=visible[:, None])
+    lengths = query.shape[1], key.shape[1]
+    visible = _visible(problem, *lengths, intervals, ids)[:, None]
+    visibility = Visibility(mask=visible & _shown(problem, *lengths, blocks))
     options = dict(bias=elements.bias, logits_soft_cap=problem.soft_cap)
     call = Call(query, key, value, visibility, problem.scale, **options)
     out, lse = xla.attention(call)
@@ -100,7 +122,21 @@ def _attention(
 
 
 def _gradients(
-    query, key, value, out, lse, d_out, d_lse, _, *, problem, intervals, ids, elements, **_options
+    query,
+    key,
+    value,
+    out,
+    lse,
+    d_out,
+    d_lse,
+    _,
+    *,
+    problem,
+    intervals,
+    ids,
+    elements,
+    blocks,
+    **_options,
 ):
     """By the formula, from the LSE that is given, which may be of more keys than these."""
     T = problem.query_length
@@ -110,6 +146,7 @@ def _gradients(
     every = lambda x: jnp.repeat(x, problem.group, axis=2)
     summed = lambda x: x.reshape(*x.shape[:2], -1, problem.group, x.shape[3]).sum(3)
     visible = _visible(problem, T, key.shape[1], intervals, ids)[:, None]
+    visible = visible & _shown(problem, T, key.shape[1], blocks)
     seeing = jnp.isfinite(lse)[..., None]
     logits = jnp.einsum("btnh,bsnh->bnts", query, every(key)) * problem.scale
     if elements.bias is not None:
