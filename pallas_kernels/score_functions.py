@@ -26,7 +26,8 @@ from pallas_kernels.ptx.compiler import fresh_rows
 from pallas_kernels.ptx.loads import load_at
 from pallas_kernels.ptx.masks import column_numbers
 
-_ROWS, _GROUP = 64, 16  # of a tile; columns that are evaluated together
+_ROWS = 64  # of a tile
+_GROUP, _SHORT_GROUP = 16, 8  # columns that are evaluated together; where registers are short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +157,8 @@ class ScoreRefs:
         )
         floats = {row_at: from_first}
         on_rows = OnRows(operations, given, {captured, column_at}, _ROWS, load, floats)
-        width = columns if interpreting() else min(columns, _GROUP)
+        group = _SHORT_GROUP if self.problem.has_lists else _GROUP
+        width = columns if interpreting() else min(columns, group)
         own, parts = column_numbers(width), []
         own_float, has_more = to_float(own), (last_column + 1) % columns > 0
         for first in range(0, columns, width):
