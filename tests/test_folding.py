@@ -197,7 +197,7 @@ def test_64_bits_beside():
 @pytest.mark.parametrize(
     ("N", "K", "H", "function", "options"),
     [
-        (2, 1, 64, dilated, LENGTHS),
+        slow(2, 1, 64, dilated, LENGTHS),
         slow(2, 1, 128, dilated, dict(query_offset=jnp.array([40, -20])) | WINDOW),
         slow(1, 1, 64, far, IDS),
         slow(2, 2, 64, by_head, dict(mask=random_mask((B, 1, 1, S)))),
