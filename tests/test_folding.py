@@ -197,7 +197,7 @@ def test_64_bits_beside():
 @pytest.mark.parametrize(
     ("N", "K", "H", "function", "options"),
     [
-        (2, 1, 64, dilated, LENGTHS),
+        slow(2, 1, 64, dilated, LENGTHS),
         slow(2, 1, 128, dilated, dict(query_offset=jnp.array([40, -20])) | WINDOW),
         slow(1, 1, 64, far, IDS),
         slow(2, 2, 64, by_head, dict(mask=random_mask((B, 1, 1, S)))),
@@ -233,8 +233,8 @@ def test_what_lengths_hide_may_be_nan():
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("key_value_seq_lengths", jnp.array([[9], [48], [30]])),
-        slow("mask", random_mask((3, 1, 1, 40, 48))),
+        ("key_value_seq_lengths", jnp.array([[9], [30]])),
+        slow("mask", random_mask((2, 1, 1, 1, 48))),
     ],
 )
 def test_vmap(name, values):
