@@ -361,8 +361,18 @@ def soft_cap_of(program: Program) -> float | None:
     return None
 
 
+OF_MESHES = ("reshard", "pvary", "pcast")  # operations that change no number
+
+
 def bound(eqn, operands: list[Any]) -> list[Any]:
-    """What an operation gives."""
+    """What an operation gives.
+
+    A program that was traced inside `jax.shard_map` says where numbers vary. Where it is applied
+    they may vary already; outside it that means nothing.
+    """
+    if eqn.primitive.name in OF_MESHES and "axes" in eqn.params:
+        manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+        return list(vary_over(manual.intersection(eqn.params["axes"]), operands))
     out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
 

@@ -210,6 +210,7 @@ def _linked_backward(static, residuals, cotangents):
     cotangents = tuple(
         jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
     )
+    cotangents = vary_alike(cotangents)  # zeros too
     if residuals is None:
         return None, None, *cotangents
     function, arrays = residuals

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import functions
+from jax_flash.sharding import vary_alike
 
 _VIEWS = {
     *("dynamic_slice", "gather", "squeeze", "slice", "reshape", "broadcast_in_dim"),
-    *("expand_dims", "transpose", "rev", "copy", "reshard"),
+    *("expand_dims", "transpose", "rev", "copy", *functions.OF_MESHES),
 }
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr"}
 _INDICES = 4
@@ -126,6 +127,8 @@ def _form_of(equation: Any, forms: list[_Form]) -> _Form:
     if not moving:
         return _Form(of_batch=of_batch)
     name, out = equation.primitive.name, equation.outvars[0].aval
+    if name in functions.OF_MESHES:
+        return forms[0]
     are_sums = all(form.is_sum for form in forms) and out.shape == ()
     # Of float32 only where it is a difference of positions, which is exact.
     is_exact = out.dtype == jnp.int32 or (out.dtype == jnp.float32 and moving == forms)
@@ -201,15 +204,18 @@ def looked_up(
         if read.kind == "rows":
             rows, columns = columns, rows
 
+    entries = batch_entries if read.of_batch else batch_entries[:1]
+    entries, heads = (x.astype(jnp.int32) for x in (entries, heads))
+    arguments = captured, jnp.float32(0.0), entries, heads, rows, columns
+    captured, score, entries, heads, rows, columns = vary_alike(arguments)
+
     def one(batch, head, row, column):
         walk = _Walk()
-        walk.result(program, captured, jnp.float32(0.0), batch, head, row, column)
+        walk.result(program, captured, score, batch, head, row, column)
         return walk.reads[read.number][2].astype(jnp.float32)
 
     of_places = jax.vmap(one, (None, None, 0, 0))
     of_heads = jax.vmap(of_places, (None, 0, None, None))
-    entries = batch_entries if read.of_batch else batch_entries[:1]
-    entries, heads = (x.astype(jnp.int32) for x in (entries, heads))
     return jax.vmap(of_heads, (0, None, None, None))(entries, heads, rows, columns)
 
 

@@ -317,6 +317,32 @@ def test_functions_that_are_written_in_other_ways(function):
     assert jnp.isfinite(run(query, key, value)).all()
 
 
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_inside_shard_map(implementation):
+    """Numbers and what is captured are said to vary there."""
+    query, key, value, *_ = inputs(2, 70, 80, 2, 1, 64, jnp.bfloat16)
+    slopes = jnp.array([0.25, 0.5], jnp.float32)
+
+    def loss(query, key, value, slopes, implementation):
+        score_mod = lambda s, b, h, q, k: s - 0.5 * slopes[h] * (q - k)
+        run = functools.partial(jax_flash.attention, score_mod=score_mod)
+        out = run(query, key, value, implementation=implementation)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    gradients = jax.grad(loss, argnums=(0, 1, 2, 3))
+    expected = gradients(query, key, value, slopes, "xla")
+    split, whole = PartitionSpec("x"), PartitionSpec()
+    inside = jax.shard_map(
+        functools.partial(gradients, implementation=implementation),
+        mesh=mesh_of((1,)),
+        in_specs=(split, split, split, whole),
+        out_specs=(split, split, split, whole),
+    )
+    with interpret_mode():
+        found = inside(query, key, value, slopes)
+    chex.assert_trees_all_close(found, expected, atol=0.05, rtol=0.05)
+
+
 def test_arrays_of_64_bits_are_refused():
     query, key, value, *_ = inputs(1, 16, 24, 2, 1, 64, jnp.bfloat16)
     with jax.enable_x64(True):
