@@ -195,7 +195,10 @@ def lists(xp, some, whole):
     masked = (some & ~whole) | (~some.any(-1, keepdims=True) & (number == 0))
     rank = xp.where(masked, 0, xp.where(some, 1, 2)).astype(np.int32)
     places = rank * blocks + (blocks - 1 - number)
-    places = np.sort(places, -1) if xp is np else lax.sort(places, dimension=-1)
+    if xp is np:
+        places = np.sort(places, -1)
+    else:  # XLA would sort what is known when it compiles, for minutes
+        places = lax.sort(lax.optimization_barrier(places), dimension=-1)
     count = (rank < 2).sum(-1, keepdims=True).astype(np.int32)
     needing = masked.sum(-1, keepdims=True).astype(np.int32)
     table = xp.concatenate([count, needing, blocks - 1 - places % blocks], axis=-1)
