@@ -407,17 +407,12 @@ def _forward(
     settings, query, key, value, sinks, intervals, ids, query_words, key_words, blocks, elements
 ):
     from pallas_kernels import forward  # of Pallas, which is slow to import
-    from pallas_kernels.mask_bits import are_seen, with_mask_bits
+    from pallas_kernels.mask_bits import with_mask_bits
 
     problem = settings.problem(query, key, value)
     elements = with_mask_bits(elements, problem)
     if problem.has_dense_lists:
-        bits = elements.mask
-        if problem.forward_zeroes_marked:
-            blocks = (Blocks(bits.kinds, bits.seen),)
-        else:
-            blocks = (Blocks(bits.kinds),)
-            value = zero_unseen_by_heads(value, are_seen(bits.seen, problem.key_length))
+        blocks = (Blocks(elements.mask.kinds, elements.mask.seen),)
     return forward.attention(
         query,
         key,

@@ -119,7 +119,7 @@ def attention(
     tiles = Tiles(problem, config)
     if blocks is not None:
         lists = tiles.given_lists(blocks.kinds)
-        if problem.forward_zeroes_marked:
+        if problem.has_dense_lists:
             assert blocks.seen is not None
             optional = (*tiles.unseen_keys(blocks.seen), *optional)
         return kernel(lists, *blocks.operands, query, key, value, *optional)

@@ -122,7 +122,7 @@ class ThreadBlock(Block):
         intervals, rest = rest[: int(has_intervals)], rest[int(has_intervals) :]
         count = 2 * int(problem.forward_ignores_unseen)
         self.reach, rest = rest[:count], rest[count:]
-        count = 2 * int(problem.forward_zeroes_marked)
+        count = 2 * int(problem.has_dense_lists)
         self.of_unseen, rest = rest[:count], rest[count:]
         ids, rest = rest[: 2 * int(problem.segmented)], rest[2 * int(problem.segmented) :]
         self.dropout, rest = DropoutRefs.split(problem, rest)

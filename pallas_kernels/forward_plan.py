@@ -120,7 +120,7 @@ class Plan:
     @property
     def zeroes_values(self) -> bool:
         """Whether rows of V may be NaN that no query sees, or none of a tile."""
-        return self.problem.forward_ignores_unseen or self.problem.forward_zeroes_marked
+        return self.problem.forward_ignores_unseen or self.problem.has_dense_lists
 
     @property
     def own_values(self) -> bool:

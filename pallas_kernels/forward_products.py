@@ -80,7 +80,7 @@ class Products:
     def zero_unseen_values(self, slot, place, key_block) -> None:
         """Rows of V that no query of a tile sees: 0 times what they hold may be NaN."""
         tile, batch, head = place
-        if self.plan.problem.forward_zeroes_marked:
+        if self.plan.problem.has_dense_lists:
             self._zero_marked_values(slot, batch, head, key_block)
         else:
             self._zero_values_out_of_reach(slot, tile, batch, key_block)

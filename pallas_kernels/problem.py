@@ -171,7 +171,10 @@ class Problem:
 
     @property
     def has_dense_lists(self) -> bool:
-        """Whether lists are those of a dense mask."""
+        """Whether lists are those of a dense mask.
+
+        V may be NaN in `forward.py` then, where no query sees it.
+        """
         return self.mask_function is not None and self.mask_function.is_dense
 
     @property
@@ -199,11 +202,6 @@ class Problem:
         """Whether queries that see no key, and keys that none sees, may be NaN in `forward.py`."""
         spills = self.dropout > 0 and self.widest <= 64
         return self.dynamic and not (self.segmented or self.has_elements or spills)
-
-    @property
-    def forward_zeroes_marked(self) -> bool:
-        """Whether keys that no query sees by a dense mask may be NaN in `forward.py`."""
-        return self.has_dense_lists
 
     @property
     def backward_ignores_unseen(self) -> bool:
