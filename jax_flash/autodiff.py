@@ -83,22 +83,24 @@ def _unsupported_beside_mask_mod(call: Call) -> str | None:
     function = call.mask_mod
     assert function is not None
     widest = max(call.query.shape[-1], call.value.shape[-1])
-    alone = "but of functions of positions alone, beside which no array hides keys,"
+    alone = "there the kernels take one of positions alone, and no array beside it, or a mask"
     others = {
-        "a bias of keys or of queries alone": call.bias is not None,
+        "a bias of keys or of queries alone: the kernels take one or the other": (
+            call.bias is not None
+        ),
         # The kernels of dQ alone have lists of static blocks.
-        f"deterministic gradients, {alone}": (
+        f"deterministic gradients: {alone}": (
             call.deterministic and not mask_blocks.is_static(function)
         ),
         # It would spill.
-        f"a soft cap and dropout at width {widest}, above 128": (
+        f"a soft cap and dropout at width {widest}, above 128: the kernels take one or the other": (
             widest > 128 and call.logits_soft_cap is not None and call.dropout_rate > 0
         ),
-        f"width {widest}, {alone}": widest > 128 and not mask_blocks.is_static(function),
+        f"width {widest}: {alone}": widest > 128 and not mask_blocks.is_static(function),
     }
     for name, holds in others.items():
         if holds:
-            return f"mask_mod with {name}: the kernels take one or the other"
+            return f"mask_mod with {name}"
     return mask_blocks.unsupported(function)
 
 

@@ -153,10 +153,13 @@ def _reads_with_sums(call: Call) -> tuple[score_reads.Read, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _zeros(static, *arrays):
-    """As many as `score_reads.looked_up` gives, and with its derivative."""
-    look_up = functools.partial(score_reads.looked_up, *static)
-    shape = jax.eval_shape(look_up, *arrays)
-    return vary_alike(jnp.zeros(shape.shape, shape.dtype), arrays)
+    """As many as `score_reads.looked_up` gives, and with its derivative.
+
+    Under `jax.vmap` each has zeros of its own where the arrays are mapped: else gradients of all
+    would be summed before they come here.
+    """
+    found = score_reads.looked_up(*static, *arrays)
+    return vary_alike(jnp.where(jnp.zeros((), jnp.bool_), found, 0.0), arrays)
 
 
 def _zeros_forward(static, *arrays):

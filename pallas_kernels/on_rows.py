@@ -5,6 +5,7 @@ computed once for all tiles of the same rows.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,84 +26,90 @@ class Part(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A float32 value on a tile as a sum of what varies in different ways, None of what it has not.
+    """A float32 value on a tile: the score, if any, a factor times positions, and another part.
 
-    Most of what depends on two positions adds and scales what depends on each of them: so it is one
-    addition a pair.
+    Positions are whole numbers, so that it is exact to add up in any order what is made of them
+    once a row and once a column: one addition a pair. All else stays as the program has it, as what
+    cancels there is to cancel here.
 
     Attributes:
-      scalar, row, column, pair: in the shapes of `Part`.
-      exactly: gives the value as the program has it, for what may jump where it changes by little.
-        None where to add up is exact, as it is of positions.
-      has_score: the score is one more summand.
+      scalar, row, column: of positions, in the shapes of `Part`; None of what they have not.
+      factor: of positions, a scalar; None for 1.
+      other: None, or what is added to the score beside them.
+      has_score: whether the score is added.
+      exactly: gives the value as the program has it; None of positions with a factor of 1.
     """
 
     scalar: Any = None
     row: Any = None
     column: Any = None
-    pair: Any = None
-    exactly: Callable[[], Part] | None = None
+    factor: Any = None
+    other: Part | None = None
     has_score: bool = False
+    exactly: Callable[[], Part] | None = None
 
     @property
-    def is_nothing(self) -> bool:
-        return all(x is None for x in self[:4])
+    def has_positions(self) -> bool:
+        return any(x is not None for x in self[:3])
 
-    def times(self, factor: float) -> "Sum":
-        """The summands but for a score, times a number."""
-        parts: list = [x if x is None or factor == 1.0 else x * factor for x in self[:4]]
-        return Sum(*parts)
+    def positions(self, rows: int, width: int) -> Part:
+        """Added up."""
+        like = Part(None, by_row=self.row is not None, by_column=self.column is not None)
+        of_row = self.row
+        if self.scalar is not None:
+            of_row = self.scalar if of_row is None else of_row + self.scalar
+        parts = Part(of_row, by_row=like.by_row), Part(self.column, by_column=True)
+        there = [_spread(x, like, rows, width) for x in parts if x.x is not None]
+        return like._replace(x=functools.reduce(operator.add, there))
 
-    def with_row(self, row: jax.Array) -> "Sum":
-        return self._replace(row=row if self.row is None else self.row + row)
-
-    def in_part(self, rows: int, width: int) -> Part:
-        """Added up, but for a score."""
-        of_rows = [x for x in (self.scalar, self.row) if x is not None]
-        parts = [
-            Part(sum(of_rows[1:], of_rows[0]) if of_rows else None, by_row=self.row is not None),
-            Part(self.column, by_column=True),
-            Part(self.pair, by_row=True, by_column=True),
-        ]
-        first, *others = parts = [x for x in parts if x.x is not None]
-        like = Part(None, any(x.by_row for x in parts), any(x.by_column for x in parts))
-        total = _spread(first, like, rows, width)
-        for part in others:
-            total += _spread(part, like, rows, width)
-        return like._replace(x=total)
-
-
-def _is_exact(name: str, operands: list[Part | Sum]) -> bool:
-    """Whether an operation gives a sum of positions."""
-    are_exact = all(isinstance(x, Sum) and x.exactly is None for x in operands)
-    return are_exact and name in ("neg", "sub", "add")
-
-
-def _as_sum(value: Part | Sum) -> Sum:
-    if isinstance(value, Sum):
-        return value
-    name = ("scalar", "column", "row", "pair")[2 * value.by_row + value.by_column]
-    return Sum(**{name: value.x})
+    def negative(self) -> "Sum":
+        """Of positions."""
+        if self.factor is not None:
+            return self._replace(factor=-self.factor)
+        scalar, row, column = (x if x is None else -x for x in self[:3])
+        return self._replace(scalar=scalar, row=row, column=column)
 
 
 def _in_sum(name: str, operands: list[Part | Sum]) -> Sum | None:
-    """What an operation gives of float32 values; None where it does not add or scale."""
-    sums: list[tuple] = [_as_sum(x)[:4] for x in operands]
-    scores = [isinstance(x, Sum) and x.has_score for x in operands]
-    if all(scores) or (any(scores) and not (name == "add" or (name == "sub" and scores[0]))):
-        return None
-    if name in ("neg", "sub"):
-        sums[-1] = tuple(x if x is None else -x for x in sums[-1])
-    if name in ("neg", "sub", "add", "add_any"):
-        together = ([x for x in both if x is not None] for both in zip(*sums, strict=True))
-        parts: list = [sum(both[1:], both[0]) if both else None for both in together]
-        return Sum(*parts)._replace(has_score=any(scores))
+    """What an operation gives of float32 values; None where that is not kept as a sum."""
+    first, *others = operands
+    if name == "neg":
+        return first.negative() if isinstance(first, Sum) and not first.has_score else None
     if name == "mul":
-        (factor, *others), one = sorted(sums, key=lambda x: any(y is not None for y in x[1:]))
-        if all(x is None for x in others):
-            scaled: list = [x if x is None else x * factor for x in one]
-            return Sum(*scaled)
-    return None
+        one, factor = operands if isinstance(first, Sum) else operands[::-1]
+        if not isinstance(one, Sum) or one.has_score:
+            return None
+        if isinstance(factor, Sum) or factor.by_row or factor.by_column:
+            return None
+        return one._replace(factor=factor.x if one.factor is None else one.factor * factor.x)
+    if name not in ("add", "sub"):
+        return None
+    (second,) = others
+    if isinstance(second, Sum) and second.has_score:
+        if name == "sub":
+            return None
+        first, second = second, first
+    if not isinstance(first, Sum):
+        return None
+    if name == "sub":
+        second = second.negative() if isinstance(second, Sum) else second._replace(x=-second.x)
+    if first.has_score:
+        return _beside_score(first, second)
+    if not isinstance(second, Sum) or any(x.factor is not None for x in (first, second)):
+        return None
+    pairs = ([x for x in both if x is not None] for both in zip(first[:3], second[:3], strict=True))
+    scalar, row, column = (functools.reduce(operator.add, both) if both else None for both in pairs)
+    return Sum(scalar, row, column)
+
+
+def _beside_score(first: Sum, second: Part | Sum) -> Sum | None:
+    """The sum of one with a score and something else; None where it has such a thing already."""
+    if isinstance(second, Part):
+        return None if first.other is not None else first._replace(other=second)
+    if first.has_positions or second.has_score:
+        return None
+    scalar, row, column, factor, *_ = second
+    return first._replace(scalar=scalar, row=row, column=column, factor=factor)
 
 
 def _is_float32(value: Part | Sum) -> bool:
@@ -160,9 +167,8 @@ class OnRows:
         return [self.whole(x, width) for x in self.parts_of(varying, width, **options)]
 
     def whole(self, value: Part | Sum, width: int) -> jax.Array:
-        """A value, or a sum without a score, on a tile."""
-        part = value.in_part(self._rows, width) if isinstance(value, Sum) else value
-        return _spread(part, _WHOLE, self._rows, width)
+        """A value on a tile, as the program has it."""
+        return _spread(self.exact(value, width), _WHOLE, self._rows, width)
 
     def parts_of(
         self,
@@ -192,11 +198,9 @@ class OnRows:
         operands = [known[n] for n in operation.operands]
         is_plain = operation.instead is None and operation.array is None
         if self._keeps_sums and is_plain and all(map(_is_float32, operands)):
-            name = operation.equation.primitive.name
-            found = _in_sum(name, operands)
-            is_sum = found is not None and sum(x is not None for x in found[:4]) > 1
-            if found is not None and (is_sum or found.has_score):
-                if not _is_exact(name, operands):
+            found = _in_sum(operation.equation.primitive.name, operands)
+            if found is not None:
+                if found.has_score or found.factor is not None:
                     exactly = functools.cache(lambda: self._computed(operation, operands, width)[0])
                     found = found._replace(exactly=exactly)
                 known[operation.results[0]] = found
@@ -208,7 +212,11 @@ class OnRows:
         """A value as the program has it."""
         if not isinstance(value, Sum):
             return value
-        return value.in_part(self._rows, width) if value.exactly is None else value.exactly()
+        return self.positions(value, width) if value.exactly is None else value.exactly()
+
+    def positions(self, value: Sum, width: int) -> Part:
+        """Those of a sum."""
+        return value.positions(self._rows, width)
 
     def _computed(self, operation: Operation, operands: list[Part | Sum], width: int) -> list[Part]:
         """The results, as the program has them."""

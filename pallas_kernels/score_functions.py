@@ -11,6 +11,7 @@ Accumulators of logits begin at 0, since LSE / scale would be part of the score.
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -183,15 +184,26 @@ class ScoreRefs:
 
     def _logits(self, on_rows: OnRows, value: Part | Sum, products, less) -> jax.Array:
         """What `of` gives of some columns, from the function's result."""
-        unit, width = 1.0 if less is None else LOG2E, products.shape[1]
-        if isinstance(value, Sum) and value.has_score:
-            rest = value.times(unit) if less is None else value.times(unit).with_row(-less)
-            scores = products * (self.problem.scale * unit)
-            return scores if rest.is_nothing else on_rows.whole(rest, width) + scores
-        logits = on_rows.whole(value, width)
-        if less is None:
-            return logits
-        return logits * unit - on_rows.whole(Part(less, by_row=True), width)
+        width = products.shape[1]
+        whole = functools.partial(on_rows.whole, width=width)
+        in_unit = (lambda x: x) if less is None else (lambda x: x * LOG2E)
+        terms = [] if less is None else [whole(Part(-less, by_row=True))]
+        if not (isinstance(value, Sum) and value.has_score):
+            return functools.reduce(operator.add, terms, in_unit(whole(value)))
+        if value.other is not None:
+            terms.append(in_unit(whole(value.other)))
+        if value.has_positions:
+            part = whole(on_rows.positions(value, width))
+            factor = jnp.asarray(1.0 if value.factor is None else value.factor, jnp.float32)
+            terms.append(part * (factor if less is None else _finite(factor * LOG2E)))
+        scores = products * in_unit(self.problem.scale)
+        return functools.reduce(operator.add, [*terms, scores])
+
+
+def _finite(factor: jax.Array) -> jax.Array:
+    """A factor near float32's largest number: infinity times 0 would be NaN."""
+    largest = float(jnp.finfo(jnp.float32).max)
+    return jnp.clip(factor, -largest, largest)
 
 
 def _itself(x: Part) -> Part:

@@ -317,6 +317,40 @@ def test_functions_that_are_written_in_other_ways(function):
     assert jnp.isfinite(run(query, key, value)).all()
 
 
+FLAT = jnp.full((300,), 1e9, jnp.float32)
+GROUPS = jnp.arange(300, dtype=jnp.float32) // 50
+CANCELLING = {
+    "rows less columns": lambda s, b, h, q, k: s + (FLAT[q] - FLAT[k]),
+    "timestamps": lambda s, b, h, q, k: s - 0.3 * ((FLAT[q] + 64 * q) - (FLAT[k] + 64 * k)),
+    "steep": lambda s, b, h, q, k: s - 12345.678 * (q.astype(jnp.float32) - k),
+    "groups": lambda s, b, h, q, k: s - 1e9 * (GROUPS[q] - GROUPS[k]) + 0.01 * k,
+    "least": lambda s, b, h, q, k: s + jnp.finfo(jnp.float32).min * (GROUPS[q] - GROUPS[k]),
+    "least of positions": lambda s, b, h, q, k: s + jnp.finfo(jnp.float32).min * (q - k),
+}
+
+
+@pytest.mark.parametrize("name", CANCELLING)
+def test_what_cancels_in_a_function_cancels_in_kernels(name):
+    query, key, value, *_ = inputs(1, 130, 300, 1, 1, 64, jnp.bfloat16)
+
+    def gradients(implementation):
+        run = functools.partial(jax_flash.attention, is_causal=True, implementation=implementation)
+        run = functools.partial(run, score_mod=CANCELLING[name], return_residual=True)
+
+        def loss(query, key, value):
+            out, lse = run(query, key, value)
+            return (out.astype(jnp.float32) ** 2).sum(), (out, lse)
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(query, key, value)
+
+    expected = gradients("xla")
+    with interpret_mode():
+        found = gradients("mosaic_gpu")
+    for x, own in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        x, own = x.astype(jnp.float32), own.astype(jnp.float32)
+        chex.assert_trees_all_close(x, own, atol=0.02 * float(jnp.abs(own).max()) + 1e-3)
+
+
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 def test_inside_shard_map(implementation):
     """Numbers and what is captured are said to vary there."""

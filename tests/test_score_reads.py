@@ -213,3 +213,28 @@ def test_beside_others(beside, monkeypatch):
     if beside == "ids":
         function = (alibi, captured(SLOPES))
     check(*function, arrays, monkeypatch, **OPTIONS[beside])
+
+
+@pytest.mark.parametrize("index", ["h", "k", "k - q + 15"])
+def test_what_is_mapped_has_gradients_of_its_own(index):
+    """Where the gradient is taken of what `jax.vmap` gives, too."""
+    query, key, value, *_ = inputs(1, 16, 16, 2, 1, 64, jnp.bfloat16)
+    tables = jnp.asarray(np.random.default_rng(0).standard_normal((2, 31)), jnp.float32)
+    read = {"h": lambda t, h, q, k: t[h], "k": lambda t, h, q, k: t[k]}.get(
+        index, lambda t, h, q, k: t[k - q + 15]
+    )
+
+    def total(tables, implementation):
+        def one(table):
+            score_mod = lambda s, b, h, q, k: s + read(table, h, q, k) * (1 + k % 2)
+            out = jax_flash.attention(
+                query, key, value, score_mod=score_mod, implementation=implementation
+            )
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.vmap(one)(tables).sum()
+
+    expected = jax.grad(total)(tables, "xla")
+    with interpret_mode():
+        found = jax.grad(total)(tables, "mosaic_gpu")
+    chex.assert_trees_all_close(found, expected, atol=0.02 * float(jnp.abs(expected).max()))
