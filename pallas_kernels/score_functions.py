@@ -150,13 +150,10 @@ class ScoreRefs:
 
         given = [*[zero] * captured, zero, *numbers, *indices]
         # Converted once a tile: a conversion is as slow as an exponential. From the tile's first
-        # on, so that what is small near the diagonal is not the difference of what is large.
+        # on, so that all groups of columns have the same numbers, and a scalar of their own.
         to_float = lambda x: jnp.asarray(x).astype(jnp.float32)
-        from_first = Sum(
-            to_float(first_row),
-            row=to_float(jnp.minimum(own_rows, last_row - first_row)),
-        )
-        floats = {row_at: from_first}
+        own_row = to_float(jnp.minimum(own_rows, last_row - first_row))
+        floats = {row_at: Sum(to_float(first_row), row=own_row)}
         on_rows = OnRows(operations, given, {captured, column_at}, _ROWS, load, floats)
         group = _SHORT_GROUP if self.problem.has_lists else _GROUP
         width = columns if interpreting() else min(columns, group)
