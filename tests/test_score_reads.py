@@ -215,7 +215,7 @@ def test_beside_others(beside, monkeypatch):
     check(*function, arrays, monkeypatch, **OPTIONS[beside])
 
 
-@pytest.mark.parametrize("index", ["h", "k", "k - q + 15"])
+@pytest.mark.parametrize("index", ["k", long("h"), long("k - q + 15")])
 def test_what_is_mapped_has_gradients_of_its_own(index):
     """Where the gradient is taken of what `jax.vmap` gives, too."""
     query, key, value, *_ = inputs(1, 16, 16, 2, 1, 64, jnp.bfloat16)
