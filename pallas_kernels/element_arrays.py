@@ -135,13 +135,17 @@ def pack(mask: jax.Array, axis: int) -> jax.Array:
     """
     if axis == 2:
         mask = mask.swapaxes(2, 3)
-    *rest, length = mask.shape
+    length = mask.shape[3]
     if length == 1:
         return -mask.astype(jnp.int32)
-    mask = jnp.pad(mask, ((0, 0),) * 3 + ((0, -length % _TILE_COLUMNS),))
-    places = lax.broadcast_to_rank(jnp.arange(_WORD, dtype=jnp.uint32), mask.ndim + 1)
-    bits = mask.reshape(*rest, -1, _WORD).astype(jnp.uint32) << places
-    return lax.bitcast_convert_type(bits.sum(-1, dtype=jnp.uint32), jnp.int32)
+    return words(jnp.pad(mask, ((0, 0),) * 3 + ((0, -length % _TILE_COLUMNS),)))
+
+
+def words(bits: jax.Array) -> jax.Array:
+    """int32 `(..., words)` of bool `(..., 32 * words)`: bit j of a word is element j."""
+    in_words = bits.reshape(*bits.shape[:-1], -1, _WORD).astype(jnp.uint32)
+    places = lax.broadcast_to_rank(jnp.arange(_WORD, dtype=jnp.uint32), in_words.ndim)
+    return lax.bitcast_convert_type((in_words << places).sum(-1, dtype=jnp.uint32), jnp.int32)
 
 
 # A bias stands for hidden keys as often as not, and some of what does is near float32's largest

@@ -7,11 +7,11 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from pallas_kernels.element_arrays import words
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.ptx.mlir import (
     asm,
@@ -314,13 +314,6 @@ def _kept(word, bound, flip: int):
     return arith.andi(word, arith.xori(kept, int32(flip)) if flip else kept)
 
 
-def _words(bits: jax.Array) -> jax.Array:
-    """int32 `(..., words)` of bool `(..., 32 * words)`: bit j of a word is element j."""
-    of_words = bits.reshape(*bits.shape[:-1], -1, WORD).astype(jnp.uint32)
-    places = lax.broadcast_to_rank(jnp.arange(WORD, dtype=jnp.uint32), of_words.ndim)
-    return lax.bitcast_convert_type((of_words << places).sum(-1, dtype=jnp.uint32), jnp.int32)
-
-
 def _store_bits_in_jax(ref, results, row_tile, column_tile, bounds) -> None:
     by_row_ref, by_column_ref, blocks_ref = results
     (rows, columns), number = ref.shape, jnp.arange(TILE)
@@ -333,12 +326,12 @@ def _store_bits_in_jax(ref, results, row_tile, column_tile, bounds) -> None:
         bits &= column - row[:, None] >= least
     if greatest is not None:
         bits &= column - row[:, None] <= greatest
-    _put(by_row_ref, row_tile, column_tile, _words(bits))
-    _put(by_column_ref, column_tile, row_tile, _words(bits.T))
+    _put(by_row_ref, row_tile, column_tile, words(bits))
+    _put(by_column_ref, column_tile, row_tile, words(bits.T))
     in_blocks = lambda x: x.reshape(TILE // ROWS, ROWS, TILE // COLUMNS, COLUMNS).swapaxes(1, 2)
     bits, there = in_blocks(bits), in_blocks(there)
     some_and_all = jnp.stack([bits.any((2, 3)), (bits | ~there).all((2, 3))], axis=-1)
-    entries = jnp.concatenate([some_and_all.astype(jnp.int32), _words(bits.any(2))], axis=-1)
+    entries = jnp.concatenate([some_and_all.astype(jnp.int32), words(bits.any(2))], axis=-1)
     for n, of_columns in enumerate(entries.swapaxes(0, 1)):
         column_block = column_tile * (TILE // COLUMNS) + n
         pl.when(column_block < blocks_ref.shape[1])(
