@@ -248,21 +248,18 @@ class Tiles:
             cost = self.key_blocks()[0, 0, :, COUNT] + _TILE_OVERHEAD
         elif not p.by_batch:
             cost = self.key_blocks()[:, 0] + _TILE_OVERHEAD
-        heads, slots = p.batch * p.heads, self.config.thread_blocks
-        size = functools.partial(
-            scheduler.heads_per_section,
+        sizes = dict(
             bytes_per_kv_head=p.key_length * p.pair_bytes,
             tiles_per_kv_head=self.per_head * p.group,
-            slots=slots,
+            slots=self.config.thread_blocks,
             kv_heads=p.batch * p.kv_heads,
             group=p.group,
         )
-        section = size(self.config.section_bytes)
-        if not p.by_batch:
-            longest = size(scheduler.LONGEST_SECTION * self.config.section_bytes)
-            sizes = range(section, longest + 1, p.group)
-            section = scheduler.section_that_ends_early(cost, heads, sizes, slots)
-        tile, head = scheduler.tile_order(cost, heads, section, last_section)
+        if p.by_batch:
+            section = scheduler.heads_per_section(self.config.section_bytes, **sizes)
+        else:
+            section = scheduler.section_that_ends_early(cost, self.config.section_bytes, **sizes)
+        tile, head = scheduler.tile_order(cost, p.batch * p.heads, section, last_section)
         return head * self.per_head + tile, tile, cost[tile]
 
     def kernel(

@@ -334,20 +334,18 @@ class KeyTiles:
         Of more where their tiles end earlier so, if costs are known.
         """
         p = self.problem
-        size = functools.partial(
-            scheduler.heads_per_section,
+        sizes = dict(
             bytes_per_kv_head=p.group * p.query_length * self.row_bytes,
             tiles_per_kv_head=self.per_head,
             slots=SM_COUNT,
             kv_heads=len(kv_heads),
             group=1,
         )
-        least = size(longer * BACKWARD_SECTION_BYTES)
+        section_bytes = longer * BACKWARD_SECTION_BYTES
         if p.by_batch:
-            return least
-        longest = size(scheduler.LONGEST_SECTION * BACKWARD_SECTION_BYTES)
-        cost, sizes = self.steps() + TILE_OVERHEAD, range(least, longest + 1)
-        return scheduler.section_that_ends_early(cost, len(kv_heads), sizes, SM_COUNT)
+            return scheduler.heads_per_section(section_bytes, **sizes)
+        cost = self.steps() + TILE_OVERHEAD
+        return scheduler.section_that_ends_early(cost, section_bytes, **sizes)
 
     def costs_in_order(self, kv_heads: range) -> np.ndarray:
         """Of tiles in the order of starting, in steps."""

@@ -197,7 +197,7 @@ def lists(xp, some, whole):
     places = rank * blocks + (blocks - 1 - number)
     if xp is np:
         places = np.sort(places, -1)
-    else:  # XLA would sort what is known when it compiles, for minutes
+    else:  # XLA would sort what is known when it compiles, for seconds
         places = lax.sort(lax.optimization_barrier(places), dimension=-1)
     count = (rank < 2).sum(-1, keepdims=True).astype(np.int32)
     needing = masked.sum(-1, keepdims=True).astype(np.int32)

@@ -162,9 +162,9 @@ class OnRows:
                 self._apply(operation, known, 0)
         self._known = known
 
-    def evaluate(self, varying: dict[int, Part], width: int, **options) -> list[jax.Array]:
+    def evaluate(self, varying: dict[int, Part], width: int) -> list[jax.Array]:
         """The results on a tile `(rows, width)`; arguments as for `parts_of`."""
-        return [self.whole(x, width) for x in self.parts_of(varying, width, **options)]
+        return [self.whole(x, width) for x in self.parts_of(varying, width)]
 
     def whole(self, value: Part | Sum, width: int) -> jax.Array:
         """A value on a tile, as the program has it."""

@@ -19,7 +19,8 @@ _LONG_TILE, _LONG_UNKNOWN_TILE = 256, 96
 _COUNTED = 1024  # tiles of a head, to find whose places each is compared with each
 # Guesses of how costs fall: from 1 to 0.05, to these powers.
 _POWERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
-LONGEST_SECTION = 3  # of what a section should take of L2, where tiles end earlier so
+# As many times the bytes of a section, where its tiles end earlier so, by more than this.
+_LONGEST_SECTION, _AS_EARLY = 3, 1.03
 
 
 def heads_per_section(
@@ -50,26 +51,26 @@ def heads_per_section(
     return sharing * group
 
 
-def section_that_ends_early(
-    cost: np.ndarray, heads: int, sizes: range, blocks: int, later: float = 1.03
-) -> int:
+def section_that_ends_early(cost: np.ndarray, section_bytes: int, **sizes: int) -> int:
     """The shortest section whose tiles end about as early as those of any other.
 
     Args:
       cost: `[tiles]`, the work of each tile of one head.
-      heads: heads in all, of every batch entry.
-      sizes: heads of a section, the least and others, of which those are taken that divide heads.
-      blocks: thread blocks to which tiles are dealt.
-      later: how much later they may end.
+      section_bytes: what the shortest may take of L2.
+      **sizes: as for `heads_per_section`.
     """
-    first, *others = (n for n in sizes if heads % n == 0)
+    least = heads_per_section(section_bytes, **sizes)
+    longest = heads_per_section(_LONGEST_SECTION * section_bytes, **sizes)
+    heads, blocks = sizes["kv_heads"] * sizes["group"], sizes["slots"]
+    possible = range(least, longest + 1, sizes["group"])
+    first, *others = (n for n in possible if heads % n == 0)
     if not others or heads * len(cost) > _GREEDY_LIMIT:
         return first
     sizes_and_ends = [
         (n, time_of_deal(cost[tile_order(cost, heads, n)[0]], blocks)) for n in (first, *others)
     ]
     earliest = min(end for _, end in sizes_and_ends)
-    return next(n for n, end in sizes_and_ends if end <= later * earliest)
+    return next(n for n, end in sizes_and_ends if end <= _AS_EARLY * earliest)
 
 
 def tile_order(
