@@ -10,12 +10,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from pallas_kernels.bit_words import words
 from pallas_kernels.problem import Problem
 
 BIAS_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-_WORD = 32
 _TILE_COLUMNS = 128  # the most columns of a tile: bits are there for whole ones
 
 
@@ -139,13 +138,6 @@ def pack(mask: jax.Array, axis: int) -> jax.Array:
     if length == 1:
         return -mask.astype(jnp.int32)
     return words(jnp.pad(mask, ((0, 0),) * 3 + ((0, -length % _TILE_COLUMNS),)))
-
-
-def words(bits: jax.Array) -> jax.Array:
-    """int32 `(..., words)` of bool `(..., 32 * words)`: bit j of a word is element j."""
-    in_words = bits.reshape(*bits.shape[:-1], -1, _WORD).astype(jnp.uint32)
-    places = lax.broadcast_to_rank(jnp.arange(_WORD, dtype=jnp.uint32), in_words.ndim)
-    return lax.bitcast_convert_type((in_words << places).sum(-1, dtype=jnp.uint32), jnp.int32)
 
 
 # A bias stands for hidden keys as often as not, and some of what does is near float32's largest

@@ -326,7 +326,7 @@ REFUSED = [
     (lambda b, h, q, k: jnp.floor(q / 3) > k, {}, "mask_mod: floor is none of the operations"),
     (causal, dict(bias=jnp.ones((1, 1, 1, 200))), "mask_mod with a bias of keys or of queries"),
     (lambda b, h, q, k: jnp.floor(q / 3) > k, LENGTHS, "mask_mod: floor is none of the operations"),
-    (causal, LENGTHS | dict(deterministic=True), "mask_mod with deterministic .* no array hides"),
+    (causal, LENGTHS | dict(deterministic=True), "mask_mod with deterministic .* no array beside"),
 ]
 
 

@@ -11,7 +11,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.element_arrays import words
+from pallas_kernels.bit_words import WORD, words
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.ptx.mlir import (
     asm,
@@ -22,7 +22,7 @@ from pallas_kernels.ptx.mlir import (
     thread_index,
 )
 
-TILE, WORD = 128, 32
+TILE = 128
 ROWS, COLUMNS = 32, 64  # of a block
 SOME, ALL = 0, 1  # entries of a block, then two words of the columns in which anything is set
 ENTRIES = 4

@@ -44,7 +44,7 @@ from tests.support.kernel_cases import decode_cases, kernel_cases
 GOLDEN = pathlib.Path(__file__).parent / "fingerprints.json"
 # All that writes PTX, and what is done to modules before they are compiled.
 _KERNELS = pathlib.Path(__file__).parents[2] / "pallas_kernels"
-_OTHERS = ("dropout_words.py", "canonicalize.py", "joined.py")
+_OTHERS = ("bit_words.py", "dropout_words.py", "canonicalize.py", "joined.py")
 SOURCES = [*_KERNELS.glob("ptx/*.py"), *(_KERNELS / name for name in _OTHERS)]
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
