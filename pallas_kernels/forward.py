@@ -48,7 +48,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import segments
-from pallas_kernels.columns import Columns, as_rows
+from pallas_kernels.columns import as_rows
 from pallas_kernels.config import ForwardConfig
 from pallas_kernels.dropout import Words
 from pallas_kernels.dropout import operands as dropout_operands
@@ -57,7 +57,7 @@ from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_consumer import consume
 from pallas_kernels.forward_plan import BIAS_BOX, Plan
 from pallas_kernels.forward_tiles import Tiles
-from pallas_kernels.hopper import warp_specialised
+from pallas_kernels.hopper import Ring, warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.mask_functions import COUNT
 from pallas_kernels.problem import LOG2E, Problem
@@ -212,23 +212,22 @@ class _Producer:
             end_block = block.end_of(tile, batch) if plan.problem.has_far_edge else blocks
             key_block = lambda j: end_block - 1 - j
 
-        def load(ref, buffers, columns: Columns, full, free, j):
+        def load(ring: Ring, ref, j):
             step = steps + j
-            slot = lambda: block.slot(step)  # made anew, as registers are few
             listed = key_block(j) if plan.problem.has_lists else None  # read under the wait
-            pl.when(step >= plan.config.stages)(lambda: free.wait(slot()))
+            ring.await_free(step)
             number = key_block(j) if listed is None else listed
             rows = pl.ds(number * plan.config.block_kv, plan.config.block_kv)
-            columns.load(ref.at[batch, rows, kv_head], buffers.at[slot()], full.at[slot()])
+            ring.load(step, ref.at[batch, rows, kv_head])
 
         def load_key(j):
-            load(block.k, block.k_smem, plan.key_columns, block.k_full, block.k_free, j)
+            load(block.keys, block.k, j)
             if plan.comes_by_tma:
                 first_key = key_block(j) * plan.config.block_kv
-                self.load_bias((tile, batch, head), first_key, block.slot(steps + j))
+                self.load_bias((tile, batch, head), first_key, block.keys.slot(steps + j))
 
         def load_value(j):
-            load(block.v, block.v_smem, plan.value_columns, block.v_full, block.v_free, j)
+            load(block.values, block.v, j)
 
         def load_pair(j):
             load_key(j)
@@ -252,7 +251,7 @@ class _Producer:
         """A bias that comes by TMA: of keys, or in tiles of each consumer's rows."""
         block, plan = self.block, self.plan
         tile, batch, head = place
-        full = block.k_full.at[slot]
+        full = block.keys.full.at[slot]
         if plan.has_bias_of_keys:
             source = block.elements.bias_of_keys(batch, head, first_key, plan.config.block_kv)
             plgpu.copy_gmem_to_smem(source, block.bias_smem.at[slot], full)

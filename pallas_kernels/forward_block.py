@@ -11,7 +11,7 @@ from pallas_kernels import tickets
 from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
 from pallas_kernels.forward_plan import Plan
-from pallas_kernels.hopper import Turns
+from pallas_kernels.hopper import Ring, Turns
 from pallas_kernels.mask_functions import LISTED, MaskRefs
 from pallas_kernels.ptx.barriers import with_twins
 from pallas_kernels.ptx.compiler import fresh_zero
@@ -23,7 +23,9 @@ class Block:
 
     Attributes:
       plan: of the kernel.
-      q, q_smem, q_full, q_free: of queries, in global memory and in buffers.
+      q: queries in global memory.
+      queries, keys: what TMA brings, a buffer or slot for all consumers; what a slot has of keys
+        consumers have of values too.
       turns: of the consumers.
       warpgroup: index of this one; the consumers come first.
       schedule, key_blocks: refs of what `Tiles.with_lists` or `with_tickets` gives.
@@ -32,9 +34,8 @@ class Block:
 
     plan: Any
     q: Any
-    q_smem: Any
-    q_full: Any
-    q_free: Any
+    queries: Ring
+    keys: Ring
     turns: Turns
     warpgroup: Any
     schedule: Any
@@ -46,12 +47,8 @@ class Block:
         anew = self.plan.registers_are_scarce if anew is None else anew
         return self.schedule[self.number + fresh_zero() if anew else self.number, column]
 
-    def slot(self, step):
-        """Of K, and of V where that has as many."""
-        return lax.rem(step, jnp.int32(self.plan.config.stages))
-
     def query_buffer(self, index):
-        buffer = lax.rem(index, jnp.int32(self.plan.config.query_buffers))
+        buffer = self.queries.slot(index)
         return buffer + fresh_zero() if self.plan.registers_are_scarce else buffer
 
     def needs(self, tile, batch, column):
@@ -71,10 +68,11 @@ class Block:
         """
         plan, (tile, batch, head) = self.plan, place
         buffer = self.query_buffer(index)
-        pl.when(index >= plan.config.query_buffers)(lambda: self.q_free.wait(buffer))
+        self.queries.await_free(index, buffer)
         for w in range(plan.config.consumers):
             source = self.q.at[batch, pl.ds(plan.tiles.first_row(tile, w), ROWS), head]
-            plan.key_columns.load(source, self.q_smem.at[buffer, w], self.q_full.at[buffer])
+            (queries,) = self.queries.at(buffer, w)
+            plan.key_columns.load(source, queries, self.queries.full.at[buffer])
 
 
 class ThreadBlock(Block):
@@ -88,9 +86,9 @@ class ThreadBlock(Block):
       sinks: ref of them, or None.
       lists: of tiles, with the mask function, None without.
       dropout, elements, masks: of rows and keys.
-      q_smem, k_smem, v_smem, bias_smem: buffers that TMA fills; o_smem, one that it stores.
-      q_full, k_full, v_full: mbarriers a buffer, completed by TMA.
-      q_free, k_free, v_free, block_vote, unseen_values: see `Plan.barriers`.
+      queries, keys, values: rings that TMA fills.
+      bias_smem: what it brings beside keys; o_smem: what it stores.
+      block_vote, unseen_values: see `Plan.barriers`.
       warpgroup: index of this one; the consumers come first.
       no_rows: 0 for each of 64.
       drawn: tiles that are drawn, None where they are listed.
@@ -102,12 +100,12 @@ class ThreadBlock(Block):
     ):  # fmt: skip
         problem, by_batch = plan.problem, plan.problem.by_batch
         self.plan = plan
-        self.q_smem, self.k_smem, self.v_smem, self.o_smem = q_smem, k_smem, v_smem, o_smem
-        self.bias_smem = bias_smem
-        self.q_full, self.k_full, self.v_full = q_full, k_full, v_full
-        (
-            turn, self.k_free, self.v_free, self.q_free, self.block_vote, self.unseen_values
-        ) = with_twins(plan.barriers, twins)  # fmt: skip
+        self.bias_smem, self.o_smem = bias_smem, o_smem
+        barriers = with_twins(plan.barriers, twins)
+        turn, k_free, v_free, q_free, self.block_vote, self.unseen_values = barriers
+        self.queries = Ring((q_smem,), q_full, q_free)
+        self.keys = Ring((k_smem,), k_full, k_free, (plan.key_columns.load,))
+        self.values = Ring((v_smem,), v_full, v_free, (plan.value_columns.load,))
 
         self.schedule, *rest = refs
         drawn_refs, rest = rest[: int(by_batch)], rest[int(by_batch) :]

@@ -95,20 +95,20 @@ class _Consumer(Products):
 
         @pl.when(there())
         def _():
-            plgpu.barrier_wait(block.q_full.at[block.query_buffer(index)])
-            plgpu.barrier_wait(block.k_full.at[block.slot(steps)])
+            block.queries.await_full(block.query_buffer(index))
+            block.keys.await_full(block.keys.slot(steps))
 
-        self.put_bias(block.slot(steps))
-        self.issue_logits(block.query_buffer(index), block.slot(steps))
+        self.put_bias(block.keys.slot(steps))
+        self.issue_logits(block.query_buffer(index), block.keys.slot(steps))
         logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=0)
-        pl.when(there())(lambda: block.k_free.arrive(block.slot(steps)))
+        pl.when(there())(lambda: block.keys.give_back(block.keys.slot(steps)))
         weights, state = rows.first_weights(logits, tile, end_block - 1, bounds, bits, loaded)
-        self.await_first_value(there, block.slot(steps))
+        self.await_first_value(there, block.values.slot(steps))
         # LLVM would carry float32 into the loop and cast there.
         operand = lax.optimization_barrier(rows.first_operand(weights, place, end_block - 1))
         if self.plan.zeroes_values:
             pl.when(there())(
-                lambda: self.zero_unseen_values(block.slot(steps), place, end_block - 1)
+                lambda: self.zero_unseen_values(block.values.slot(steps), place, end_block - 1)
             )
         return operand, state
 
@@ -149,9 +149,9 @@ class _Consumer(Products):
                 mask = lambda values: rows.masked(
                     values, tile, end_block - 1 - j, bounds(), bits, ids=ids, near=exact
                 )
-        k_slot, v_slot = block.slot(steps + j), block.slot(steps + j - 1)
+        k_slot, v_slot = block.keys.slot(steps + j), block.values.slot(steps + j - 1)
         looks = exact or plan.exact_throughout  # for maxima
-        plgpu.barrier_wait(block.k_full.at[k_slot])
+        block.keys.await_full(k_slot)
         self.put_bias(k_slot, exact=looks)
         block.turns.take()
         self.issue_logits(block.query_buffer(index), k_slot)
@@ -165,11 +165,11 @@ class _Consumer(Products):
         if config.products_first:
             output = self.load_output()
             block.turns.pass_on()
-            block.k_free.arrive(k_slot)
-            block.v_free.arrive(v_slot)
+            block.keys.give_back(k_slot)
+            block.values.give_back(v_slot)
             code_fence(end_block)
         else:
-            block.k_free.arrive(k_slot)
+            block.keys.give_back(k_slot)
         weights, correction, state = rows.weights(products, loaded, state, mask, looks=looks)
         first_key = (end_block - 1 - j) * config.block_kv
         if plan.cap_beside_lengths and plan.problem.has_dropout:  # only now: registers are short
@@ -182,15 +182,15 @@ class _Consumer(Products):
             )
             # A wait here keeps ptxas from computing the weights after the product.
             if config.early_values:
-                plgpu.barrier_wait(block.v_full.at[k_slot])
+                block.values.await_full(k_slot)
             output = self.load_output()
-            block.v_free.arrive(v_slot)
+            block.values.give_back(v_slot)
         if correction is not None:
             output *= spread(correction, output.shape)
         self.o_acc[...] = output
         operand = kept(weights, dropped, problem.dtype)
         if plan.own_values and not config.early_values:
-            plgpu.barrier_wait(block.v_full.at[k_slot])
+            block.values.await_full(k_slot)
         if plan.zeroes_values and needs_mask:
             key_block = end_block - 1 - j
             if plan.registers_are_scarce:  # read anew: registers are short
@@ -323,9 +323,9 @@ class _Consumer(Products):
         tile, batch, head = tiles.locate(number)
         next_tile, next_batch, _ = next_place = tiles.locate(following)
         buffer = block.query_buffer(index + 1)
-        k_slot, v_slot = block.slot(steps), block.slot(steps - 1)
+        k_slot, v_slot = block.keys.slot(steps), block.values.slot(steps - 1)
         there = lambda: self.is_there(index + 1, lambda: following)
-        block.q_free.arrive(block.query_buffer(index))
+        block.queries.give_back(block.query_buffer(index))
         inverse, too_low = rows.finish(state, too_low, tile, batch, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         bounds = rows.bounds(next_tile, next_batch)
@@ -334,8 +334,8 @@ class _Consumer(Products):
         # After the last tile the logits are of no tile, and go nowhere.
         @pl.when(there())
         def _():
-            plgpu.barrier_wait(block.q_full.at[buffer])
-            plgpu.barrier_wait(block.k_full.at[k_slot])
+            block.queries.await_full(buffer)
+            block.keys.await_full(k_slot)
 
         self.put_bias(k_slot)
         block.turns.take()
@@ -344,12 +344,12 @@ class _Consumer(Products):
         block.turns.pass_on()
         loaded = rows.load_elements(lambda: following, jnp.int32(0), is_first=True)
         logits = self.load_logits()
-        pl.when(there())(lambda: block.k_free.arrive(k_slot))
+        pl.when(there())(lambda: block.keys.give_back(k_slot))
         end_block = block.end_of_first(next_place)
         first = rows.first_weights(logits, next_tile, end_block - 1, bounds, bits, loaded)
         weights, next_state = lax.optimization_barrier(first)
         output = self.load_output()
-        block.v_free.arrive(v_slot)
+        block.values.give_back(v_slot)
         self.await_first_value(there, k_slot)
         # Only now are there registers for what dropout takes.
         weights = rows.first_operand(weights, next_place, end_block - 1)
@@ -376,13 +376,14 @@ class _Consumer(Products):
         """With no other product open. Returns of each row whether its reference was too low."""
         block, (tile, batch, head) = self.block, place
         weights, state, too_low = carry
-        block.q_free.arrive(0 if self.plan.config.query_buffers == 1 else block.query_buffer(index))
+        has_one = self.plan.config.query_buffers == 1
+        block.queries.give_back(0 if has_one else block.query_buffer(index))
         inverse, too_low = self.rows.finish(state, too_low, tile, batch, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         block.turns.take()
-        self.issue_output(weights, block.slot(steps - 1))
+        self.issue_output(weights, block.values.slot(steps - 1))
         block.turns.pass_on()
         output = self.load_output()
-        block.v_free.arrive(block.slot(steps - 1))
+        block.values.give_back(block.values.slot(steps - 1))
         self.store_output(output, inverse, tile, batch, head)
         return too_low

@@ -161,10 +161,7 @@ class _Producer:
         def load(j):
             step = steps + j
             rows = pl.ds((end_block - 1 - j) * config.block_kv, config.block_kv)
-            buffer = block.slot(step)
-            pl.when(step >= config.stages)(lambda: block.k_free.wait(buffer))
-            source = block.k.at[batch, rows, kv_head]
-            plan.key_columns.load(source, block.k_smem.at[buffer], block.k_full.at[buffer])
+            block.keys.fill(step, block.k.at[batch, rows, kv_head])
             pl.when(step >= plan.lag)(lambda: self.turn_values(step - plan.lag))
             buffer = block.raw_slot(step)
             source = block.v.at[batch, rows, kv_head]
@@ -181,13 +178,13 @@ class _Producer:
     def turn_values(self, step) -> None:
         """Of a step, when they are there."""
         block = self.block
-        slot = block.value_slot(step)
+        slot = block.values.slot(step)
         plgpu.barrier_wait(block.v_full.at[block.raw_slot(step)])
-        pl.when(step >= self.plan.config.value_stages)(lambda: block.v_free.wait(slot))
+        block.values.await_free(step, slot)
         for n, columns in enumerate(self.plan.value_columns.tile_slices):
             size = columns.stop - columns.start
-            target = block.turned_smem.at[slot, pl.ds(columns.start, size)]
+            (target,) = block.values.at(slot, pl.ds(columns.start, size))
             transpose_float8(target, block.v_smem.at[block.raw_slot(step), n])
         fence_async_shared()
         # The warpgroup meets here: what follows may overwrite V.
-        plgpu.barrier_arrive(block.turned_full.at[slot])
+        plgpu.barrier_arrive(block.values.full.at[slot])

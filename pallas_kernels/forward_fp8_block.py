@@ -14,7 +14,7 @@ from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardFP8Config
 from pallas_kernels.forward_block import Block
 from pallas_kernels.forward_tiles import Tiles
-from pallas_kernels.hopper import Turns
+from pallas_kernels.hopper import Ring, Turns
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of, with_twins
 from pallas_kernels.ptx.operands import float8_operand
@@ -115,11 +115,9 @@ class ThreadBlock(Block):
       plan: of the kernel.
       q, k, v, row_scales, key_scales, value_scales, ratios, o, lse: refs in global memory.
       masks: of rows and keys.
-      q_smem, k_smem, v_smem: buffers that TMA fills; o_smem, one that it stores.
-      turned_smem: V, turned.
-      q_full, k_full, v_full, turned_full: mbarriers a buffer.
+      queries, keys: rings that TMA fills; values, one of V turned, which the producer fills.
+      v_smem, v_full: V as TMA brings it, an mbarrier a buffer; o_smem: what it stores.
       turns: of the consumers.
-      k_free, v_free, q_free: see `Plan.barriers`.
       warpgroup: index of this one; the consumers come first.
     """
 
@@ -129,9 +127,11 @@ class ThreadBlock(Block):
     ):  # fmt: skip
         problem = plan.problem
         self.plan = plan
-        self.q_smem, self.k_smem, self.v_smem, self.o_smem = q_smem, k_smem, v_smem, o_smem
-        self.turned_smem, self.turned_full = turned_smem, turned_full
-        self.q_full, self.k_full, self.v_full = q_full, k_full, v_full
+        self.v_smem, self.v_full, self.o_smem = v_smem, v_full, o_smem
+        turn, k_free, v_free, q_free = with_twins(plan.barriers, twins)
+        self.queries = Ring((q_smem,), q_full, q_free)
+        self.keys = Ring((k_smem,), k_full, k_free, (plan.key_columns.load,))
+        self.values = Ring((turned_smem,), turned_full, v_free)
         self.schedule, self.key_blocks, self.q, self.k, self.v, *rest = refs
         self.row_scales, self.key_scales, self.value_scales, self.ratios, *rest = rest
         *optional, self.o, self.lse = rest
@@ -142,7 +142,6 @@ class ThreadBlock(Block):
             intervals_ref=optional[0] if problem.dynamic else None,
             ids_refs=optional[int(problem.dynamic) :] if problem.segmented else None,
         )
-        turn, self.k_free, self.v_free, self.q_free = with_twins(plan.barriers, twins)
         self.warpgroup = lax.axis_index("warpgroup")
         self.turns = Turns(turn, self.warpgroup)
         self.number = lax.axis_index("block")
@@ -157,10 +156,6 @@ class ThreadBlock(Block):
     def raw_slot(self, step):
         """Of V before it is turned."""
         return lax.rem(step, jnp.int32(self.plan.lag))
-
-    def value_slot(self, step):
-        """Of V turned."""
-        return lax.rem(step, jnp.int32(self.plan.config.value_stages))
 
     def kv_head_of(self, head):
         return lax.div(head, jnp.int32(self.plan.problem.group))

@@ -78,8 +78,8 @@ class _Consumer:
     def issue_logits(self, buffer, slot) -> None:
         block, plan = self.block, self.plan
         self.s_acc[...] = zero_tile(ROWS, plan.config.block_kv, plan.accumulated)
-        queries = block.q_smem.at[buffer, block.warpgroup]
-        plan.key_columns.contract(self.s_acc, queries, block.k_smem.at[slot])
+        (queries,), (keys,) = block.queries.at(buffer, block.warpgroup), block.keys.at(slot)
+        plan.key_columns.contract(self.s_acc, queries, keys)
 
     def load_logits(self, wait_n):
         return plgpu.wgmma_accumulator_load(self.s_acc, wait_n=wait_n).astype(jnp.float16)
@@ -88,8 +88,9 @@ class _Consumer:
         block = self.block
         if self.plan.config.promotes:
             self.p_acc[...] = zero_tile(ROWS, self.plan.value_columns.size)
-        plgpu.barrier_wait(block.turned_full.at[slot])
-        plgpu.wgmma(self.p_acc, weights, block.turned_smem.at[slot].transpose((1, 0)))
+        block.values.await_full(slot)
+        (values,) = block.values.at(slot)
+        plgpu.wgmma(self.p_acc, weights, values.transpose((1, 0)))
 
     def end_output(self, carry: _Carry):
         """The output with that of the last step, when its product has ended."""
@@ -133,12 +134,12 @@ class _Consumer:
 
         @pl.when(index < block.tile_count())
         def _():
-            plgpu.barrier_wait(block.q_full.at[block.query_buffer(index)])
-            plgpu.barrier_wait(block.k_full.at[block.slot(steps)])
+            block.queries.await_full(block.query_buffer(index))
+            block.keys.await_full(block.keys.slot(steps))
 
-        self.issue_logits(block.query_buffer(index), block.slot(steps))
+        self.issue_logits(block.query_buffer(index), block.keys.slot(steps))
         logits = self.load_logits(wait_n=0)
-        pl.when(index < block.tile_count())(lambda: block.k_free.arrive(block.slot(steps)))
+        pl.when(index < block.tile_count())(lambda: block.keys.give_back(block.keys.slot(steps)))
         return self.begun(*self.first_softmax(logits, tile, batch, head, row_scales))
 
     def first_softmax(self, logits, tile, batch, head, row_scales):
@@ -182,8 +183,8 @@ class _Consumer:
         if near or far:
             bounds = block.masks.load_bounds(batch, first_row)
             ids = block.masks.load_ids(batch, first_row, first_key)
-        k_slot, v_slot = block.slot(steps + j), block.value_slot(steps + j - 1)
-        plgpu.barrier_wait(block.k_full.at[k_slot])
+        k_slot, v_slot = block.keys.slot(steps + j), block.values.slot(steps + j - 1)
+        block.keys.await_full(k_slot)
         block.turns.take()
         self.issue_logits(block.query_buffer(index), k_slot)
         self.issue_output(carry.weights, v_slot)
@@ -191,13 +192,13 @@ class _Consumer:
             logits = self.load_logits(wait_n=0)
             output = self.end_output(carry)
             block.turns.pass_on()
-            block.k_free.arrive(k_slot)
-            block.v_free.arrive(v_slot)
+            block.keys.give_back(k_slot)
+            block.values.give_back(v_slot)
             code_fence(key_block)
         else:
             block.turns.pass_on()
             logits = self.load_logits(wait_n=1)
-            block.k_free.arrive(k_slot)
+            block.keys.give_back(k_slot)
         if near or far:
             logits = self.masked(logits, first_row, first_key, bounds, ids, near=near)
         factor = own_scales * key_scale
@@ -206,7 +207,7 @@ class _Consumer:
             # A cast of the weights before the wait makes ptxas serialise every wgmma.
             weights, sums, state = lax.optimization_barrier((weights, sums, state))
             output = self.end_output(carry)
-            block.v_free.arrive(v_slot)
+            block.values.give_back(v_slot)
         weights = to_float8(weights)
 
         def again(output, *_):
@@ -271,15 +272,15 @@ class _Consumer:
         tile, batch, head = block.locate(index)
         next_tile, next_batch, next_head = block.locate(index + 1)
         buffer = block.query_buffer(index + 1)
-        k_slot, v_slot = block.slot(steps), block.value_slot(steps - 1)
-        block.q_free.arrive(block.query_buffer(index))
+        k_slot, v_slot = block.keys.slot(steps), block.values.slot(steps - 1)
+        block.queries.give_back(block.query_buffer(index))
         more = index + 1 < block.tile_count()
 
         # After the last tile the logits are of no tile, and go nowhere.
         @pl.when(more)
         def _():
-            plgpu.barrier_wait(block.q_full.at[buffer])
-            plgpu.barrier_wait(block.k_full.at[k_slot])
+            block.queries.await_full(buffer)
+            block.keys.await_full(k_slot)
 
         block.turns.take()
         self.issue_logits(buffer, k_slot)
@@ -289,11 +290,11 @@ class _Consumer:
         inverse = self.end_rows(carry.state, tile, batch, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         logits = self.load_logits(wait_n=1)
-        pl.when(more)(lambda: block.k_free.arrive(k_slot))
+        pl.when(more)(lambda: block.keys.give_back(k_slot))
         first = self.first_softmax(logits, next_tile, next_batch, next_head, row_scales)
         first = lax.optimization_barrier(first)
         output = self.end_output(carry)
-        block.v_free.arrive(v_slot)
+        block.values.give_back(v_slot)
         begun_next = self.begun(*first)
         self.store_output(output, inverse, tile, batch, head)
         return more, begun_next
@@ -302,14 +303,14 @@ class _Consumer:
         """The next queries arrive where this tile's were while it ends."""
         block = self.block
         tile, batch, head = block.locate(index)
-        block.q_free.arrive(0)
+        block.queries.give_back(0)
         inverse = self.end_rows(carry.state, tile, batch, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         block.turns.take()
-        self.issue_output(carry.weights, block.value_slot(steps - 1))
+        self.issue_output(carry.weights, block.values.slot(steps - 1))
         block.turns.pass_on()
         output = self.end_output(carry)
-        block.v_free.arrive(block.value_slot(steps - 1))
+        block.values.give_back(block.values.slot(steps - 1))
         self.store_output(output, inverse, tile, batch, head)
         more = index + 1 < block.tile_count()
         return more, self.start_tile(index + 1, steps, *block.locate(index + 1))

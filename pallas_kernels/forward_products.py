@@ -55,8 +55,8 @@ class Products:
             fence_async_shared()  # TMA will overwrite the bias that was read
         elif not self.plan.bias_boxes:
             self.s_acc[...] = zero_tile(ROWS, block_kv)
-        queries = block.q_smem.at[buffer, block.warpgroup]
-        self.plan.key_columns.contract(self.s_acc, queries, block.k_smem.at[slot])
+        (queries,), (keys,) = block.queries.at(buffer, block.warpgroup), block.keys.at(slot)
+        self.plan.key_columns.contract(self.s_acc, queries, keys)
 
     def load_logits(self):
         """While the output product that was issued behind them goes on, if any may."""
@@ -66,8 +66,8 @@ class Products:
 
     def issue_output(self, weights, slot) -> None:
         if not self.plan.own_values:
-            plgpu.barrier_wait(self.block.v_full.at[slot])
-        self.plan.value_columns.expand(self.o_acc, weights, self.block.v_smem.at[slot])
+            self.block.values.await_full(slot)
+        self.plan.value_columns.expand(self.o_acc, weights, *self.block.values.at(slot))
 
     def load_output(self):
         return plgpu.wgmma_accumulator_load(self.o_acc, wait_n=0)
@@ -75,7 +75,7 @@ class Products:
     def await_first_value(self, there: Callable, slot) -> None:
         """V of a tile's first key block, if there is such a tile."""
         if self.plan.own_values:
-            pl.when(there())(lambda: plgpu.barrier_wait(self.block.v_full.at[slot]))
+            pl.when(there())(lambda: self.block.values.await_full(slot))
 
     def zero_unseen_values(self, slot, place, key_block) -> None:
         """Rows of V that no query of a tile sees: 0 times what they hold may be NaN."""
@@ -96,7 +96,7 @@ class Products:
         @pl.when(has_unseen[entry, head, key_block] > 0)
         def _():
             words = seen.at[entry, head, pl.ds(key_block * count, count)]
-            values, box_width = block.v_smem.at[slot], plan.value_columns.box_width
+            (values,), box_width = block.values.at(slot), plan.value_columns.box_width
             block.unseen_values.keep_marked_rows(values, words, block.warpgroup, box_width)
 
     def _zero_values_out_of_reach(self, slot, tile, batch, key_block) -> None:
@@ -111,11 +111,9 @@ class Products:
 
         @pl.when(is_cut)
         def _():
-            rows, box_width = (
-                (first - first_key, end - first_key),
-                self.plan.value_columns.box_width,
-            )
-            block.unseen_values.keep_rows(block.v_smem.at[slot], *rows, block.warpgroup, box_width)
+            rows = first - first_key, end - first_key
+            (values,), box_width = block.values.at(slot), self.plan.value_columns.box_width
+            block.unseen_values.keep_rows(values, *rows, block.warpgroup, box_width)
 
     def store_output(self, output, inverse, tile, batch, head) -> None:
         """Divides by the row sums and sends output to global memory."""

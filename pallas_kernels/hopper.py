@@ -23,17 +23,21 @@ from pallas_kernels.ptx.operands import OPERAND
 class Ring:
     """Slots of shared memory that a producer fills and consumers empty, round and round.
 
-    Both count steps from 0 on, through all tiles of a thread block.
+    Both count steps from 0 on, through all tiles of a thread block. Which slot a step has, callers
+    ask for first: some keep it, some make it anew where registers are short.
 
     Attributes:
-      slots: buffers of one or more operands, `(count, rows, columns)` each.
+      slots: buffers of one or more operands, `(count, ...)` each.
       full: an mbarrier a slot, completed by TMA.
       free: a named barrier a slot: the consumers arrive, the producer waits.
+      copies: of each operand what has TMA fill a slot, called with source, slot and mbarrier; none
+        for one tile of each.
     """
 
     slots: tuple[Any, ...]
     full: Any
     free: NamedBarriers
+    copies: tuple[Callable, ...] = ()
 
     @staticmethod
     def types(free: NamedBarriers, *tiles: tuple[int, int], dtype: np.dtype) -> dict[str, Any]:
@@ -49,25 +53,38 @@ class Ring:
     def slot(self, step):
         return lax.rem(step, jnp.int32(self.free.count))
 
-    def load(self, step, *sources) -> None:
+    # --- the producer ---
+
+    def fill(self, step, *sources) -> None:
         """Has TMA fill the slot of a step with tiles of global memory, when it is free."""
         slot = self.slot(step)
-        pl.when(step >= self.free.count)(lambda: self.free.wait(slot))
-        for source, buffer in zip(sources, self.slots, strict=True):
-            plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.full.at[slot])
+        self.await_free(step, slot)
+        self.load(step, *sources, slot=slot)
 
-    def await_full(self, step) -> list[Any]:
-        """What is in the slot of a step, once it is full."""
-        plgpu.barrier_wait(self.full.at[self.slot(step)])
-        return self.at(step)
+    def await_free(self, step, slot=None) -> None:
+        """Waits for the slot of a step, made anew if it is not given."""
+        is_free = lambda: self.free.wait(self.slot(step) if slot is None else slot)
+        pl.when(step >= self.free.count)(is_free)
 
-    def at(self, step) -> list[Any]:
-        """What is in the slot of a step."""
-        return [buffer.at[self.slot(step)] for buffer in self.slots]
+    def load(self, step, *sources, slot=None) -> None:
+        """Has TMA fill the slot of a step, which is free; made anew if it is not given."""
+        number = lambda: self.slot(step) if slot is None else slot
+        copies = self.copies or (plgpu.copy_gmem_to_smem,) * len(self.slots)
+        for copy, source, buffer in zip(copies, sources, self.slots, strict=True):
+            copy(source, buffer.at[number()], self.full.at[number()])
 
-    def give_back(self, step) -> None:
+    # --- the consumers ---
+
+    def await_full(self, slot) -> None:
+        plgpu.barrier_wait(self.full.at[slot])
+
+    def at(self, slot, *part) -> list[Any]:
+        """What is in a slot, or a part of it."""
+        return [buffer.at[slot, *part] for buffer in self.slots]
+
+    def give_back(self, slot) -> None:
         """By each consumer, after the wait for the product that read the slot."""
-        self.free.arrive(self.slot(step))
+        self.free.arrive(slot)
 
 
 @dataclasses.dataclass(frozen=True)

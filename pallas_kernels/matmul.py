@@ -152,7 +152,7 @@ def _build(plan: Plan, interpret: bool):
             def _(j):
                 of_k = pl.ds(j * BLOCK_K, BLOCK_K)
                 sources = a.at[pl.ds(row, plan.block_m), of_k], b.at[of_k, pl.ds(column, BLOCK_N)]
-                ring.load(step + j - first, *sources)
+                ring.fill(step + j - first, *sources)
 
         def multiply(acc, step, first, end, split, row, column):
             row_part, column_part = (own, 0) if plan.by_rows else (0, own)
@@ -161,13 +161,15 @@ def _build(plan: Plan, interpret: bool):
 
             @pl.loop(first, end)
             def _(j):
-                a_slot, b_slot = ring.await_full(step + j - first)
-                plgpu.wgmma(acc, a_slot.at[rows], b_slot.at[:, columns])
+                slot = ring.slot(step + j - first)
+                ring.await_full(slot)
+                a_block, b_block = ring.at(slot)
+                plgpu.wgmma(acc, a_block.at[rows], b_block.at[:, columns])
                 plgpu.wgmma_wait(1)
-                pl.when(j > first)(lambda: ring.give_back(step + j - first - 1))
+                pl.when(j > first)(lambda: ring.give_back(ring.slot(step + j - first - 1)))
 
             total = plgpu.wgmma_accumulator_load(acc, wait_n=0)
-            pl.when(end > first)(lambda: ring.give_back(step + end - first - 1))
+            pl.when(end > first)(lambda: ring.give_back(ring.slot(step + end - first - 1)))
             acc[...] = zero_tile(ROWS, plan.own_columns)
             target = c if plan.splits == 1 else c.at[split]
             row, column = row + row_part * ROWS, column + column_part * plan.own_columns

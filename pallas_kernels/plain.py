@@ -70,29 +70,31 @@ def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
         def load_tile(index, step, number):
             block, place = locate(number)
             rows = lambda j: place((block - j) * BLOCK, BLOCK)
-            queries.load(index, q.at[rows(0)])
-            keys.load(step, k.at[rows(0)])
+            queries.fill(index, q.at[rows(0)])
+            keys.fill(step, k.at[rows(0)])
 
             @pl.loop(1, block + 1)
             def _(j):
-                keys.load(step + j, k.at[rows(j)])
-                values.load(step + j - 1, v.at[rows(j - 1)])
+                keys.fill(step + j, k.at[rows(j)])
+                values.fill(step + j - 1, v.at[rows(j - 1)])
 
-            values.load(step + block, v.at[rows(block)])
+            values.fill(step + block, v.at[rows(block)])
             return step + block + 1
 
         def attend(turn, o_acc, s_acc, index, step, number):
             block, place = locate(number)
-            (q_slot,) = queries.await_full(index)
+            q_slot = queries.slot(index)
+            queries.await_full(q_slot)
 
             def issue_logits(j):
-                (k_slot,) = keys.await_full(step + j)
+                keys.await_full(keys.slot(step + j))
+                (q_block,), (k_block,) = queries.at(q_slot), keys.at(keys.slot(step + j))
                 s_acc[...] = mlir.zero_tile(ROWS, BLOCK)
-                plgpu.wgmma(s_acc, q_slot.at[pl.ds(own * ROWS, ROWS)], k_slot.transpose((1, 0)))
+                plgpu.wgmma(s_acc, q_block.at[pl.ds(own * ROWS, ROWS)], k_block.transpose((1, 0)))
 
             def issue_output(weights, j):
-                (v_slot,) = values.await_full(step + j)
-                plgpu.wgmma(o_acc, weights, v_slot)
+                values.await_full(values.slot(step + j))
+                plgpu.wgmma(o_acc, weights, *values.at(values.slot(step + j)))
 
             def softmax(logits, maximum, sums):
                 risen = jnp.maximum(maximum, logits.max(axis=1) * _FACTOR)
@@ -108,27 +110,27 @@ def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
                 issue_output(weights, j - 1)
                 turn.pass_on()
                 logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                keys.give_back(step + j)
+                keys.give_back(keys.slot(step + j))
                 # A cast of the weights before the wait makes ptxas serialise every wgmma.
                 weights, correction, *state = lax.optimization_barrier(softmax(logits, *state))
                 output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-                values.give_back(step + j - 1)
+                values.give_back(values.slot(step + j - 1))
                 o_acc[...] = output * spread(correction, output.shape)
                 return weights.astype(dtype), *state
 
             issue_logits(0)
             logits = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-            keys.give_back(step)
+            keys.give_back(keys.slot(step))
             own_keys = compiler.fresh_rows() + own * ROWS
             logits = masks.keep_columns_to(logits, own_keys, -jnp.inf)
             weights, _, *state = softmax(logits, *online_softmax.begin(ROWS, NOTHING_SEEN))
             carry = weights.astype(dtype), *state
             weights, _, sums = lax.fori_loop(1, block + 1, key_step, carry)
-            queries.give_back(index)
+            queries.give_back(q_slot)
             issue_output(weights, block)
             inverse = 1.0 / sums.sum(axis=1)
             output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-            values.give_back(step + block)
+            values.give_back(values.slot(step + block))
             o_acc[...] = mlir.zero_tile(ROWS, WIDTH)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
             o_smem[own] = (output * spread(inverse, output.shape)).astype(dtype)
