@@ -70,6 +70,7 @@ from pallas_kernels.backward_consumer import consume
 from pallas_kernels.backward_plan import BLOCK_KV, CONSUMERS, K_SLOTS, KEYS, Plan, fragment_of
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BackwardConfig
+from pallas_kernels.hopper import Ring
 from pallas_kernels.key_tiles_kernel import gradient_kernel
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
@@ -203,7 +204,7 @@ class _Producer:
           in_work: index of the tile that consumers work on.
         """
         block, plan, walk, drawn = self.block, self.plan, self.block.walk, self.block.drawn
-        problem, block_q, stages = plan.problem, plan.config.block_q, plan.config.stages
+        problem, block_q = plan.problem, plan.config.block_q
         j, index, number, t = carry
         place = _, kv_head_of_all = self.place_of(index, number)
         there = number < block.tiles.count if drawn else index >= 0
@@ -211,7 +212,7 @@ class _Producer:
         query_block, member = walk.step_of(place, t)
         rows = pl.ds(query_block * block_q, block_q)
         head = kv_head * problem.group + member
-        slot = lax.rem(j, jnp.int32(stages))
+        slot = block.queries.slot(j)
 
         def is_last():  # made anew: kept it would take a register
             return (t + 1 == walk.steps_of(self.place_of(index, number))) & there
@@ -227,10 +228,10 @@ class _Producer:
 
         @pl.when(there)
         def _():
-            pl.when(j >= stages)(lambda: block.free.wait(slot))
+            block.queries.await_free(j, slot)
             if plan.fences_loads:
                 code_fence(j)
-            self.load_rows((batch, rows, head), slot)
+            self.load_rows((batch, rows, head), j, slot)
             if plan.prefetches:  # or the first to add waits for zeros from beyond L2
                 is_first = walk.is_first_to_see(place, query_block)
                 for _, target in self.dq_parts(place, query_block, member):
@@ -244,23 +245,18 @@ class _Producer:
         )
         return j + 1, *following
 
-    def load_rows(self, place, slot) -> None:
+    def load_rows(self, place, j, slot) -> None:
         """Rows of Q and dO of a batch entry and head, and their statistics."""
-        block, plan = self.block, self.plan
-        batch, rows, head = place
-        for ref, buffer, columns, row_ref, row_buffer, full in (
-            (block.q, block.q_smem, plan.key_columns, block.start, block.start_smem, block.q_full),
-            (
-                block.d_out, block.o_smem, plan.value_columns, block.delta, block.delta_smem,
-                block.o_full,
-            ),
-        ):  # fmt: skip
-            columns.load(ref.at[batch, rows, head], buffer.at[slot], full.at[slot])
-            if row_buffer is None:  # delta comes with start
-                continue
-            part = (pl.ds(0, plan.together), rows) if row_ref is block.start else (rows,)
-            row_source = row_ref.at[batch, head, *part]
-            plgpu.copy_gmem_to_smem(row_source, row_buffer.at[slot], full.at[slot])
+        block, (batch, rows, head) = self.block, place
+
+        def load(ring: Ring, ref, statistics, buffer):
+            ring.load(j, ref.at[batch, rows, head], slot=slot)
+            if buffer is not None:  # else delta comes with start
+                plgpu.copy_gmem_to_smem(statistics, buffer.at[slot], ring.full.at[slot])
+
+        start = block.start.at[batch, head, pl.ds(0, self.plan.together), rows]
+        load(block.queries, block.q, start, block.start_smem)
+        load(block.d_outs, block.d_out, block.delta.at[batch, head, rows], block.delta_smem)
 
     def load_keys(self, ref, buffer, columns: Columns, full, index) -> None:
         batch, tile, kv_head = self.block.walk.keys_of(self.block.walk.locate(index))

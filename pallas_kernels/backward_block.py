@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backward_plan import K_SLOTS, KEYS, Plan
+from pallas_kernels.hopper import Ring
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.ptx.barriers import with_twins
 
@@ -20,10 +21,11 @@ class ThreadBlock:
       walk: over tiles of keys; `drawn`, its tickets, None where it goes over a list.
       q, k, v, d_out, start, delta, far, dq, dk, dv: refs of operands and results, in global
         memory; dq is None without.
-      k_smem, v_smem, q_smem, o_smem, start_smem, delta_smem: buffers that TMA fills.
+      queries, d_outs: rings of Q and dO, whose slots are given back together, those of queries.
+      start_smem, delta_smem: statistics of their rows, a buffer a slot.
+      k_smem, v_smem: buffers that TMA fills; k_full, v_full: an mbarrier each.
       ds_smem, dv_smem, dq_smem: what is staged.
-      k_full, v_full, q_full, o_full: mbarriers a buffer, completed by TMA.
-      ds_stored, free, v_free, dq_staged, gradients_staged, sent, unseen_rows: `Plan.barriers`.
+      ds_stored, v_free, dq_staged, gradients_staged, sent, unseen_rows: `Plan.barriers`.
       dq_first: whether dQ of the step before is done first.
     """
 
@@ -33,10 +35,9 @@ class ThreadBlock:
         dq_smem=None, twins=None,
     ):  # fmt: skip
         self.plan, self.tiles = plan, plan.tiles
-        self.k_smem, self.v_smem, self.q_smem, self.o_smem = k_smem, v_smem, q_smem, o_smem
+        self.k_smem, self.v_smem, self.k_full, self.v_full = k_smem, v_smem, k_full, v_full
         self.ds_smem, self.dv_smem, self.dq_smem = ds_smem, dv_smem, dq_smem
         self.start_smem, self.delta_smem = start_smem, delta_smem
-        self.k_full, self.v_full, self.q_full, self.o_full = k_full, v_full, q_full, o_full
         number = lax.axis_index("block")
         entries = delta_smem.at[plan.config.stages] if plan.draws else None
         self.walk, refs = Walk.of_refs(
@@ -47,9 +48,11 @@ class ThreadBlock:
         *dq, self.dk, self.dv = results
         self.dq: Any = dq[0] if dq else None
         (
-            self.ds_stored, self.free, self.v_free, self.dq_staged, self.gradients_staged,
-            self.sent, self.unseen_rows,
+            self.ds_stored, free, self.v_free, self.dq_staged, self.gradients_staged, self.sent,
+            self.unseen_rows,
         ) = with_twins(plan.barriers, twins)  # fmt: skip
+        self.queries = Ring((q_smem,), q_full, free, (plan.key_columns.load,))
+        self.d_outs = Ring((o_smem,), o_full, free, (plan.value_columns.load,))
         self.dq_first = plan.dq_first(self.walk.has_elements_of_queries)
 
     def dq_place(self, consumer: int) -> tuple[int, slice]:

@@ -138,12 +138,12 @@ class _Consumer:
         self.issue_d_weights(o_slot)
         weights = masked(weights, mask, j, equal_ids, loaded)
         operand = as_operand(weights, plan.problem)
-        plan.value_columns.expand(self.dv_acc, operand, block.o_smem.at[o_slot])
+        plan.value_columns.expand(self.dv_acc, operand, *block.d_outs.at(o_slot))
         ds = self.load_ds(weights, o_slot)
-        plan.key_columns.expand(self.dk_acc, ds, block.q_smem.at[slot])
+        plan.key_columns.expand(self.dk_acc, ds, *block.queries.at(slot))
         self.hand_over_ds(parity, ds)
         plgpu.wgmma_wait(0)
-        block.free.arrive(slot)
+        block.queries.give_back(slot)
 
     def step_without_dq(self, j, mask, far, load_elements, index, key_words) -> None:
         """The same, and no product of dQ beside it."""
@@ -176,15 +176,15 @@ class _Consumer:
             operand = as_operand(weights, plan.problem)
         if slope is not None:
             weights = sloped(weights, slope)
-        plan.value_columns.expand(self.dv_acc, operand, block.o_smem.at[o_slot])
+        plan.value_columns.expand(self.dv_acc, operand, *block.d_outs.at(o_slot))
         ds = self.load_ds(weights, o_slot)
-        plan.key_columns.expand(self.dk_acc, ds, block.q_smem.at[slot])
+        plan.key_columns.expand(self.dk_acc, ds, *block.queries.at(slot))
         if plan.with_query_gradient:
             self.hand_over_ds(parity, ds)
         else:
             fence_async_shared()  # TMA will overwrite row statistics that were read
         plgpu.wgmma_wait(0)
-        block.free.arrive(slot)
+        block.queries.give_back(slot)
 
     def step_after_dq(self, j, mask, far, load_elements, index, key_words) -> None:
         """Where registers are short: dQ of the step before is done first."""
@@ -209,15 +209,15 @@ class _Consumer:
             self.hand_over_dq()
             none = zero_tile(KEYS, self.plan.config.block_q).astype(self.plan.problem.dtype)
             self.hand_over_ds(parity, none)
-        self.block.free.arrive(slot)
+        self.block.queries.give_back(slot)
 
     def slots(self, j):
         """Of Q, the same made anew for dO, and of dS'."""
-        slot = lax.rem(j, jnp.int32(self.plan.config.stages))
+        slot = self.block.queries.slot(j)
         return slot, slot + fresh_zero(), lax.rem(j, jnp.int32(2))
 
     def slot_anew(self, j):
-        return lax.rem(j + fresh_zero(), jnp.int32(self.plan.config.stages))
+        return self.block.queries.slot(j + fresh_zero())
 
     # --- what arrives ---
 
@@ -241,20 +241,20 @@ class _Consumer:
 
     def await_query(self, slot, mask, j) -> None:
         block, plan = self.block, self.plan
-        plgpu.barrier_wait(block.q_full.at[slot])
+        block.queries.await_full(slot)
         if mask is None or not plan.ignores_unseen:
             return
-        plgpu.barrier_wait(block.o_full.at[slot])  # while no product is open
+        block.d_outs.await_full(slot)  # while no product is open
         first, end, is_cut = mask.counting_queries(j)
 
         @pl.when(is_cut)
         def _():
-            self.keep_rows(block.q_smem.at[slot], plan.key_columns, first, end)
-            self.keep_rows(block.o_smem.at[slot], plan.value_columns, first, end)
+            self.keep_rows(*block.queries.at(slot), plan.key_columns, first, end)
+            self.keep_rows(*block.d_outs.at(slot), plan.value_columns, first, end)
 
     def await_d_out(self, slot, mask, j) -> None:
         if mask is None or not self.plan.ignores_unseen:
-            plgpu.barrier_wait(self.block.o_full.at[slot])
+            self.block.d_outs.await_full(slot)
         else:  # as it has been waited for; the code stays where it is all the same
             code_fence(j)
 
@@ -271,13 +271,13 @@ class _Consumer:
         alone = plan.problem.has_slope  # with a cap or a function they must be
         self.s_acc[...] = zero_tile(KEYS, plan.config.block_q) if alone else self.load_start(slot)
         k = block.k_smem.at[block.k_slot(index) + fresh_zero(), :, self.own]
-        plan.key_columns.contract(self.s_acc, k, block.q_smem.at[slot])
+        plan.key_columns.contract(self.s_acc, k, *block.queries.at(slot))
 
     def issue_d_weights(self, slot) -> None:
         block, plan = self.block, self.plan
         self.dp_acc[...] = zero_tile(KEYS, plan.config.block_q)
         v = block.v_smem.at[fresh_zero(), :, self.own]
-        plan.value_columns.contract(self.dp_acc, v, block.o_smem.at[slot])
+        plan.value_columns.contract(self.dp_acc, v, *block.d_outs.at(slot))
 
     def load_weights(self, loaded, j, *, far, wait_n):
         """Weights, of rows far from 0 what `shared` makes weights of if it is due."""

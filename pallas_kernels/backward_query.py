@@ -41,7 +41,7 @@ from pallas_kernels.config import BackwardQueryConfig
 from pallas_kernels.dropout import Words
 from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
-from pallas_kernels.hopper import warp_specialised
+from pallas_kernels.hopper import Ring, warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import HAND_ORDERED
@@ -141,18 +141,17 @@ def _produce(block: ThreadBlock) -> None:
     plan, block_kv = block.plan, block.plan.config.block_kv
     batch, head = block.batch_and_head()
     kv_head = lax.div(head, jnp.int32(plan.problem.group))
-    k_stages, v_stages = plan.config.stages
 
     def load_rows(ref, buffer, columns, full):
         for consumer in range(CONSUMERS):
             source = ref.at[batch, pl.ds(block.first_row_of(consumer), ROWS), head]
             columns.load(source, buffer.at[consumer], full)
 
-    def load(ref, buffers, parts, slot, stages, full, free, j):
-        pl.when(j >= stages)(lambda: free.wait(slot))
+    def load(ring: Ring, ref, j):
+        slot = ring.slot(j)
+        ring.await_free(j, slot)
         source = ref.at[batch, pl.ds(block.first_key_of(j), block_kv), kv_head]
-        for columns, buffer in zip(parts, buffers, strict=True):
-            columns.load(source, buffer.at[slot], full.at[slot])
+        ring.load(j, *[source] * len(ring.slots), slot=slot)
 
     def load_d_out():
         load_rows(block.d_out, block.o_smem, plan.value_columns, block.o_full)
@@ -162,10 +161,8 @@ def _produce(block: ThreadBlock) -> None:
 
     @pl.loop(jnp.int32(0), block.blocks)
     def _(j):
-        keys = block.k, block.k_smem, plan.key_parts
-        load(*keys, block.k_slot(j), k_stages, block.k_full, block.k_free, j)
+        load(block.keys, block.k, j)
         pl.when(j == 0)(load_d_out)
-        values = block.v, [block.v_smem], [plan.value_columns]
-        load(*values, block.v_slot(j), v_stages, block.v_full, block.v_free, j)
+        load(block.values, block.v, j)
 
     pl.when(block.blocks == 0)(load_d_out)

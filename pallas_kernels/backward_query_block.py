@@ -22,6 +22,7 @@ from pallas_kernels.config import (
 )
 from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
+from pallas_kernels.hopper import Ring
 from pallas_kernels.mask_functions import COUNT, LISTED, MASKED, MaskRefs
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
@@ -207,9 +208,8 @@ class ThreadBlock:
       lists: of tiles, with the mask function, None without.
       masks: refs of intervals if dynamic, then of ids if segmented.
       dropout, elements: of rows and keys.
-      q_smem, k_smem: lists of buffers of `Plan.key_parts`; o_smem, v_smem: buffers.
-      q_full, o_full, k_full, v_full: mbarriers a buffer, completed by TMA.
-      k_free, v_free: see `Plan.barriers`.
+      keys, values: rings that TMA fills, the first one of buffers of `Plan.key_parts`.
+      q_smem, o_smem: such a list of Q, and a buffer of dO; q_full, o_full: an mbarrier each.
       warpgroup: index of this one; the consumers come first.
       blocks: how many key blocks the tile has; first_block, the first of these.
     """
@@ -220,8 +220,11 @@ class ThreadBlock:
     ):  # fmt: skip
         problem = plan.problem
         self.plan = plan
-        self.q_smem, self.k_smem, self.o_smem, self.v_smem = q_smem, k_smem, o_smem, v_smem
-        self.q_full, self.o_full, self.k_full, self.v_full = q_full, o_full, k_full, v_full
+        self.q_smem, self.o_smem, self.q_full, self.o_full = q_smem, o_smem, q_full, o_full
+        k_free, v_free = with_twins(plan.barriers, twins)
+        loads = tuple(columns.load for columns in plan.key_parts)
+        self.keys = Ring(tuple(k_smem), k_full, k_free, loads)
+        self.values = Ring((v_smem,), v_full, v_free, (plan.value_columns.load,))
         self._order, *refs = refs
         self.lists = None
         if problem.has_lists:
@@ -231,7 +234,6 @@ class ThreadBlock:
         self.dropout, refs = DropoutRefs.split(problem, refs[count:])
         self.elements, refs = ElementRefs.split(problem, refs)
         self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, self.dq = refs
-        self.k_free, self.v_free = with_twins(plan.barriers, twins)
         self.warpgroup = lax.axis_index("warpgroup")
         self._number = lax.axis_index("block")
         self.blocks = self.ordered(2)
@@ -251,12 +253,6 @@ class ThreadBlock:
 
     def first_key_of(self, j):
         return self.key_block_of(j) * self.plan.config.block_kv
-
-    def k_slot(self, j):
-        return lax.rem(j, jnp.int32(self.plan.config.stages[0]))
-
-    def v_slot(self, j):
-        return lax.rem(j, jnp.int32(self.plan.config.stages[1]))
 
     def batch_and_head(self):
         """Read where needed: kept over the loop, they cost registers."""

@@ -159,26 +159,26 @@ class _Consumer:
     def skip(self, j, _) -> None:
         """A key block that no row of this consumer sees."""
         block = self.block
-        plgpu.barrier_wait(block.k_full.at[block.k_slot(j)])
-        block.k_free.arrive(block.k_slot(j))
-        plgpu.barrier_wait(block.v_full.at[block.v_slot(j)])
-        block.v_free.arrive(block.v_slot(j))
+        for ring in (block.keys, block.values):
+            ring.await_full(ring.slot(j))
+            ring.give_back(ring.slot(j))
 
     def step(self, j, _, *, needs_mask: bool) -> None:
         """What the keys of a block add to dQ."""
         block, plan, problem = self.block, self.plan, self.plan.problem
         # Addresses made anew each step: registers are short.
-        ks, vs, own_rows = block.k_slot(j), block.v_slot(j), block.warpgroup + fresh_zero()
+        k_slot, v_slot = block.keys.slot(j), block.values.slot(j)
+        own_rows = block.warpgroup + fresh_zero()
         equal_ids = self.compare_ids(j) if needs_mask else None
-        plgpu.barrier_wait(block.k_full.at[ks])
+        block.keys.await_full(k_slot)
         # Both before the first product, or ptxas injects a wait.
         self.s_acc[...] = zero_tile(ROWS, plan.config.block_kv)
         if not plan.weights_first:
             self.dp_acc[...] = zero_tile(ROWS, plan.config.block_kv)
-        for columns, q, k in zip(plan.key_parts, block.q_smem, block.k_smem, strict=True):
-            columns.contract(self.s_acc, q.at[own_rows], k.at[ks])
+        for columns, q, k in zip(plan.key_parts, block.q_smem, block.keys.at(k_slot), strict=True):
+            columns.contract(self.s_acc, q.at[own_rows], k)
         if not plan.weights_first:
-            self.issue_d_weights(own_rows, vs)
+            self.issue_d_weights(own_rows, v_slot)
         loaded = self.load_elements(j) if problem.has_elements else NOTHING_LOADED
         open_products = 0 if plan.weights_first else plan.value_columns.products
         logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=open_products)
@@ -195,14 +195,14 @@ class _Consumer:
             weights = sloped(weights, slope)
         if plan.weights_first:
             self.dp_acc[...] = zero_tile(ROWS, plan.config.block_kv)
-            self.issue_d_weights(own_rows, vs)
+            self.issue_d_weights(own_rows, v_slot)
         d_weights = plgpu.wgmma_accumulator_load(self.dp_acc, wait_n=0)
-        block.v_free.arrive(vs)
+        block.values.give_back(v_slot)
         minus_deltas = spread(self.minus_delta, weights.shape)
         ds = d_logits(weights, d_weights, minus_deltas, problem).astype(problem.dtype)
-        plan.dq_columns.expand(self.dq_acc, ds, block.k_smem[plan.part].at[ks])
+        plan.dq_columns.expand(self.dq_acc, ds, block.keys.at(k_slot)[plan.part])
         plgpu.wgmma_wait(0)
-        block.k_free.arrive(ks)
+        block.keys.give_back(k_slot)
 
     def load_elements(self, j):
         block, block_kv = self.block, self.plan.config.block_kv
@@ -212,9 +212,9 @@ class _Consumer:
 
     def issue_d_weights(self, own_rows, slot) -> None:
         block = self.block
-        plgpu.barrier_wait(block.v_full.at[slot])
-        d_out, value = block.o_smem.at[own_rows], block.v_smem.at[slot]
-        self.plan.value_columns.contract(self.dp_acc, d_out, value)
+        block.values.await_full(slot)
+        (value,) = block.values.at(slot)
+        self.plan.value_columns.contract(self.dp_acc, block.o_smem.at[own_rows], value)
 
     def weights(self, logits, loaded, mask: Callable | None):
         """Weights; of rows far from 0, a share short of them, where dQ is multiplied with it."""

@@ -31,7 +31,7 @@ from jax import lax
 from pallas_kernels import scheduler
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, FORWARD_SECTION_BYTES, SM_COUNT
-from pallas_kernels.hopper import warp_specialised
+from pallas_kernels.hopper import Ring, warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import KeyTiles, Section
 from pallas_kernels.problem import Problem
@@ -167,8 +167,7 @@ class _ThreadBlock:
       columns: of K and dQ.
       bounds, places: refs of `_schedule`'s.
       ds, k, dq: refs of operands and result, in global memory.
-      k_smem, ds_smem, dq_smem: buffers.
-      full: an mbarrier a slot, completed by TMA; free, a named barrier each.
+      keys: ring that TMA fills, with ds_smem beside its slots; dq_smem: what leaves.
       warpgroup: index of this one; the consumers come first.
     """
 
@@ -178,13 +177,11 @@ class _ThreadBlock:
     ):  # fmt: skip
         self.problem, self.tiles, self.stored_heads = problem, tiles, stored_heads
         self.columns = Columns.of_keys(problem)
-        self.k_smem, self.ds_smem, self.dq_smem, self.full = k_smem, ds_smem, dq_smem, full
+        self.ds_smem, self.dq_smem = ds_smem, dq_smem
+        free = dataclasses.replace(_FREE, twins=free_twins)
+        self.keys = Ring((k_smem,), full, free, (self.columns.load,))
         self._schedule, self.bounds, self.places, self.ds, self.k, self.dq = refs
         self.warpgroup, self._number = lax.axis_index("warpgroup"), lax.axis_index("block")
-        self.free = dataclasses.replace(_FREE, twins=free_twins)
-
-    def slot_of(self, j):
-        return lax.rem(j, jnp.int32(_STAGES))
 
     def locate(self, index):
         """Query tile and head, of every batch entry, of a tile of the list."""
@@ -209,19 +206,19 @@ def _consume(block: _ThreadBlock) -> None:
 
 def _consume_tile(block: _ThreadBlock, dq_acc, index, j):
     """Adds up what keys give to 64 rows of dQ, and sends it."""
-    columns, slot_of, bounds = block.columns, block.slot_of, block.bounds
+    columns, slot_of, bounds = block.columns, block.keys.slot, block.bounds
 
     def skip(j):
-        plgpu.barrier_wait(block.full.at[slot_of(j)])
-        block.free.arrive(slot_of(j))
+        block.keys.await_full(slot_of(j))
+        block.keys.give_back(slot_of(j))
 
     def step(j, *, first):
         slot = slot_of(j)
-        plgpu.barrier_wait(block.full.at[slot])
+        block.keys.await_full(slot)
         ds = block.ds_smem.at[slot, block.warpgroup].transpose((1, 0))
-        columns.expand(dq_acc, ds, block.k_smem.at[slot])
+        columns.expand(dq_acc, ds, *block.keys.at(slot))
         plgpu.wgmma_wait(columns.products)
-        pl.when(j > first)(lambda: block.free.arrive(slot_of(j - 1)))
+        pl.when(j > first)(lambda: block.keys.give_back(slot_of(j - 1)))
 
     tile, head_of_all = block.locate(index)
     first, end = bounds[tile, 0], bounds[tile, 1]
@@ -232,7 +229,7 @@ def _consume_tile(block: _ThreadBlock, dq_acc, index, j):
     pl.loop(j, begin)(skip)
     pl.loop(begin, own_end)(functools.partial(step, first=begin))
     dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-    pl.when(own_end > begin)(lambda: block.free.arrive(slot_of(own_end - 1)))
+    pl.when(own_end > begin)(lambda: block.keys.give_back(slot_of(own_end - 1)))
     pl.loop(own_end, end)(skip)
 
     # The last tile of this consumer has left shared memory.
@@ -267,10 +264,10 @@ def _load_tile(block: _ThreadBlock, index, j):
     first, end = block.bounds[tile, 0], block.bounds[tile, 1]
 
     def load(j):
-        slot, key_tile = block.slot_of(j), first + (j - begin)
-        pl.when(j >= _STAGES)(lambda: block.free.wait(slot))
-        keys, full = pl.ds(key_tile * _TILE, _TILE), block.full.at[slot]
-        block.columns.load(block.k.at[batch, keys, kv_head], block.k_smem.at[slot], full)
+        slot, key_tile = block.keys.slot(j), first + (j - begin)
+        block.keys.await_free(j, slot)
+        keys, full = pl.ds(key_tile * _TILE, _TILE), block.keys.full.at[slot]
+        block.keys.load(j, block.k.at[batch, keys, kv_head], slot=slot)
         last_place = own_kv_head * steps_per_head + block.places[0, key_tile]
         if group > 1:
             last_place += member * block.places[1, key_tile]

@@ -56,7 +56,7 @@ from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.element_arrays import Blocks, Elements
 from pallas_kernels.elements import ElementRefs, masked
 from pallas_kernels.far_rows import weights_by_query
-from pallas_kernels.hopper import warp_specialised
+from pallas_kernels.hopper import Ring, warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.mask_functions import MaskRefs
 from pallas_kernels.online_softmax import spread
@@ -216,8 +216,7 @@ class _ThreadBlock:
       intervals, ids: refs of them; None, and an empty list, without.
       dropout, elements: of rows and keys.
       q, k, v, d_out, start, delta, far, gradient: refs of operands and result, in global memory.
-      q_smem, k_smem, v_smem, o_smem: buffers that TMA fills.
-      full: an mbarrier a slot, completed by TMA; free, a named barrier each.
+      pairs: ring of K and V that TMA fills, with Q and dO beside its slots in q_smem and o_smem.
       warpgroup: index of this one; the consumers come first.
     """
 
@@ -229,7 +228,9 @@ class _ThreadBlock:
         self.with_steps, self.thread_blocks = with_steps, thread_blocks
         self.key_columns = Columns.of_keys(self.problem)
         self.value_columns = Columns.of_values(self.problem)
-        self.q_smem, self.o_smem, self.k_smem, self.v_smem = q_smem, o_smem, k_smem, v_smem
+        self.q_smem, self.o_smem = q_smem, o_smem
+        loads = self.key_columns.load, self.value_columns.load
+        self.pairs = Ring((k_smem, v_smem), full, dataclasses.replace(free, twins=twin), loads)
         self._steps, *refs = refs
         self._lists: MaskRefs | None = None
         if self.problem.has_lists:
@@ -240,16 +241,12 @@ class _ThreadBlock:
         self.dropout, refs = DropoutRefs.split(self.problem, refs)
         self.elements, refs = ElementRefs.split(self.problem, refs)
         self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, self.gradient = refs
-        self.full, self.free = full, dataclasses.replace(free, twins=twin)
         self.warpgroup = lax.axis_index("warpgroup")
         self._number = lax.axis_index("block")
 
     @property
     def has_many_boxes(self) -> bool:
         return self.key_columns.odd_rows and self.key_columns.tiles >= _MANY_BOXES
-
-    def slot_of(self, j):
-        return lax.rem(j, jnp.int32(self.pieces.config.stages))
 
     def over_pieces(self, whole_piece: Callable) -> None:
         """Runs `j = whole_piece(entry, number, place, count, j)` for all: so many steps are done.
@@ -345,19 +342,20 @@ class _Consumer:
         """dS of a step, number j of all."""
         block, problem = self.block, self.problem
         batch, head, first_row, first_key = place
-        rows, slot = pl.ds(first_row, ROWS), block.slot_of(j) + fresh_zero()
+        rows, slot = pl.ds(first_row, ROWS), block.pairs.slot(j) + fresh_zero()
         start, minus_delta = (
             plgpu.load(ref, layout=_PER_ROW, optimized=False)
             for ref in (block.start.at[batch, head, 0, rows], block.delta.at[batch, head, rows])
         )
-        plgpu.barrier_wait(block.full.at[slot])
+        block.pairs.await_full(slot)
         # Both before the first product, or ptxas injects a wait.
         self.s_acc[...] = zero_tile(ROWS, self.block_kv)
         self.dp_acc[...] = zero_tile(ROWS, self.block_kv)
         own = slot, block.warpgroup
         keys, values = block.key_columns, block.value_columns
-        keys.contract(self.s_acc, block.q_smem.at[*own], block.k_smem.at[slot])
-        values.contract(self.dp_acc, block.o_smem.at[*own], block.v_smem.at[slot])
+        key, value = block.pairs.at(slot)
+        keys.contract(self.s_acc, block.q_smem.at[*own], key)
+        values.contract(self.dp_acc, block.o_smem.at[*own], value)
         loaded = block.elements.load(*place, self.block_kv, early=True, bias=own_bias)
         logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=values.products)
         slope = None
@@ -372,7 +370,7 @@ class _Consumer:
         if slope is not None:
             weights = sloped(weights, slope)
         d_weights = plgpu.wgmma_accumulator_load(self.dp_acc, wait_n=0)
-        block.free.arrive(slot)
+        block.pairs.give_back(slot)
         minus_deltas = spread(minus_delta, weights.shape)
         return d_logits(weights, d_weights, minus_deltas, problem)
 
@@ -438,9 +436,9 @@ def _produce(block: _ThreadBlock) -> None:
         def load(step, j, _):
             batch, head, row_block, key_block = place(step)
             kv_head = lax.div(head, jnp.int32(problem.group))
-            slot = block.slot_of(j)
-            full = block.full.at[slot]
-            pl.when(j >= config.stages)(lambda: block.free.wait(slot))
+            slot = block.pairs.slot(j)
+            full = block.pairs.full.at[slot]
+            block.pairs.await_free(j, slot)
             if block.has_many_boxes:  # whose addresses are not to be made ahead
                 code_fence(step)
             for consumer in range(CONSUMERS):
@@ -449,8 +447,7 @@ def _produce(block: _ThreadBlock) -> None:
                 block.key_columns.load(block.q.at[*of_rows], block.q_smem.at[*own], full)
                 block.value_columns.load(block.d_out.at[*of_rows], block.o_smem.at[*own], full)
             of_keys = batch, pl.ds(key_block * config.block_kv, config.block_kv), kv_head
-            block.key_columns.load(block.k.at[*of_keys], block.k_smem.at[slot], full)
-            block.value_columns.load(block.v.at[*of_keys], block.v_smem.at[slot], full)
+            block.pairs.load(j, block.k.at[*of_keys], block.v.at[*of_keys], slot=slot)
             return ()
 
         return block.over_steps(place, count, j, load)[1]
