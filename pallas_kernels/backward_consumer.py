@@ -7,18 +7,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import soft_cap
 from pallas_kernels.backward_block import ThreadBlock
 from pallas_kernels.backward_plan import BLOCK_KV, KEYS, fragment_of, size_of
+from pallas_kernels.backward_products import Products
 from pallas_kernels.columns import Columns, put_tile
 from pallas_kernels.config import DQ_TILE
-from pallas_kernels.dropout import as_operand, d_logits, negated_transposed
-from pallas_kernels.elements import biased
-from pallas_kernels.far_rows import shared_by_key, weights_by_key
+from pallas_kernels.dropout import as_operand
 from pallas_kernels.key_tiles_loops import loop_over_steps
 from pallas_kernels.key_tiles_masks import masked
 from pallas_kernels.online_softmax import spread
-from pallas_kernels.problem import LOG2E
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import fence_async_shared
 from pallas_kernels.ptx.compiler import code_fence, fresh_rows, fresh_zero
@@ -26,7 +23,6 @@ from pallas_kernels.ptx.fragments import store_fragment
 from pallas_kernels.ptx.mlir import zero_tile
 from pallas_kernels.ptx.stores import store_tile
 from pallas_kernels.score_functions import sloped
-from pallas_kernels.transposed import load_per_query, load_words, per_query
 
 
 def consume(block: ThreadBlock, number: int) -> None:
@@ -45,22 +41,8 @@ def consume(block: ThreadBlock, number: int) -> None:
     pl.run_scoped(lambda *refs: _Consumer(block, number, *refs).walk(), *accumulators)
 
 
-class _Consumer:
-    """dK and dV of 64 keys of each tile, and part of its dQ.
-
-    Attributes:
-      number: 0 or 1.
-      own: its keys in a tile.
-      dq_row, dq_columns: which rows and columns of a step's dQ it makes.
-      dk_acc, dv_acc, s_acc, dp_acc, dq_acc: accumulators.
-    """
-
-    def __init__(self, block: ThreadBlock, number: int, dk_acc, dv_acc, s_acc, dp_acc, dq_acc=None):
-        self.block, self.plan, self.number = block, block.plan, number
-        self.own = pl.ds(KEYS * number, KEYS)
-        self.dq_row, self.dq_columns = block.dq_place(number)
-        self.dk_acc, self.dv_acc, self.s_acc, self.dp_acc = dk_acc, dv_acc, s_acc, dp_acc
-        self.dq_acc = dq_acc
+class _Consumer(Products):
+    """dK and dV of 64 keys of each tile, and part of its dQ."""
 
     def walk(self) -> None:
         self.dk_acc[...] = zero_tile(KEYS, self.plan.key_columns.size)
@@ -79,10 +61,7 @@ class _Consumer:
         first_key = KEYS * self.number
         key_words = walk.key_words(index, first_key)
         step = functools.partial(step, index=index, key_words=key_words)
-        blank = None
-        # Beside a mask, a bias and ids it would spill; lists are of both consumers' keys.
-        if not (plan.problem.has_elements or plan.problem.has_lists):
-            blank = functools.partial(self.blank_step, index=index)
+        blank = functools.partial(self.blank_step, index=index) if plan.has_blank_steps else None
         j = loop_over_steps(
             walk, step, index, j, first_key, blank_step=blank, far_in_masked=plan.far_in_masked
         )
@@ -109,17 +88,17 @@ class _Consumer:
         """
         block, plan = self.block, self.plan
         slot, o_slot, parity = self.slots(j)
-        equal_ids, early_ids = None, plan.problem.has_lists
-        if mask is not None and early_ids:  # as a function may take many registers
+        equal_ids = None
+        if mask is not None and plan.ids_first:
             equal_ids = mask.equal_ids(j)
         self.await_query(slot, mask, j)
         self.issue_logits(slot, index)
         self.issue_late_dq(1 - parity, index)
-        if mask is not None and not (early_ids or plan.problem.has_dropout):  # while S' is made
+        if mask is not None and not (plan.ids_first or plan.ids_last):  # while S' is made
             equal_ids = mask.equal_ids(j)
         loaded = load_elements(j)
         weights = self.load_weights(loaded, j, far=far, wait_n=1)
-        if not plan.is_wide:  # there are registers for it beside dQ
+        if plan.drops_early:
             weights = self.dropped(weights, key_words, slot)
         if plan.early_weights:
             # A wait here keeps ptxas from computing the weights after dQ.
@@ -130,10 +109,9 @@ class _Consumer:
             self.hand_over_dq()
             self.await_d_out(o_slot, mask, j)
             weights = self.shared(weights, j, far=far)
-        if plan.is_wide:
+        if not plan.drops_early:
             weights = self.dropped(weights, key_words, slot)
-        if mask is not None and plan.problem.has_dropout and not early_ids:
-            # Only now are there registers for it.
+        if mask is not None and plan.ids_last:
             equal_ids = mask.equal_ids(j)
         self.issue_d_weights(o_slot)
         weights = masked(weights, mask, j, equal_ids, loaded)
@@ -193,9 +171,7 @@ class _Consumer:
         self.step_without_dq(j, mask, far, load_elements, index, key_words)
 
     def step_with_dq_or_after(self, j, mask, far, load_elements, index, key_words) -> None:
-        """What rows far from 0 take is too much beside a bias and dropout."""
-        is_after = far and self.plan.problem.has_bias and self.plan.problem.has_dropout
-        step = self.step_after_dq if is_after else self.step_with_dq
+        step = self.step_after_dq if far and self.plan.far_after_dq else self.step_with_dq
         step(j, mask, far, load_elements, index, key_words)
 
     def blank_step(self, j, mask, index) -> None:
@@ -210,14 +186,6 @@ class _Consumer:
             none = zero_tile(KEYS, self.plan.config.block_q).astype(self.plan.problem.dtype)
             self.hand_over_ds(parity, none)
         self.block.queries.give_back(slot)
-
-    def slots(self, j):
-        """Of Q, the same made anew for dO, and of dS'."""
-        slot = self.block.queries.slot(j)
-        return slot, slot + fresh_zero(), lax.rem(j, jnp.int32(2))
-
-    def slot_anew(self, j):
-        return self.block.queries.slot(j + fresh_zero())
 
     # --- what arrives ---
 
@@ -257,94 +225,6 @@ class _Consumer:
             self.block.d_outs.await_full(slot)
         else:  # as it has been waited for; the code stays where it is all the same
             code_fence(j)
-
-    def load_start(self, slot):
-        return load_per_query(self.block.start_smem.at[slot, 0], KEYS)
-
-    def load_query_words(self, slot):
-        return load_words(self.block.start_smem.at[slot, self.plan.words_row])
-
-    # --- products and weights ---
-
-    def issue_logits(self, slot, index) -> None:
-        block, plan = self.block, self.plan
-        alone = plan.problem.has_slope  # with a cap or a function they must be
-        self.s_acc[...] = zero_tile(KEYS, plan.config.block_q) if alone else self.load_start(slot)
-        k = block.k_smem.at[block.k_slot(index) + fresh_zero(), :, self.own]
-        plan.key_columns.contract(self.s_acc, k, *block.queries.at(slot))
-
-    def issue_d_weights(self, slot) -> None:
-        block, plan = self.block, self.plan
-        self.dp_acc[...] = zero_tile(KEYS, plan.config.block_q)
-        v = block.v_smem.at[fresh_zero(), :, self.own]
-        plan.value_columns.contract(self.dp_acc, v, *block.d_outs.at(slot))
-
-    def load_weights(self, loaded, j, *, far, wait_n):
-        """Weights, of rows far from 0 what `shared` makes weights of if it is due."""
-        block, problem = self.block, self.plan.problem
-        products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=wait_n)
-        if far and problem.has_marks:
-            start = block.start_smem.at[self.slot_anew(j), 0]
-            return weights_by_key(products, loaded, problem, start, block.far)
-        logits, to_log2 = biased(products, problem, loaded)
-        return jnp.exp2(logits * to_log2)
-
-    def load_scored_weights(self, loaded, j, *, far, wait_n):
-        """Weights of logits that a function makes, and its slopes, None where all are 1."""
-        block, problem = self.block, self.plan.problem
-        products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=wait_n)
-        logits, slope = loaded.score(products, slope=True)
-        logits = logits + self.load_start(self.slot_anew(j))
-        if far:
-            start = block.start_smem.at[self.slot_anew(j), 0]
-            return weights_by_key(logits, loaded, problem, start, block.far), slope
-        return jnp.exp2(logits * LOG2E), slope
-
-    def shared(self, weights, j, *, far):
-        """Late, where a wait for an mbarrier ends a block of code anyway."""
-        if not (far and self.plan.problem.has_shares):
-            return weights
-        statistics = self.block.start_smem.at[self.slot_anew(j)]
-        return shared_by_key(weights, statistics, self.plan.problem)
-
-    def dropped(self, weights, key_words, slot):
-        """The weights, negative where they are dropped."""
-        if not self.plan.problem.has_dropout:
-            return weights
-        query_words = self.load_query_words(slot)
-        return negated_transposed(weights, key_words, query_words, self.plan.problem)
-
-    def load_capped_weights(self, loaded, mask, j, equal_ids, slot, key_words, *, wait_n):
-        """Weights, the operand of dV, and times the derivative of the cap, for dS'."""
-        plan = self.plan
-        products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=wait_n)
-        logits, _ = soft_cap.capped(products, loaded, plan.problem, branches=plan.cap_branches)
-        logits = masked(logits, mask, j, equal_ids, loaded, soft_cap.UNSEEN)
-        words = None
-        if plan.problem.has_dropout:
-            query_words = self.load_query_words(slot)
-            words = spread(key_words, logits.shape), per_query(query_words, KEYS)
-        return soft_cap.capped_weights(logits, self.load_start(slot), plan.problem, words)
-
-    def load_ds(self, weights, slot):
-        block, plan = self.block, self.plan
-        d_weights = plgpu.wgmma_accumulator_load(self.dp_acc, wait_n=plan.value_columns.products)
-        minus_delta = (
-            block.start_smem.at[slot, plan.words_row + 1]
-            if plan.problem.has_dropout
-            else block.delta_smem.at[slot]
-        )
-        ds = d_logits(weights, d_weights, load_per_query(minus_delta, KEYS), plan.problem)
-        return ds.astype(plan.problem.dtype)
-
-    def issue_late_dq(self, parity, index) -> None:
-        """dQ of a step before, once the other's dS' of that step is there too."""
-        block = self.block
-        block.ds_stored.wait(2 * parity + (1 - self.number))
-        self.dq_acc[...] = zero_tile(DQ_TILE, size_of(self.dq_columns))
-        k = block.k_smem.at[block.k_slot(index) + fresh_zero()]
-        ds = block.ds_smem.at[parity, self.dq_row].transpose((1, 0))
-        self.plan.key_columns.expand_part(self.dq_acc, ds, k, self.dq_columns)
 
     # --- what is handed over ---
 

@@ -190,9 +190,14 @@ class Plan:
     def keeps_numbers(self) -> bool:
         """Whether the producer keeps numbers of tiles, or reads them anew.
 
-        At width 64 causal tiles of few steps would take 5% longer, with dropout it would spill.
+        At width 64 causal tiles of few steps would take 5% longer.
         """
-        return (self.is_wide or self.problem.by_batch) and not self.problem.has_dropout
+        return (self.is_wide or self.problem.by_batch) and not self.keeps_nothing
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether the producer reads all of a tile anew: with dropout it would spill."""
+        return self.problem.has_dropout
 
     @property
     def fences_loads(self) -> bool:
@@ -223,6 +228,34 @@ class Plan:
         beside_ids = p.has_bias and (p.segmented or (p.dynamic and self.is_wide))
         beside_elements = has_elements_of_queries and (beside_dropout or beside_ids)
         return self.problem.has_slope or beside_elements
+
+    @property
+    def far_after_dq(self) -> bool:
+        """Whether there are none in steps that rows far from 0 may be in."""
+        return self.problem.has_bias and self.problem.has_dropout
+
+    @property
+    def ids_first(self) -> bool:
+        """Whether ids are compared before S' is made, as a function may take many registers."""
+        return self.problem.has_lists
+
+    @property
+    def ids_last(self) -> bool:
+        """Whether only where dropout has been done there are registers for it."""
+        return self.problem.has_dropout and not self.problem.has_lists
+
+    @property
+    def drops_early(self) -> bool:
+        """Whether there are registers for dropout beside dQ."""
+        return not self.is_wide
+
+    @property
+    def has_blank_steps(self) -> bool:
+        """Whether a consumer whose keys a step's queries do not see takes a shorter one.
+
+        Beside a mask, a bias and ids it would spill; lists are of both consumers' keys.
+        """
+        return not (self.problem.has_elements or self.problem.has_lists)
 
     @property
     def crowded(self) -> bool:

@@ -131,14 +131,12 @@ class _Consumer(Products):
         tile, batch, head = place
         needs_mask = exact or far
         locate_anew = lambda: plan.tiles.locate(self.number(index + fresh_zero()))
-        has_ids = needs_mask and problem.segmented and plan.registers_are_short
-        if plan.loads_elements or has_ids or plan.cap_beside_lengths:  # registers are short
+        if plan.locates_anew(needs_mask):
             number = self.number(index + fresh_zero())
             tile, batch, head = place = plan.tiles.locate(number)
             if block.lists is None:
                 end_block = block.end_of(tile, batch)
-        has_lists = block.lists is not None
-        if has_lists and (problem.has_dropout or (needs_mask and problem.mask_function.is_dense)):
+        if plan.asks_for_key_block(needs_mask):
             end_block = block.key_block(place, j) + 1 + j
         mask = lambda values: values
         if needs_mask:
@@ -159,7 +157,8 @@ class _Consumer(Products):
         if not config.products_first:
             block.turns.pass_on()
         loaded = NOTHING_LOADED
-        if needs_mask or problem.has_score or not has_lists:  # beside lists a mask is all
+        # Beside lists a mask is all that there is to load.
+        if needs_mask or problem.has_score or block.lists is None:
             loaded = rows.load_elements(lambda: number, j)
         products = self.load_logits()
         if config.products_first:
@@ -172,7 +171,7 @@ class _Consumer(Products):
             block.keys.give_back(k_slot)
         weights, correction, state = rows.weights(products, loaded, state, mask, looks=looks)
         first_key = (end_block - 1 - j) * config.block_kv
-        if plan.cap_beside_lengths and plan.problem.has_dropout:  # only now: registers are short
+        if plan.words_late:
             words = rows.words(*locate_anew())
         dropped = block.dropout.dropped(words, batch, first_key, config.block_kv)
         if not config.products_first:
@@ -207,7 +206,7 @@ class _Consumer(Products):
         following = None if drawn else self.number(index + 1)
         place = plan.tiles.locate(number)
         blocks, carry = self.key_steps(index, steps, place, (weights, state))
-        if plan.loads_elements or plan.cap_beside_lengths:
+        if plan.locates_anew(needs_mask=False):
             number = self.number(index + fresh_zero())  # read anew: registers are short
         if drawn:  # by now
             drawn.wait(index + 1)

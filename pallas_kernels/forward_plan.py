@@ -153,10 +153,29 @@ class Plan:
             self.config.query_buffers == 1 and (self.config.block_kv > 64 or self.problem.segmented)
         )
 
+    def locates_anew(self, needs_mask: bool) -> bool:
+        """Then the place of a tile is, in a step with a mask or without.
+
+        Beside a cap and lengths 8 bytes would spill at width 64.
+        """
+        has_ids = needs_mask and self.problem.segmented and self.registers_are_short
+        return self.loads_elements or has_ids or self._cap_beside_lengths
+
     @property
-    def cap_beside_lengths(self) -> bool:
-        """Then the number of a tile that was drawn is: 8 bytes would spill at width 64."""
+    def _cap_beside_lengths(self) -> bool:
         return self.problem.has_cap and self.problem.dynamic and not self.problem.segmented
+
+    @property
+    def words_late(self) -> bool:
+        """Then words of dropout are, and no earlier."""
+        return self._cap_beside_lengths and self.problem.has_dropout
+
+    def asks_for_key_block(self, needs_mask: bool) -> bool:
+        """Whether a step asks its list which key block it has, as it needs to know."""
+        p = self.problem
+        if not p.has_lists:
+            return False
+        return p.has_dropout or (needs_mask and p.mask_function.is_dense)
 
     # --- shared memory and barriers ---
 
