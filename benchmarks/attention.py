@@ -44,7 +44,7 @@ import jax_flash
 from benchmarks import flex, functions, models, reporting, timing
 from benchmarks.reporting import figure, markdown
 from benchmarks.rows import PASSES, XLA_LOGITS, Row, drawn
-from pallas_kernels import config
+from pallas_kernels import config, defaults
 
 # Relative error of a right result: bf16 output and weights give 2e-3 to 3e-3.
 TOLERANCE = 1e-2
@@ -221,7 +221,7 @@ def _fp8_with(implementation: str, settings: dict[int, config.ForwardFP8Config] 
     def attend(query, key, value, causal):
         width, own = query.shape[-1], None
         if settings is not None:
-            own = dataclasses.replace(config.default(width), forward_fp8=settings[width])
+            own = dataclasses.replace(defaults.default(width), forward_fp8=settings[width])
         return jax_flash.attention(
             query, key, value, is_causal=causal, implementation=implementation, config=own
         )
@@ -275,7 +275,7 @@ CANDIDATES: dict[str, Callable | FP8] = {
     "jax.nn xla": _jax_nn("xla"),  # holds [B, N, T, S]: short rows only
     "jax_flash fp8": _fp8_with("mosaic_gpu"),
     # Sums in float32, not in the products' own precision.
-    "jax_flash fp8 promoting": _fp8_with("mosaic_gpu", config.FORWARD_FP8_PROMOTING),
+    "jax_flash fp8 promoting": _fp8_with("mosaic_gpu", defaults.FORWARD_FP8_PROMOTING),
     "jax_flash fp8 xla": _fp8_with("xla"),
     "cuDNN fp8": FP8(_quantize_for_cudnn, _cudnn_fp8, lambda x: x[0].astype(jnp.float32) / x[1]),
 }

@@ -2,7 +2,7 @@
 
 Tries settings that fit in an SM on rows of `benchmarks.attention`, then sizes of sections with
 the best of them. Each is checked against float32 before it is timed. Prints every figure, and the
-best settings of each width beside the default as lines for pallas_kernels/config.py.
+best settings of each width beside the default as lines for pallas_kernels/defaults.py.
 """
 
 import concurrent.futures
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from benchmarks import attention, reporting, timing
 from jax_flash.device import device_of
-from pallas_kernels.config import BACKWARD, FORWARD, WIDTHS, Config, ForwardConfig
+from pallas_kernels.config import Config, ForwardConfig
+from pallas_kernels.defaults import BACKWARD, FORWARD, WIDTHS
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}  # the most that so many consumers can have
 KEYS = (64, 128, 192)  # a step; 256 need more registers than a thread has, at every width
@@ -168,7 +169,7 @@ def table(results: list[dict], default: ForwardConfig) -> str:
 
 
 def conclusion(width: int, results: list[dict]) -> str:
-    """The best settings of a width and the default, as lines of pallas_kernels/config.py."""
+    """The best settings of a width and the default, as lines of pallas_kernels/defaults.py."""
     means = mean_teraflops(results)
     if not means:
         return f"Width {width}: no settings are right in every row."

@@ -39,7 +39,8 @@ from jax_flash.kernel_operands import (
 from jax_flash.launch import launch
 from jax_flash.sharding import over_devices, vary_alike
 from pallas_kernels import dropout_words
-from pallas_kernels.config import Config, check_backward, default
+from pallas_kernels.config import Config, check_backward
+from pallas_kernels.defaults import default
 from pallas_kernels.element_arrays import Blocks, Elements
 from pallas_kernels.problem import SUPPORTED_WIDTHS, Problem, sees_itself
 

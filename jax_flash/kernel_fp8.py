@@ -21,7 +21,7 @@ from jax_flash.kernel_operands import (
 from jax_flash.launch import launch
 from jax_flash.quantization import halvings
 from jax_flash.sharding import over_devices, vary_alike
-from pallas_kernels import config
+from pallas_kernels import defaults
 from pallas_kernels.config import ForwardFP8Config
 from pallas_kernels.problem import LOG2E, SUPPORTED_WIDTHS, Problem
 
@@ -70,7 +70,7 @@ def unsupported(call: Call) -> str | None:
 def _config(call: Call) -> ForwardFP8Config:
     if call.config is not None and call.config.forward_fp8 is not None:
         return call.config.forward_fp8
-    return config.default_fp8(
+    return defaults.default_fp8(
         call.query.shape[-1],
         call.value.shape[-1],
         block_rows=math.gcd(*(x for x in call.block_sizes[1:] if x < call.key.shape[1])),

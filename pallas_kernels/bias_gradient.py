@@ -50,7 +50,7 @@ from pallas_kernels.bias_gradient_block import ThreadBlock
 from pallas_kernels.bias_gradient_consumer import consume
 from pallas_kernels.bias_gradient_pieces import BLOCK_Q, CONSUMERS, ROWS, Pieces
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import BIAS_GRADIENT
+from pallas_kernels.defaults import BIAS_GRADIENT
 from pallas_kernels.dropout import Words
 from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.element_arrays import Blocks, Elements

@@ -27,12 +27,12 @@ from pallas_kernels import (
 from pallas_kernels.backward_key_plan import key_tiles
 from pallas_kernels.backward_plan import Plan, QueryGradient
 from pallas_kernels.config import (
-    BACKWARD_QUERY,
     BackwardConfig,
     BackwardKeyConfig,
     BackwardQueryConfig,
     check_backward,
 )
+from pallas_kernels.defaults import BACKWARD_QUERY
 from pallas_kernels.dropout import Words
 from pallas_kernels.element_arrays import NO_ELEMENTS, Blocks, Elements
 from pallas_kernels.interpret import interpreting

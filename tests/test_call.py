@@ -14,7 +14,7 @@ from jax_flash import autodiff, cudnn, kernel_fp8, kernel_operands, xla
 from jax_flash.call import AXES, Call
 from jax_flash.functions import traced
 from jax_flash.masks import Visibility
-from pallas_kernels import config
+from pallas_kernels import defaults
 
 B, N, T, S, H = 2, 2, 128, 256, 64
 
@@ -47,7 +47,7 @@ CALL: dict[str, Any] = {
     "dropout_key": jnp.array([1, 2], jnp.uint32),
     "return_residual": True,
     "deterministic": True,
-    "config": config.default(H),
+    "config": defaults.default(H),
     "first_batch_entry": jnp.int32(3),
     "first_query_head": jnp.int32(5),
 }

@@ -15,7 +15,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 import jax_flash
 from jax_flash import autodiff, cudnn, device, dispatch, xla
 from jax_flash.device import Device
-from pallas_kernels import config
+from pallas_kernels import defaults
 
 CPU = Device("cpu", "cpu")
 H100 = Device("gpu", "NVIDIA H100", (9, 0))
@@ -274,7 +274,7 @@ def test_deterministic_runs_on_the_kernels(monkeypatch):
 
 def test_config_does_not_choose(on):
     on(CPU)
-    assert jax_flash.explain(*shapes(), config=config.default(64)).implementation == "xla"
+    assert jax_flash.explain(*shapes(), config=defaults.default(64)).implementation == "xla"
 
 
 # --- the log ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 import jax_flash
 from jax_flash import Quantized
-from pallas_kernels import config, half_softmax
+from pallas_kernels import defaults, half_softmax
 from tests import oracle
 from tests.support.cases import slow
 from tests.support.interpret import interpret_mode
@@ -157,7 +157,7 @@ def test_rows_that_see_nothing_and_what_is_not_seen():
 
 def promoting(width):
     return dataclasses.replace(
-        config.default(width), forward_fp8=config.FORWARD_FP8_PROMOTING[width]
+        defaults.default(width), forward_fp8=defaults.FORWARD_FP8_PROMOTING[width]
     )
 
 
@@ -180,10 +180,10 @@ def test_maxima_that_grow(nats, options):
     compare(results, exactly(arrays, **options), out_error)
 
 
-@pytest.mark.parametrize("width", config.WIDTHS)
+@pytest.mark.parametrize("width", defaults.WIDTHS)
 def test_sums_that_ask_for_a_new_reference(width):
     """None of weights that are all as large as a new reference makes them, any of larger ones."""
-    weights_of_a_thread = config.FORWARD_FP8[width].block_kv // 8
+    weights_of_a_thread = defaults.FORWARD_FP8[width].block_kv // 8
     assert weights_of_a_thread * 2.0**half_softmax.LARGEST < half_softmax.SUM_LIMIT
     assert jnp.finfo(jnp.float8_e4m3fn).max >= half_softmax.SUM_LIMIT
 
@@ -460,7 +460,7 @@ def test_many_tiles_on_a_gpu(H, N, K):
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, slow(128), slow(256)])
 def test_maxima_that_grow_on_a_gpu(width):
-    block = config.default_fp8(width).block_kv
+    block = defaults.default_fp8(width).block_kv
     arrays = growing(S, 8, block, T=T, N=2, width=width)
     # Products lose some 2^-13 in each of up to 8 instructions, of logits of up to 165.
     errors = {"lse_error": 0.3, "out_error": 0.16}
@@ -498,7 +498,7 @@ def test_values_of_blocks_with_very_different_scales_on_a_gpu(width):
 
 @pytest.mark.fast_cases("64")
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", config.FORWARD_FP8_PROMOTING)
+@pytest.mark.parametrize("width", defaults.FORWARD_FP8_PROMOTING)
 def test_sums_in_float32_on_a_gpu(width):
     """Values around 1, and weights that are alike: what few bits would lose."""
     query, key, value = inputs(1, T, 50_000, 1, 1, width)

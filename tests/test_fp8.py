@@ -20,7 +20,7 @@ import jax_flash
 from benchmarks import accuracy_fp8
 from jax_flash import Quantized, cudnn, dispatch, kernel_fp8, xla
 from jax_flash.masks import dropout_keep
-from pallas_kernels import config
+from pallas_kernels import defaults
 from tests import oracle
 from tests.support.interpret import interpret_mode
 from tests.support.nonzero import assert_none_is_zero
@@ -410,7 +410,7 @@ def test_bad_quantized_arrays(message):
 
 def test_config_has_settings_of_the_fp8_kernel():
     with pytest.raises(ValueError, match="config: got one without forward_fp8 for Quantized"):
-        jax_flash.attention(*quantized(), config=config.default(64))
+        jax_flash.attention(*quantized(), config=defaults.default(64))
 
 
 def test_others_take_no_quantized_arrays():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import config, element_arrays, mask_bits
+from pallas_kernels import defaults, element_arrays, mask_bits
 from tests.support.cases import long, slow
 from tests.support.elements import (
     check_bias_that_is_nan_where_hidden_and_infinite_elsewhere,
@@ -294,8 +294,8 @@ def test_bias_that_comes_in_tiles(T, S, H, axes, bias_dtype, options):
 def test_bias_in_many_pieces_of_a_thread_block(
     axes, bias_dtype, options, thread_blocks, monkeypatch
 ):
-    few = dataclasses.replace(config.BIAS_GRADIENT[64], thread_blocks=thread_blocks, stages=2)
-    monkeypatch.setitem(config.BIAS_GRADIENT, 64, few)
+    few = dataclasses.replace(defaults.BIAS_GRADIENT[64], thread_blocks=thread_blocks, stages=2)
+    monkeypatch.setitem(defaults.BIAS_GRADIENT, 64, few)
     bias = random_bias(shape_of(axes, 2, 2, 150, 200), bias_dtype)
     with interpret_mode():
         check(inputs(2, 150, 200, 2, 1, 64, jnp.bfloat16), bias=bias, **options)

@@ -11,7 +11,7 @@ import pytest
 
 import jax_flash
 from jax_flash.masks import Visibility
-from pallas_kernels import config, intervals
+from pallas_kernels import defaults, intervals
 from pallas_kernels.backward_query_masks import key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles
@@ -109,7 +109,7 @@ def test_key_blocks_of_query_tiles(T, S, seen, width):
 
     And where one is without a mask, each of these has seen a key in an exact step before.
     """
-    tiles = Tiles(dynamic(T, S), config.FORWARD[width])
+    tiles = Tiles(dynamic(T, S), defaults.FORWARD[width])
     block_q, block_kv = tiles.config.block_q, tiles.config.block_kv
     every = visible(seen, S)
     table = np.asarray(tiles.key_blocks_of(jnp.asarray(seen)))

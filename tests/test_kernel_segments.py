@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import config, intervals, scheduler, segments
+from pallas_kernels import defaults, intervals, scheduler, segments
 from pallas_kernels.backward_query_masks import key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles
@@ -203,7 +203,7 @@ def test_ids_that_lie_side_by_side(ids, wanted):
 def test_steps_that_compare_ids():
     """Those of a batch entry whose ids are in no order; its first step is of a block of no keys."""
     ids = tuple(map(jnp.asarray, IDS["in order in one entry"]))
-    tiles = Tiles(problem(ids, BOUNDS["causal"]), config.FORWARD[128])
+    tiles = Tiles(problem(ids, BOUNDS["causal"]), defaults.FORWARD[128])
     plain = np.asarray(tiles.key_blocks_of(None, ids))
     table = np.asarray(tiles.key_blocks_of(None, ids, jnp.array([True, False])))
     np.testing.assert_array_equal(table[0, :, :4], plain[0])
@@ -227,7 +227,9 @@ def test_key_blocks_of_query_tiles(ids, bounds, dynamic, width):
 
     And where one is without a mask, each of these has seen a key in an exact step before.
     """
-    tiles = Tiles(problem(ids, (None, None) if dynamic else bounds, dynamic), config.FORWARD[width])
+    tiles = Tiles(
+        problem(ids, (None, None) if dynamic else bounds, dynamic), defaults.FORWARD[width]
+    )
     block_q, block_kv = tiles.config.block_q, tiles.config.block_kv
     seen = jnp.asarray(kept(ids, bounds)) if dynamic else None
     table = np.asarray(tiles.key_blocks_of(seen, tuple(map(jnp.asarray, ids))))
@@ -258,7 +260,7 @@ def test_key_blocks_of_query_tiles(ids, bounds, dynamic, width):
 def test_rows_that_see_themselves_need_few_exact_steps(width):
     """Of causal documents, only blocks that hold keys of the tile's own rows."""
     ids = jnp.sort(jax.random.randint(jax.random.key(0), (BATCH, 900), 0, 9))
-    tiles = Tiles(problem((ids, ids), (None, 0)), config.default(width, segmented=True).forward)
+    tiles = Tiles(problem((ids, ids), (None, 0)), defaults.default(width, segmented=True).forward)
     count, exact, near, end = np.moveaxis(np.asarray(tiles.key_blocks_of(None, (ids, ids))), -1, 0)
     first_row = np.arange(tiles.per_head) * tiles.config.block_q
     np.testing.assert_array_equal(exact, end - first_row // tiles.config.block_kv)
@@ -310,7 +312,7 @@ def test_packed_documents_are_worked_on_alone():
     """The blocks of a document, and of these those with its ends, or the diagonal, with a mask."""
     ids = (packed([512, 1024, 512]),) * 2
     ids = tuple(map(jnp.asarray, ids))
-    forward = Tiles(problem(ids, (None, 0)), config.FORWARD[128]).key_blocks_of(None, ids)
+    forward = Tiles(problem(ids, (None, 0)), defaults.FORWARD[128]).key_blocks_of(None, ids)
     blocks, exact, near, end = np.asarray(forward)[0].T
     first = np.repeat([0, 4, 12], [4, 8, 4])
     np.testing.assert_array_equal(end, np.arange(16) + 1)
@@ -334,8 +336,8 @@ def test_thread_blocks_have_as_much_to_do(T, N, K, H, documents):
     """Every tile is dealt once, and drawn once, and no list has 15% more steps than the mean."""
     ids = (jnp.arange(T, dtype=jnp.int32)[None] // (T // documents),) * 2
     p = Problem(1, T, T, N, K, H, np.dtype(jnp.bfloat16), 1.0, highest=0, segmented=True)
-    forward = Tiles(p, config.default(H, segmented=True).forward)
-    backward = KeyTiles(p, 128, config.BACKWARD[H].block_q, row_bytes=8 * H)
+    forward = Tiles(p, defaults.default(H, segmented=True).forward)
+    backward = KeyTiles(p, 128, defaults.BACKWARD[H].block_q, row_bytes=8 * H)
     blocks = backward.seeing_blocks_of(backward.seeing(None), ids)[:-1]
     for tiles, heads, cost in (
         (forward, N, forward.key_blocks_of(None, ids)[:, :, 0]),

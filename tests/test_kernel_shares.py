@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import config, scheduler
+from pallas_kernels import config, defaults, scheduler
 from pallas_kernels.backward_key_plan import key_tiles
 from pallas_kernels.backward_plan import Plan
-from pallas_kernels.config import BACKWARD, BackwardKeyConfig
+from pallas_kernels.config import BackwardKeyConfig
+from pallas_kernels.defaults import BACKWARD
 from pallas_kernels.key_tiles import KeyTiles, Shares
 from pallas_kernels.key_tiles_shares import gradients_of_tiles, summed
 from pallas_kernels.key_tiles_walk import Walk
@@ -77,7 +78,7 @@ def test_parts_of_tiles(N, K, H, T, options):
 def test_sections_of_shares():
     """dS' of one share at a time."""
     backward = config.BackwardKeyConfig(shares=4, d_logits_bytes=3 * 3 * 64 * 64 * 2)
-    own = dataclasses.replace(config.default(160), backward=backward)
+    own = dataclasses.replace(defaults.default(160), backward=backward)
     with interpret_mode():
         check(inputs(1, 140, 140, 2, 1, 160, jnp.bfloat16), config=own)
 

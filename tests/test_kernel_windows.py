@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import config
+from pallas_kernels import defaults
 from pallas_kernels.backward_query_masks import key_blocks
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles
@@ -96,7 +96,7 @@ def test_rows_beyond_the_last_query_ask_for_no_second_round(monkeypatch):
         local_window_size=(260, 0),
         query_offset=300,
         implementation="mosaic_gpu",
-        config=config.default(64),  # three consumers, of whom one has no queries
+        config=defaults.default(64),  # three consumers, of whom one has no queries
     )
     votes = []
     real = BlockVote.any
@@ -210,7 +210,7 @@ def test_key_blocks_of_query_tiles(width, T, S, lowest, highest):
 
     And where a step is not exact, each row has seen a key in an exact step before.
     """
-    tiles = Tiles(problem(T, S, lowest=lowest, highest=highest), config.FORWARD[width])
+    tiles = Tiles(problem(T, S, lowest=lowest, highest=highest), defaults.FORWARD[width])
     block_q, block_kv = tiles.config.block_q, tiles.config.block_kv
     seen = visible(T, S, lowest, highest)
     for tile, row in enumerate(tiles.key_blocks()):

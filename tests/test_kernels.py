@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import config, scheduler
+from pallas_kernels import config, defaults, scheduler
 from pallas_kernels.backward_key_plan import key_tiles
 from pallas_kernels.key_tiles import KeyTiles
 from pallas_kernels.key_tiles_shares import d_logits_sections
@@ -118,7 +118,7 @@ def test_vmap_over_sinks():
     ],
 )
 def test_deterministic_settings_other_than_the_default(backward_query):
-    settings = dataclasses.replace(config.default(64), backward_query=backward_query)
+    settings = dataclasses.replace(defaults.default(64), backward_query=backward_query)
     arrays = inputs(1, 200, 290, 1, 1, 64, jnp.bfloat16)
     with interpret_mode():
         check(arrays, is_causal=True, query_offset=60, config=settings, deterministic=True)
@@ -220,7 +220,7 @@ def test_sections_of_heads_at_width_256(sections, options):
     problem = Problem(3, 140, 70, 2, 1, 256, np.dtype(jnp.bfloat16), scale=1.0)
     made = d_logits_sections(key_tiles(problem, backward), most)
     assert tuple(len(section.kv_heads) for section in made) == sections
-    settings = dataclasses.replace(config.default(256), backward=backward)
+    settings = dataclasses.replace(defaults.default(256), backward=backward)
     with interpret_mode():
         check(arrays, **options, config=settings)
 
@@ -260,7 +260,7 @@ def test_gradients_do_not_depend_on_thread_blocks(H, options):
     *arrays, dout, _ = inputs(1, 150, 277, 2, 1, H, jnp.bfloat16)
 
     def gradients(thread_blocks, deterministic):
-        settings = config.default(H)
+        settings = defaults.default(H)
         backward = dataclasses.replace(settings.backward, thread_blocks=thread_blocks)
         attention = functools.partial(
             jax_flash.attention,
@@ -323,7 +323,7 @@ def trace_gradients(width: int, settings: config.Config) -> None:
 
 @pytest.mark.parametrize(("width", "backward"), [(256, 64), (64, 256)])
 def test_settings_of_the_other_backward_kernel(width, backward):
-    settings = dataclasses.replace(config.default(width), backward=config.BACKWARD[backward])
+    settings = dataclasses.replace(defaults.default(width), backward=defaults.BACKWARD[backward])
     with pytest.raises(TypeError, match=f"config: got .* at width {width}"):
         trace_gradients(width, settings)
 
@@ -337,7 +337,7 @@ def test_settings_of_the_other_backward_kernel(width, backward):
 )
 def test_backward_key_settings_that_cannot_be(change, name):
     with pytest.raises(ValueError, match=f"{name}: got"):
-        dataclasses.replace(config.BACKWARD[256], **change)
+        dataclasses.replace(defaults.BACKWARD[256], **change)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_backward_key_settings_that_cannot_be(change, name):
 )
 def test_forward_settings_that_cannot_be(change, name):
     with pytest.raises(ValueError, match=f"{name}: got"):
-        dataclasses.replace(config.FORWARD[64], **change)
+        dataclasses.replace(defaults.FORWARD[64], **change)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_forward_settings_that_cannot_be(change, name):
 )
 def test_backward_settings_that_cannot_be(change, name):
     with pytest.raises(ValueError, match=f"{name}: got"):
-        dataclasses.replace(config.BACKWARD[64], **change)
+        dataclasses.replace(defaults.BACKWARD[64], **change)
 
 
 @pytest.mark.parametrize(
@@ -386,12 +386,12 @@ def test_backward_settings_that_cannot_be(change, name):
 )
 def test_backward_query_settings_that_cannot_be(change, name):
     with pytest.raises(ValueError, match=f"{name}: got"):
-        dataclasses.replace(config.BACKWARD_QUERY[64], **change)
+        dataclasses.replace(defaults.BACKWARD_QUERY[64], **change)
 
 
 def test_query_blocks_that_two_consumers_cannot_share():
     backward = config.BackwardConfig(block_q=64, stages=2)
-    settings = dataclasses.replace(config.default(64), backward=backward)
+    settings = dataclasses.replace(defaults.default(64), backward=backward)
     with pytest.raises(ValueError, match="block_q: got 64 at width 64"):
         trace_gradients(64, settings)
 
@@ -620,8 +620,8 @@ def test_an_explicit_number_of_thread_blocks_is_kept(H, kernel, block_kv):
     """
     length = 32768
     shape = jax.ShapeDtypeStruct((1, length, 4, H), jnp.bfloat16)
-    backward = dataclasses.replace(config.default(H).backward, thread_blocks=30)
-    explicit = dataclasses.replace(config.default(H), backward=backward)
+    backward = dataclasses.replace(defaults.default(H).backward, thread_blocks=30)
+    explicit = dataclasses.replace(defaults.default(H), backward=backward)
     tiles = 4 * length // block_kv
 
     def program(settings):

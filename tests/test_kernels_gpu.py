@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import config
+from pallas_kernels import config, defaults
 from tests import oracle
 from tests.support.cases import slow
 from tests.support.elements import (
@@ -99,7 +99,7 @@ def test_sections_of_heads(H, mask):
     for heads in (2, 0):
         head_bytes = 2 * 15 * 11 * 64 * 64 * 2  # two query heads, tiles of 64 keys by 64 queries
         backward = config.BackwardKeyConfig(d_logits_bytes=heads * head_bytes, shares=1)
-        check(arrays, **mask, config=dataclasses.replace(config.default(H), backward=backward))
+        check(arrays, **mask, config=dataclasses.replace(defaults.default(H), backward=backward))
 
 
 @all_masks

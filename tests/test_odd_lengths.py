@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import config, joined
+from pallas_kernels import defaults, joined
 from tests.support import compile as support
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
@@ -53,7 +53,7 @@ def passes(text: str, least: int) -> list[str]:
 
 LENGTHS = jax.ShapeDtypeStruct((B,), jnp.int32)
 # As dK and dV of shares of few keys are added up, which is a pass over them.
-_DEFAULT = config.default(80, 40)
+_DEFAULT = defaults.default(80, 40)
 ONE_SHARE = dataclasses.replace(_DEFAULT, backward=dataclasses.replace(_DEFAULT.backward, shares=1))
 
 

@@ -13,7 +13,7 @@ import pytest
 import jax_flash
 from benchmarks import attention, tune
 from jax_flash.device import Device
-from pallas_kernels import config
+from pallas_kernels import defaults
 from pallas_kernels.config import ForwardConfig
 from tests.support import compile as compiler
 
@@ -24,7 +24,7 @@ def settings(
     width: int, consumers: int, block_kv: int, stages: int, query_buffers: int
 ) -> ForwardConfig:
     return dataclasses.replace(
-        config.FORWARD[width],
+        defaults.FORWARD[width],
         consumers=consumers,
         block_kv=block_kv,
         stages=stages,
@@ -53,15 +53,15 @@ def result(row: str, **speeds: float | None) -> dict:
     return {"row": row, "passes": "forward", "candidates": entries}
 
 
-@pytest.mark.parametrize("width", config.WIDTHS)
+@pytest.mark.parametrize("width", defaults.WIDTHS)
 def test_candidates_hold_the_default_and_nothing_twice(width):
     found = tune.candidates(width)
-    assert config.FORWARD[width] in found
+    assert defaults.FORWARD[width] in found
     assert len(set(found)) == len(found)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("width", config.WIDTHS)
+@pytest.mark.parametrize("width", defaults.WIDTHS)
 @pytest.mark.parametrize("need", ["shared_memory_bytes", "registers_needed", "named_barriers"])
 def test_candidates_that_need_most_lower(width, need):
     measure = getattr(tune, need)
@@ -130,9 +130,9 @@ def test_source_gives_the_settings(section_bytes):
 
 
 def test_table_is_fastest_first_with_the_ratio_to_the_default():
-    default = tune.source(config.FORWARD[64])
+    default = tune.source(defaults.FORWARD[64])
     results = [result("a", slow=400, **{default: 500}, fast=600.04), result("b", slow=1, fast=2)]
-    lines = tune.table(results, config.FORWARD[64]).splitlines()[2:]
+    lines = tune.table(results, defaults.FORWARD[64]).splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells == [
         ["a", "fast", "600.0", "1.200"],
@@ -178,17 +178,17 @@ def test_sections_are_searched_with_the_best_settings(is_right, monkeypatch):
         assert "no settings are right" in said
         return
     sizes = {dataclasses.replace(best, section_bytes=mb << 20) for mb in (6, 12, 24, 48)}
-    assert set(tried[2]) == set(tried[3]) == sizes | {best, config.FORWARD[64]}
+    assert set(tried[2]) == set(tried[3]) == sizes | {best, defaults.FORWARD[64]}
     assert "best 601.0, speedup over default 1.202:" in said
     lines = [eval(f"dict({{{line}}})") for line in said.splitlines() if "ForwardConfig" in line]
-    assert lines == [{64: fastest}, {64: config.FORWARD[64]}]
+    assert lines == [{64: fastest}, {64: defaults.FORWARD[64]}]
 
 
 @pytest.fixture
 def small(monkeypatch):
     """A Hopper GPU played by XLA on this device: three settings on a small row."""
     monkeypatch.setattr(tune, "device_of", lambda _: HOPPER)
-    tried = [config.FORWARD[64], settings(64, 2, 64, 2, 1), settings(64, 2, 64, 2, 2)]
+    tried = [defaults.FORWARD[64], settings(64, 2, 64, 2, 1), settings(64, 2, 64, 2, 2)]
     monkeypatch.setattr(tune, "candidates", lambda width: tried)
     row = attention.Row(1, 128, 2, 1, 64, True)
     monkeypatch.setitem(attention.SUITES, "train", [row])

@@ -10,7 +10,7 @@ import numpy as np
 
 import jax_flash
 from jax_flash.masks import dropout_keep
-from pallas_kernels import config
+from pallas_kernels import config, defaults
 from pallas_kernels.problem import Problem
 from tests import oracle
 from tests.support.interpret import interpret_mode
@@ -31,7 +31,7 @@ def inputs(B, T, S, N, K, H, dtype, seed=0, h=None):
 
 def with_shares(H: int, shares: int | None) -> config.Config:
     """Default settings, but for the shares of a group in the backward."""
-    default = config.default(H)
+    default = defaults.default(H)
     return dataclasses.replace(
         default, backward=dataclasses.replace(default.backward, shares=shares)
     )
@@ -192,7 +192,7 @@ def few_thread_blocks(width: int, count: int, value_width: int = 0, **own: int) 
     Args:
       **own: other settings of the forward.
     """
-    settings = config.default(width, value_width)
+    settings = defaults.default(width, value_width)
     forward = dataclasses.replace(settings.forward, thread_blocks=count, **own)
     backward = dataclasses.replace(settings.backward, thread_blocks=count)
     return dataclasses.replace(settings, forward=forward, backward=backward)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_flash
-from pallas_kernels import config
+from pallas_kernels import defaults
 
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -54,7 +54,7 @@ SEGMENTS: list[tuple[int, str, str | None, str | None, bool, bool]] = [
     (128, "lengths", "bts", "nts", False, False),
     (256, "full", "bs", "bs", False, True),
 ]
-# Query and value widths beside those of `config.WIDTHS`.
+# Query and value widths beside those of `defaults.WIDTHS`.
 OTHER_WIDTHS = [(192, 128), (192, 192), (80, 80), (96, 96), (160, 160), (40, 72), (208, 208)]
 
 # With a soft cap, at the masks that take most registers, in tiles with tails: widths, mask or
@@ -123,7 +123,7 @@ TILED_BIAS = [
     ("window", True, True, True, True),
 ]
 
-# In FP8, at each of `config.WIDTHS`: mask, shape, and whether there are segment ids.
+# In FP8, at each of `defaults.WIDTHS`: mask, shape, and whether there are segment ids.
 FP8 = [
     ("full", "even", False),
     ("causal", "ragged", False),
@@ -245,7 +245,7 @@ SHORT = [
 def kernel_cases() -> list[tuple[str, Callable, Any]]:
     """`(id, fn, args)`: fn calls kernels, args are pytrees of `jax.ShapeDtypeStruct`."""
     cases = []
-    for width, mask, shape in itertools.product(config.WIDTHS, MASKS, ("even", "ragged")):
+    for width, mask, shape in itertools.product(defaults.WIDTHS, MASKS, ("even", "ragged")):
         if mask == "narrow" and width != 64:
             continue
         T, S, N, K, dtype = SHAPES[shape]
@@ -340,7 +340,7 @@ def _cases_of_soft_caps() -> list[tuple[str, Callable, Any]]:
         name = f"H{width}-h{value_width}-{mask}{elements}-cap{'-deterministic' * deterministic}"
         cases.append((name, fn, args))
     # In bfloat16, with which the reference is known.
-    for width, deterministic in itertools.product(config.WIDTHS, (False, True)):
+    for width, deterministic in itertools.product(defaults.WIDTHS, (False, True)):
         fn = _forward_and_backward(MASKS["causal"] | {"logits_soft_cap": 30.0}, deterministic)
         args = _args_of(width, width, "causal", None, None, None, shape="even")
         name = f"H{width}-causal-even-cap{'-deterministic' * deterministic}"
@@ -556,7 +556,7 @@ def _cases_of_scores() -> list[tuple[str, Callable, Any]]:
 def _cases_of_fp8() -> list[tuple[str, Callable, Any]]:
     """The forward of Quantized arrays, without tails and grouped heads, and with them."""
     cases = []
-    for width, (mask, shape, segmented) in itertools.product(config.WIDTHS, FP8):
+    for width, (mask, shape, segmented) in itertools.product(defaults.WIDTHS, FP8):
         T, S, N, K, _ = SHAPES[shape]
         rows = jax.ShapeDtypeStruct((BATCH, T, N, width), jnp.bfloat16)
         keys = jax.ShapeDtypeStruct((BATCH, S, K, width), jnp.bfloat16)
@@ -566,9 +566,9 @@ def _cases_of_fp8() -> list[tuple[str, Callable, Any]]:
         name = f"fp8-H{width}-{mask}-{shape}{'-segments' * segmented}"
         args = *arrays, lengths, ids if segmented else [None, None]
         cases.append((name, _forward_fp8(MASKS.get(mask, {})), args))
-        if (mask, shape) == ("lengths", "ragged") and width in config.FORWARD_FP8_PROMOTING:
-            own = config.FORWARD_FP8_PROMOTING[width]
-            settings = dataclasses.replace(config.default(width), forward_fp8=own)
+        if (mask, shape) == ("lengths", "ragged") and width in defaults.FORWARD_FP8_PROMOTING:
+            own = defaults.FORWARD_FP8_PROMOTING[width]
+            settings = dataclasses.replace(defaults.default(width), forward_fp8=own)
             cases.append((f"{name}-promoting", _forward_fp8({"config": settings}), args))
         if (width, mask, shape, segmented) == (256, "causal", "ragged", False):
             quantize = functools.partial(jax_flash.quantize_fp8, block_size=64)
@@ -594,7 +594,7 @@ DECODE: dict[str, tuple[int, int | None, int, dict[str, Any]]] = {
 def decode_cases() -> list[tuple[str, Callable, Any]]:
     """The same for decode_attention."""
     cases = []
-    for width, kind in itertools.product(config.WIDTHS, DECODE):
+    for width, kind in itertools.product(defaults.WIDTHS, DECODE):
         tokens, page_size, splits, options = DECODE[kind]
         dtype = jnp.float16 if kind in ("all", "odd-all") else jnp.bfloat16
         cache_dtype = jnp.float8_e4m3fn if "float8" in kind else dtype

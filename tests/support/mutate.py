@@ -60,12 +60,22 @@ def _in(folder: str, file: str, tests: str, *changes: tuple[str, str, str]) -> l
 MISTAKES = [
     *_in(
         "pallas_kernels",
+        "hopper",
+        "chapters kernels kernel_windows",
+        (
+            "rings: the producer does not wait for a free slot",
+            "pl.when(step >= self.free.count)(is_free)",
+            "pl.when(step >= self.free.count + 1)(is_free)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
         "forward_products",
         "kernel_intervals",
         (
             "forward: rows of V that no query sees, one too many",
-            "(first - first_key, end - first_key)",
-            "(first - first_key, end - first_key + 1)",
+            "rows = first - first_key, end - first_key",
+            "rows = first - first_key, end - first_key + 1",
         ),
     ),
     *_in(
@@ -74,8 +84,8 @@ MISTAKES = [
         "kernels kernel_windows kernel_elements tickets",
         (
             "forward: a slot of V a step too late",
-            "block.slot(steps + j), block.slot(steps + j - 1)",
-            "block.slot(steps + j), block.slot(steps + j)",
+            "block.keys.slot(steps + j), block.values.slot(steps + j - 1)",
+            "block.keys.slot(steps + j), block.values.slot(steps + j)",
         ),
         (
             "forward: the output is not corrected",
@@ -93,11 +103,6 @@ MISTAKES = [
         "forward",
         "kernels kernel_windows kernel_elements tickets",
         (
-            "forward: the producer does not wait for a free slot",
-            "pl.when(step >= plan.config.stages)(lambda: free.wait(slot()))",
-            "pl.when(step >= plan.config.stages + 1)(lambda: free.wait(slot()))",
-        ),
-        (
             "forward: another head of keys",
             "lax.div(head, jnp.int32(plan.problem.group))",
             "lax.rem(head, jnp.int32(plan.problem.kv_heads))",
@@ -109,8 +114,8 @@ MISTAKES = [
         "kernels kernel_intervals tickets",
         (
             "forward: queries are loaded before their buffer is free",
-            "pl.when(index >= plan.config.query_buffers)",
-            "pl.when(index > plan.config.query_buffers)",
+            "self.queries.await_free(index, buffer)",
+            "self.queries.await_free(index - 1, buffer)",
         ),
         (
             "forward: no second round",
@@ -216,13 +221,18 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "backward_consumer",
-        "kernels kernel_dropout kernel_segments",
+        "backward_products",
+        "kernels",
         (
             "backward: dS' of the consumer itself",
             "block.ds_stored.wait(2 * parity + (1 - self.number))\n        self.dq_acc",
             "block.ds_stored.wait(2 * parity + self.number)\n        self.dq_acc",
         ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward_consumer",
+        "kernels kernel_dropout kernel_segments",
         ("dropout: dV is not divided by the share", "dv *= 1.0 / problem.kept_share", "dv *= 1.0"),
         (
             "backward: dK without its scale",
@@ -397,7 +407,74 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "bias_gradient",
+        "bias_gradient_pieces",
+        "score_reads",
+        (
+            "diagonals: warps of a piece the other way round",
+            "before = [rows * (warps - 1 - warp) for warp in range(warps)]",
+            "before = [rows * warp for warp in range(warps)]",
+        ),
+        (
+            "diagonals: another key block",
+            "return number + (row_block - (self.row_blocks - 1)) * self.key_blocks_a_row_block",
+            "return number + (row_block - self.row_blocks) * self.key_blocks_a_row_block",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "score_functions",
+        "kernel_scores",
+        (
+            "scores: no derivative",
+            "jnp.where(weights == 0.0, 0.0, weights * slope)",
+            "jnp.where(weights == 0.0, 0.0, weights)",
+        ),
+        (
+            "scores: positions in another unit",
+            "_finite(factor * LOG2E)",
+            "_finite(factor)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "on_rows",
+        "kernel_scores",
+        (
+            "scores: the last factor of positions alone",
+            "factor=factor.x if one.factor is None else one.factor * factor.x",
+            "factor=factor.x",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "mask_bits",
+        "kernel_elements",
+        (
+            "dense mask: a block is full where half of it is",
+            "first[..., ALL] & second[..., ALL]",
+            "first[..., ALL] | second[..., ALL]",
+        ),
+        (
+            "dense mask: keys count that all blocks of queries see",
+            "lax.bitwise_or, (1,)",
+            "lax.bitwise_and, (1,)",
+        ),
+    ),
+    *_in(
+        "jax_flash",
+        "folding",
+        "folding",
+        ("folding: a key too many", "k < key_lengths[b]", "k <= key_lengths[b]"),
+        ("folding: a key too few", "begin[b, q] <= k", "begin[b, q] < k"),
+        (
+            "folding: what either of function and mask shows",
+            "return shown if mask is None else shown & mask",
+            "return shown if mask is None else shown | mask",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "bias_gradient_consumer",
         "kernel_dropout",
         ("bias gradient: dropout's unit", "total *= self.problem.d_logit_unit", "total *= 1.0"),
     ),
