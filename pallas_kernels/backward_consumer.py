@@ -217,8 +217,9 @@ class _Consumer(Products):
 
         @pl.when(is_cut)
         def _():
-            self.keep_rows(*block.queries.at(slot), plan.key_columns, first, end)
-            self.keep_rows(*block.d_outs.at(slot), plan.value_columns, first, end)
+            (query,), (d_out,) = block.queries.at(slot), block.d_outs.at(slot)
+            self.keep_rows(query, plan.key_columns, first, end)
+            self.keep_rows(d_out, plan.value_columns, first, end)
 
     def await_d_out(self, slot, mask, j) -> None:
         if mask is None or not self.plan.ignores_unseen:
