@@ -233,7 +233,7 @@ def test_what_lengths_hide_may_be_nan():
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("key_value_seq_lengths", jnp.array([[9], [30]])),
+        long("key_value_seq_lengths", jnp.array([[9], [30]])),
         slow("mask", random_mask((2, 1, 1, 1, 48))),
     ],
 )

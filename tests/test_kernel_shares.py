@@ -75,6 +75,7 @@ def test_parts_of_tiles(N, K, H, T, options):
         check(arrays, config=with_shares(H, 3 * N // K), **options)
 
 
+@pytest.mark.long
 def test_sections_of_shares():
     """dS' of one share at a time."""
     backward = config.BackwardKeyConfig(shares=4, d_logits_bytes=3 * 3 * 64 * 64 * 2)
