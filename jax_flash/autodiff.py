@@ -41,7 +41,7 @@ from jax_flash.sharding import over_devices, vary_alike
 from pallas_kernels import dropout_words
 from pallas_kernels.config import Config, check_backward
 from pallas_kernels.defaults import default
-from pallas_kernels.element_arrays import Blocks, Elements
+from pallas_kernels.element_arrays import Blocks, Elements, is_of_pairs
 from pallas_kernels.problem import SUPPORTED_WIDTHS, Problem, sees_itself
 
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
@@ -72,9 +72,10 @@ def unsupported(call: Call) -> str | None:
         ),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
-    if found is None and call.mask_mod is not None:
-        call = jax.eval_shape(folding.folded, call)  # without computing a mask
-    if found is None and call.score_mod is not None:
+    if found is not None or call.is_empty:  # such a call reaches no kernel
+        return found
+    call = folding.folded_shapes(call)
+    if call.score_mod is not None:
         found = kernel_scores.unsupported(call)
     return found or (None if call.mask_mod is None else _unsupported_beside_mask_mod(call))
 
@@ -202,7 +203,7 @@ def _prepared(call: Call):
 def _has_dense_blocks(call: Call) -> bool:
     """Whether a dense mask hides blocks that the kernels skip: beside what they have lists of."""
     see = call.visibility
-    if see.mask is None or 1 in see.mask.shape[2:]:
+    if not is_of_pairs(see.mask):
         return False
     widest = max(call.query.shape[-1], call.value.shape[-1])
     beside_others = call.bias is not None or see.query_segment_ids is not None
@@ -286,7 +287,7 @@ def _attention(
 
     Intervals are one `[B, 2, T]`, or none where they are static. Ids are `[B, T]` of queries and
     `[B, S]` of keys, or none. Words of dropout are one `[B, N, T]` of queries, T rounded up, and
-    one `[B, S]` of keys, or none. Blocks are one `mask_functions.Blocks`, or none. Sums are zeros,
+    one `[B, S]` of keys, or none. Blocks are one `element_arrays.Blocks`, or none. Sums are zeros,
     in whose place reads of a score function get their gradients (`kernel_scores.sums_of`).
     """
     del sums
@@ -385,7 +386,7 @@ _attention.defvjp(_attention_with_residuals, _attention_backward, symbolic_zeros
 _QUERY, _KEY, _ROWS, _INTERVALS, _IDS, _ELEMENTS = "b.n.", "b.k.", "bn.", "b..", "b.", "bn.."
 _REFERENCES = "bn.."
 _MASKS = _INTERVALS, _IDS, _ROWS, _IDS  # words of dropout too
-_BLOCKS = "bn..", "bn.", "bn.", "b*"  # of the fields of `mask_functions.Blocks`
+_BLOCKS = "bn..", "bn.", "bn.", "b*"  # of the fields of `element_arrays.Blocks`
 
 
 def _letters_of_blocks(blocks: tuple) -> tuple:

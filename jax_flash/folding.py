@@ -12,6 +12,7 @@ a dense mask they take everything, but no function. So a call with both becomes 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,19 +34,38 @@ def folded(call: Call) -> Call:
     """
     if call.mask_mod is None:
         return call
-    if any(_is_of_pairs(x, call) for x in (call.visibility.mask, call.bias)):
+    if _has_pairs(call):
         return _with_a_mask(call, call.mask_mod)
     return call if call.bias is not None else _with_a_function(call, call.mask_mod)
 
 
-def _is_of_pairs(x: jax.Array | None, call: Call) -> bool:
-    return x is not None and x.shape[2:] == (call.query.shape[1], call.key.shape[1])
+def folded_shapes(call: Call) -> Call:
+    """`folded` as far as a program tells what kernels take: without a mask that is computed.
+
+    That is for each device, where operands are sharded.
+    """
+    if call.mask_mod is None:
+        return call
+    if _has_pairs(call):
+        shape = call.query.shape[0], call.query.shape[2], call.query.shape[1], call.key.shape[1]
+        return _masked(call, jax.ShapeDtypeStruct(shape, jnp.bool_))
+    return jax.eval_shape(folded, call)
+
+
+def _has_pairs(call: Call) -> bool:
+    """Whether there is an array of pairs anyway."""
+    lengths = call.query.shape[1], call.key.shape[1]
+    return any(x is not None and x.shape[2:] == lengths for x in (call.visibility.mask, call.bias))
 
 
 def _with_a_mask(call: Call, function: Function) -> Call:
     """Along batch and heads the mask is whole where the function or the given mask is."""
     lengths = call.query.shape[1], call.key.shape[1]
-    mask = _mask_of(lengths, function, call.batch_entries, call.query_heads, call.visibility.mask)
+    given = call.visibility.mask
+    return _masked(call, _mask_of(lengths, function, call.batch_entries, call.query_heads, given))
+
+
+def _masked(call: Call, mask: Any) -> Call:
     visibility = dataclasses.replace(call.visibility, mask=mask)
     return dataclasses.replace(call, mask_mod=None, visibility=visibility)
 

@@ -2,8 +2,9 @@
 
 A function that reads positions alone says the same wherever it is called with these lengths. So
 this is done once for a function and lengths, when a program is traced, and is a constant of it.
-Other functions and dense masks are asked in the program itself. What is kept of the pairs is how
-many of 64 queries see each key, from which follow the blocks, and the keys that no query sees.
+Other functions are asked in the program itself; of dense masks `pallas_kernels/mask_bits.py` finds
+blocks. What is kept of the pairs is how many of 64 queries see each key, from which follow the
+blocks, and the keys that no query sees.
 """
 
 import functools
@@ -158,7 +159,7 @@ def _ask(program: Any, sizes: tuple[int, int], bounds):
 
 
 def given_blocks(call: Call, lowest: int | None, highest: int | None):
-    """`pallas_kernels.mask_functions.Blocks` of any function, and which keys are seen.
+    """`pallas_kernels.element_arrays.Blocks` of any function, and which keys are seen.
 
     Args:
       call: one with a mask_mod.

@@ -249,8 +249,7 @@ class _Consumer(Products):
     def hand_over_gradients(self, parity, index) -> None:
         """Stages dK where K was, and dV where dS' was, once the other has read them."""
         block, plan, problem = self.block, self.plan, self.plan.problem
-        dk_factor = problem.scale * problem.d_logit_unit
-        dk = plgpu.wgmma_accumulator_load(self.dk_acc, wait_n=0) * dk_factor
+        dk = plgpu.wgmma_accumulator_load(self.dk_acc, wait_n=0) * problem.gradient_factor
         dv = plgpu.wgmma_accumulator_load(self.dv_acc, wait_n=0)
         if plan.ignores_unseen:  # 0 times NaN of a query that counts is none of theirs
             first, end = block.walk.counting_keys(block.walk.locate(index))

@@ -87,7 +87,7 @@ def key_value_gradients(
       any_far: int32 `[1]`, more than 0 if any row is far from 0.
       query, d_out: `[B, T, N, H]` and `[B, T, N, h]`. d_out is finite in rows that see no key.
       key, value: `[B, S, K, H]` and `[B, S, K, h]`, finite in rows that no query sees.
-      start: of `row_statistics` and `key_tiles.with_words`, of T up to a multiple of
+      start: of `row_statistics` and `key_tiles_kernel.with_words`, of T up to a multiple of
         config.block_q: -LSE / unit; -inf for rows that see no key or are beyond the end.
       minus_delta: `[B, N, as start]` float32, dLSE - rowsum(d_out * out), times
         problem.delta_unit; 0 where start is -inf.

@@ -69,7 +69,7 @@ class _Consumer:
 
         That of a share, which is in float32, is stored at once: there are no registers to keep it.
         """
-        dk = self._scaled(self.dk_acc, self.plan.dk_factor, wait_n)
+        dk = self._scaled(self.dk_acc, self.plan.problem.gradient_factor, wait_n)
         return self._taken(index, self.keys, dk, self.block.dk)
 
     def take_dv(self, index, *, wait_n):

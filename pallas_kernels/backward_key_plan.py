@@ -108,10 +108,6 @@ class Plan:
         return Parts.of(width, parts, odd_rows=self.problem.has_odd_rows)
 
     @property
-    def dk_factor(self) -> float:
-        return self.problem.scale * self.problem.d_logit_unit
-
-    @property
     def dv_factor(self) -> float:
         return 1.0 / self.problem.kept_share
 

@@ -31,7 +31,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import segments
 from pallas_kernels.backward_query_block import CONSUMERS, Plan, ThreadBlock, key_parts
@@ -140,7 +139,7 @@ def _produce(block: ThreadBlock) -> None:
     """Loads Q and dO, and fills the buffers of K and V, each as it gets free."""
     plan, block_kv = block.plan, block.plan.config.block_kv
     batch, head = block.batch_and_head()
-    kv_head = lax.div(head, jnp.int32(plan.problem.group))
+    kv_head = plan.problem.kv_head_of(head)
 
     def load_rows(ref, buffer, columns, full):
         for consumer in range(CONSUMERS):

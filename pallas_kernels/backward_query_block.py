@@ -43,8 +43,8 @@ def key_parts(problem: Problem) -> list[Columns]:
         problem.segmented,
         problem.has_mask,
         problem.has_bias,
-        problem.soft_cap is not None,
-        problem.dropout > 0,
+        problem.has_cap,
+        problem.has_dropout,
     )
     # In boxes more addresses are in use.
     most = 2 if columns.products == 1 else 1
@@ -88,7 +88,7 @@ class Plan:
     def crowded(self) -> bool:
         """Whether there are none for bounds or ids, or for addresses of the order over the loop."""
         p = self.problem
-        return self._is_wide and p.dropout > 0 and (p.has_elements or p.by_batch)
+        return self._is_wide and p.has_dropout and (p.has_elements or p.by_batch)
 
     @property
     def weights_first(self) -> bool:

@@ -49,7 +49,7 @@ class _Consumer:
         self.start, _ = self.start_and_share()
         self.minus_delta = self.per_row(block.delta)
         self.query_words = None
-        if self.plan.problem.dropout:
+        if self.plan.problem.has_dropout:
             batch, head = block.batch_and_head()
             self.query_words = block.dropout.of_rows(batch, head, self.first_row())
 
@@ -187,7 +187,7 @@ class _Consumer:
             logits, slope = loaded.score(logits, slope=True)
         mask = functools.partial(self.masked, j=j, equal_ids=equal_ids)
         weights = self.weights(logits, loaded, mask if needs_mask else None)
-        if problem.dropout:
+        if problem.has_dropout:
             batch, _ = block.batch_and_head()
             first_key = block.first_key_of(j)
             weights = block.dropout.negated(weights, self.query_words, batch, first_key)
@@ -243,7 +243,7 @@ class _Consumer:
         dq = plgpu.wgmma_accumulator_load(self.dq_acc, wait_n=0)
         # dQ leaves from where Q was, once all warps have read it.
         plgpu.commit_smem()
-        factor: float | jax.Array = problem.scale * problem.d_logit_unit
+        factor: float | jax.Array = problem.gradient_factor
         if not (plan.problem.has_cap or problem.beyond_products):
             _, share = self.start_and_share()
             factor = spread(share * factor, dq.shape)

@@ -16,7 +16,6 @@ Barriers. Full: an mbarrier a slot, completed by TMA. Free: a named barrier a sl
 arrive and the producer waits.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -139,7 +138,7 @@ def _build(
         full=plgpu.Barrier(num_arrivals=columns.tiles + _CONSUMERS, num_barriers=_STAGES),
     )
     if interpret:
-        scratch["free_twins"] = _FREE.scratch()
+        scratch["twins"] = _FREE.scratch()
 
     def attention_backward_query_product(*refs, **scratch):
         block = _ThreadBlock(problem, tiles, stored_heads, refs, **scratch)
@@ -165,7 +164,7 @@ class _ThreadBlock:
     Attributes:
       problem, tiles, stored_heads: as for `_build`.
       columns: of K and dQ.
-      bounds, places: refs of `_schedule`'s.
+      bounds, places: refs of what `_tables` gives.
       ds, k, dq: refs of operands and result, in global memory.
       keys: ring that TMA fills, with ds_smem beside its slots; dq_smem: what leaves.
       warpgroup: index of this one; the consumers come first.
@@ -173,13 +172,13 @@ class _ThreadBlock:
 
     def __init__(
         self, problem: Problem, tiles: KeyTiles, stored_heads: int, refs,
-        *, k_smem, ds_smem, dq_smem, full, free_twins=None,
+        *, k_smem, ds_smem, dq_smem, full, twins=None,
     ):  # fmt: skip
         self.problem, self.tiles, self.stored_heads = problem, tiles, stored_heads
         self.columns = Columns.of_keys(problem)
         self.ds_smem, self.dq_smem = ds_smem, dq_smem
-        free = dataclasses.replace(_FREE, twins=free_twins)
-        self.keys = Ring((k_smem,), full, free, (self.columns.load,))
+        load = (self.columns.load,)
+        self.keys = Ring.of(_FREE, slots=(k_smem,), full=full, copies=load, twins=twins)
         self._schedule, self.bounds, self.places, self.ds, self.k, self.dq = refs
         self.warpgroup, self._number = lax.axis_index("warpgroup"), lax.axis_index("block")
 
@@ -234,7 +233,7 @@ def _consume_tile(block: _ThreadBlock, dq_acc, index, j):
 
     # The last tile of this consumer has left shared memory.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    dq = (dq * (block.problem.scale * block.problem.d_logit_unit)).astype(block.problem.dtype)
+    dq = (dq * block.problem.gradient_factor).astype(block.problem.dtype)
     own_smem = block.dq_smem.at[block.warpgroup]
     for n, tile_columns in enumerate(columns.tile_slices):
         part = dq[:, tile_columns]

@@ -43,7 +43,6 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_kernels import segments
 from pallas_kernels.bias_gradient_block import ThreadBlock
@@ -164,7 +163,7 @@ def _build(pieces: Pieces, interpret: bool):
         full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
     )
     if interpret:
-        scratch["twin"] = free.scratch()
+        scratch["twins"] = free.scratch()
     steps = pieces.steps()
     with_steps = max(1, int(np.count_nonzero(steps[:, 2])))
     thread_blocks = min(pieces.count, config.thread_blocks)
@@ -200,7 +199,7 @@ def _produce(block: ThreadBlock) -> None:
 
         def load(step, j, _):
             batch, head, row_block, key_block = place(step)
-            kv_head = lax.div(head, jnp.int32(problem.group))
+            kv_head = problem.kv_head_of(head)
             slot = block.pairs.slot(j)
             full = block.pairs.full.at[slot]
             block.pairs.await_free(j, slot)

@@ -1,6 +1,5 @@
 """What the producer and the consumers of a thread block of `bias_gradient.py` share."""
 
-import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ class ThreadBlock:
 
     def __init__(
         self, pieces: Pieces, with_steps: int, thread_blocks: int, free: NamedBarriers, refs,
-        *, q_smem, o_smem, k_smem, v_smem, full, twin=None,
+        *, q_smem, o_smem, k_smem, v_smem, full, twins=None,
     ):  # fmt: skip
         self.pieces, self.problem = pieces, pieces.problem
         self.with_steps, self.thread_blocks = with_steps, thread_blocks
@@ -43,7 +42,8 @@ class ThreadBlock:
         self.value_columns = Columns.of_values(self.problem)
         self.q_smem, self.o_smem = q_smem, o_smem
         loads = self.key_columns.load, self.value_columns.load
-        self.pairs = Ring((k_smem, v_smem), full, dataclasses.replace(free, twins=twin), loads)
+        slots = k_smem, v_smem
+        self.pairs = Ring.of(free, slots=slots, full=full, copies=loads, twins=twins)
         self._steps, *refs = refs
         self._lists: MaskRefs | None = None
         if self.problem.has_lists:

@@ -65,7 +65,7 @@ class _Consumer:
             return block.over_steps(place, count, j, add, zero_tile(*shape))
 
         total, j = lax.cond(count > 0, sum_of_steps, lambda: (zero_tile(*shape), j))
-        if self.problem.dropout:
+        if self.problem.has_dropout:
             total *= self.problem.d_logit_unit
         self.store(entry, number, own_place(0), total)
         return j
@@ -96,7 +96,7 @@ class _Consumer:
         weights = self.weights(logits, loaded, start, place)
         # A row that does not count may have a bias that is NaN.
         weights = jnp.where(spread(start, weights.shape) > -jnp.inf, weights, 0.0)
-        if problem.dropout:
+        if problem.has_dropout:
             query_words = block.dropout.of_rows(batch, head, first_row)
             weights = block.dropout.negated(weights, query_words, batch, first_key)
         if slope is not None:
@@ -125,7 +125,7 @@ class _Consumer:
                 weights = keep_bits(weights, equal, fill)
             return masked(weights, loaded, fill)
 
-        if problem.soft_cap is not None:
+        if problem.has_cap:
             logits, _ = soft_cap.capped(logits, loaded, problem)
             logits = hidden(logits, soft_cap.UNSEEN)
             _, weights = soft_cap.capped_weights(logits, spread(start, logits.shape), problem)

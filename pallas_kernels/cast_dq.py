@@ -46,7 +46,7 @@ def build(problem: Problem, padded_rows: int, interpret: bool):
             seeing = load_rows(rows_of_head, row_tile * DQ_TILE, padded_rows - 1) != -jnp.inf
             tiles = [jnp.where(spread(seeing, tile.shape), tile, 0.0) for tile in tiles]
         for of_tile, tile in zip(column_tiles, tiles, strict=True):
-            tile = (tile * (problem.scale * problem.d_logit_unit)).astype(dtype)
+            tile = (tile * problem.gradient_factor).astype(dtype)
             columns.put_part(dq_smem, of_tile, tile)
         plgpu.commit_smem()
         rows = pl.ds(row_tile * DQ_TILE, DQ_TILE)

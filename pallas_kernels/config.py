@@ -233,8 +233,9 @@ class Config:
 
     Attributes:
       backward: where key or value is wider than 128 a `BackwardKeyConfig`.
-      backward_query: for deterministic gradients, and such widths; None for `BACKWARD_QUERY`'s.
-      forward_fp8: for FP8; None for `FORWARD_FP8`'s.
+      backward_query: for deterministic gradients, and such widths; None for those of
+        `defaults.BACKWARD_QUERY`.
+      forward_fp8: for FP8; None for what `defaults.default_fp8` gives.
     """
 
     forward: ForwardConfig

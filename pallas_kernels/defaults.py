@@ -18,7 +18,7 @@ from pallas_kernels.config import (
     ForwardConfig,
     ForwardFP8Config,
 )
-from pallas_kernels.problem import box_width, whole_tiles
+from pallas_kernels.problem import SUPPORTED_WIDTHS, box_width, need, whole_tiles
 
 _TWO_CONSUMERS = ForwardConfig(
     consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)
@@ -313,12 +313,15 @@ def default(
       segmented: there are segment ids.
       has_elements: there is a bias or a dense mask.
       forward_loads_elements: and it is not just a bias of one value a key.
-      tiled_bias: and TMA takes tiles of the bias (`elements.Elements.tiled_bias_dtype`).
+      tiled_bias: and TMA takes tiles of the bias (`element_arrays.Elements.tiled_bias_dtype`).
       soft_cap: there is a soft cap.
       dropout: there is dropout.
     """
+    value_width = value_width or width
+    for name, got in (("width", width), ("value_width", value_width)):
+        need(got in SUPPORTED_WIDTHS, name, got, "a multiple of 8 up to 256")
     call = _Call(
-        width, value_width or width, causal, window, segmented, has_elements,
+        width, value_width, causal, window, segmented, has_elements,
         forward_loads_elements, tiled_bias, soft_cap, dropout,
     )  # fmt: skip
     backward_query = BACKWARD_QUERY_ELEMENTS if has_elements else BACKWARD_QUERY

@@ -55,7 +55,7 @@ class DropoutRefs:
     @classmethod
     def split(cls, problem: Problem, refs) -> "tuple[DropoutRefs, list]":
         """The words that a kernel's refs begin with, and the other refs."""
-        count = 2 * bool(problem.dropout)
+        count = 2 * int(problem.has_dropout)
         return cls(problem, tuple(refs[:count])), list(refs[count:])
 
     def of_rows(self, batch, head, first) -> jax.Array | None:
@@ -109,7 +109,7 @@ def _are_few(problem: Problem) -> bool:
 
 def as_operand(weights: jax.Array, problem: Problem) -> jax.Array:
     """Weights as products read them: in the dtype of the inputs, 0 where they are negative."""
-    if problem.dropout:
+    if problem.has_dropout:
         return positive_operand(weights, problem.dtype)
     return weights.astype(problem.dtype)
 
@@ -122,6 +122,6 @@ def d_logits(weights, d_weights, minus_delta, problem: Problem) -> jax.Array:
       d_weights: of the products.
       minus_delta: times `Problem.delta_unit`, in the shape of weights.
     """
-    if not problem.dropout:
+    if not problem.has_dropout:
         return weights * (d_weights + minus_delta)
     return weights * d_weights + jnp.abs(weights) * (d_weights + minus_delta)

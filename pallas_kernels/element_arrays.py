@@ -70,14 +70,14 @@ class Elements(NamedTuple):
     def tiled_bias_dtype(self) -> np.dtype | None:
         """That of a bias of a value a pair that TMA takes tiles of; None of another, or of none."""
         bias = self.bias
-        if bias is None or 1 in bias.shape[2:] or bias.dtype.itemsize != 2:
+        if bias is None or not is_of_pairs(bias) or bias.dtype.itemsize != 2:
             return None
         return bias.dtype if bias.shape[3] % 8 == 0 else None
 
     @property
     def shares_bias(self) -> bool:
         """Whether batch entries share a bias that has a value a pair."""
-        return self.bias is not None and 1 not in self.bias.shape[2:] and self.bias.shape[0] == 1
+        return self.bias is not None and is_of_pairs(self.bias) and self.bias.shape[0] == 1
 
     def forward_operands(self, problem: Problem) -> tuple[jax.Array, ...]:
         """`operands` with a bias of keys as what the accumulators of logits begin with."""
@@ -111,6 +111,11 @@ class Blocks(NamedTuple):
     def operands(self) -> tuple[jax.Array, ...]:
         """Those of kernels beside lists."""
         return self.captured if self.numbers is None else (self.numbers, *self.captured)
+
+
+def is_of_pairs(x: jax.Array | None) -> bool:
+    """Whether a mask or bias has a value a pair, and kernels read it so."""
+    return x is not None and 1 not in x.shape[2:]
 
 
 def _whole_tiles(bias: jax.Array, axis: int) -> jax.Array:

@@ -84,7 +84,8 @@ def attention(
         hold anything where `problem.forward_ignores_unseen`.
       key: `[B, S, K, H]`.
       value: `[B, S, K, h]`. Where `problem.forward_ignores_unseen`, rows hold anything that no
-        query sees, if no bound rises by more than one between queries that see a key.
+        query sees, if no bound rises by more than one between queries that see a key. So they do
+        where `problem.has_dense_lists`.
       sinks: None, or `[B, N]` float32: one more logit of each row, without a value.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
@@ -203,7 +204,7 @@ class _Producer:
         """Keys and values of a tile, and queries, of the next tile where these are listed."""
         block, plan = self.block, self.plan
         tile, batch, head = self.locate(index)
-        kv_head = lax.div(head, jnp.int32(plan.problem.group))
+        kv_head = plan.problem.kv_head_of(head)
         if plan.problem.has_lists:
             blocks = block.of_list((tile, batch, head), COUNT)
             key_block = lambda j: block.key_block((tile, batch, head), j)

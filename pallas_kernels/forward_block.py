@@ -201,9 +201,7 @@ class ThreadBlock(Block):
 
         vote = lambda too_low: self.block_vote.any(too_low, self.warpgroup)
         if self.drawn:
-            self.drawn.rounds(
-                one_round, lambda too_low: self.block_vote.any(too_low, self.warpgroup)
-            )
+            self.drawn.rounds(one_round, vote)
             return
 
         def run(carry):

@@ -158,7 +158,7 @@ class ThreadBlock(Block):
         return lax.rem(step, jnp.int32(self.plan.lag))
 
     def kv_head_of(self, head):
-        return lax.div(head, jnp.int32(self.plan.problem.group))
+        return self.plan.problem.kv_head_of(head)
 
     def over_tiles(self, body: Callable, carry):
         """As `fori_loop`, but for the count, which is in no register during a tile."""

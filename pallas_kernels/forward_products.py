@@ -7,6 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.bit_words import WORD
 from pallas_kernels.element_arrays import compressed
 from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_plan import BIAS_BOX
@@ -91,7 +92,7 @@ class Products:
         seen, has_unseen = block.of_unseen
         entry = entry_of(seen, batch + fresh_zero(), plan.problem)  # registers are short
         head = 0 if seen.shape[1] == 1 else head
-        count = plan.config.block_kv // 32
+        count = plan.config.block_kv // WORD
 
         @pl.when(has_unseen[entry, head, key_block] > 0)
         def _():

@@ -47,8 +47,8 @@ class Ring:
         return dict(slots=slots, full=full, **_twins(free))
 
     @classmethod
-    def of(cls, free: NamedBarriers, *, slots, full, twins=None) -> "Ring":
-        return cls(slots, full, dataclasses.replace(free, twins=twins))
+    def of(cls, free: NamedBarriers, *, slots, full, copies=(), twins=None) -> "Ring":
+        return cls(slots, full, dataclasses.replace(free, twins=twins), copies)
 
     def slot(self, step):
         return lax.rem(step, jnp.int32(self.free.count))

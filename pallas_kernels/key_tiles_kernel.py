@@ -48,7 +48,7 @@ def gradient_kernel(
     Returns:
       A function of the intervals of keys `[B, 2, T]` that queries see, or None, of the segment
       ids of queries and keys, or None, of the words of dropout, or None, and of the operands; by
-      name of `mask_functions.Blocks`, where lists are given.
+      name of `element_arrays.Blocks`, where lists are given.
       Of a section the kernel takes its heads alone, and if there are refs of results, it writes
       those heads of them.
     """

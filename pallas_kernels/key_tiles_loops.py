@@ -50,7 +50,7 @@ def loop_over_steps(
     Returns:
       The number after the last.
     """
-    may_be_far = walk.tiles.problem.soft_cap is None
+    may_be_far = not walk.tiles.problem.has_cap
     end = j + walk.steps(index)
     load_elements = functools.partial(
         walk.load_elements, index=index, end=end, own_first_key=own_first_key
@@ -141,7 +141,7 @@ class _Loops:
         walk, done = self.walk, jnp.int32(self.done)
         place = walk.locate(self.index)
         masked = j + jnp.maximum(walk.of_list(place, MASKED) - done, 0)
-        may_be_far = walk.tiles.problem.soft_cap is None
+        may_be_far = not walk.tiles.problem.has_cap
         if may_be_far and self.far_in_masked:
             masked = jnp.where(walk.are_any_far()(), end, masked)
         elif may_be_far:
@@ -168,7 +168,7 @@ class _Loops:
             self.index,
             self.own_first_key,
         )
-        may_be_far, far_in_masked = tiles.problem.soft_cap is None, self.far_in_masked
+        may_be_far, far_in_masked = not tiles.problem.has_cap, self.far_in_masked
         blank_before, blank_behind = False, False
         if self.blank_step:
             blank_before, blank_behind = tiles.blank_steps(own_first_key)

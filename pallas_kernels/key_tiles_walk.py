@@ -93,7 +93,7 @@ class Walk:
         count = int(tiles.problem.has_intervals) + 2 * int(tiles.problem.segmented)
         more_refs = tuple(refs[:count])
         key_words_ref = None
-        if tiles.problem.dropout:
+        if tiles.problem.has_dropout:
             key_words_ref, count = refs[count], count + 1
         elements, operands = ElementRefs.split(tiles.problem, refs[count:], transposed=True)
         any_far_ref, *operands = operands
@@ -342,7 +342,7 @@ class Walk:
     def are_any_far(self) -> Callable[[], jax.Array]:
         """What tells whether any row of all is far from 0; with dropout read anew each time."""
         read = lambda: any_positive(self.any_far_ref.at[0])
-        if self.tiles.problem.dropout or self.tiles.problem.soft_cap is not None:
+        if self.tiles.problem.has_dropout or self.tiles.problem.has_cap:
             return read
         is_far = read()
         return lambda: is_far

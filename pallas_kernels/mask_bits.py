@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.element_arrays import Elements, MaskBits
+from pallas_kernels.bit_words import WORD
+from pallas_kernels.element_arrays import Elements, MaskBits, is_of_pairs
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import HAND_ORDERED
-from pallas_kernels.ptx.bits import ALL, COLUMNS, ENTRIES, ROWS, SOME, TILE, WORD, store_bits
+from pallas_kernels.ptx.bits import ALL, COLUMNS, ENTRIES, ROWS, SOME, TILE, store_bits
 
 BLOCK = COLUMNS  # queries, and keys, of a block, as in `mask_functions.py`
 
@@ -25,7 +26,7 @@ BLOCK = COLUMNS  # queries, and keys, of a block, as in `mask_functions.py`
 def with_mask_bits(elements: Elements, problem: Problem) -> Elements:
     """The same with bits of a mask that has a value a pair, for all kernels of a pass."""
     mask = elements.mask
-    if mask is None or isinstance(mask, MaskBits) or 1 in mask.shape[2:]:
+    if isinstance(mask, MaskBits) or not is_of_pairs(mask):
         return elements
     bounds = (problem.lowest, problem.highest) if problem.has_lists else (None, None)
     return elements._replace(mask=mask_bits(mask, *bounds))

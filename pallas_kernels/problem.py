@@ -5,7 +5,9 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 LOG2E = math.log2(math.e)
 SUPPORTED_WIDTHS = range(8, 257, 8)  # TMA takes strides that are multiples of 16 bytes
@@ -122,19 +124,17 @@ class Problem:
     @property
     def unbounded(self) -> bool:
         """Whether logits may be as far from 0 as float32 goes: of these a cap bounds all."""
-        return self.beyond_products and self.soft_cap is None
+        return self.beyond_products and not self.has_cap
 
     @property
     def has_shares(self) -> bool:
         """Whether rows far from 0 have a share in the backward (`far_rows.py`)."""
-        return self.soft_cap is None and not self.has_marks
+        return not (self.has_cap or self.has_marks)
 
     @property
     def has_marks(self) -> bool:
         """Whether they have marks there."""
-        return self.soft_cap is None and (
-            self.beyond_products or self.dropout > 0 or self.segmented
-        )
+        return not self.has_cap and (self.beyond_products or self.has_dropout or self.segmented)
 
     @property
     def bias_shift(self) -> int:
@@ -163,6 +163,15 @@ class Problem:
     def d_logit_unit(self) -> float:
         """What the gradients of logits that backward kernels compute must be multiplied with."""
         return 1.0 / self.delta_unit
+
+    @property
+    def gradient_factor(self) -> float:
+        """What sums of such times keys or queries must be multiplied with, for dQ and dK."""
+        return self.scale * self.d_logit_unit
+
+    def kv_head_of(self, head: jax.Array) -> jax.Array:
+        """The key head of a query head."""
+        return lax.div(head, jnp.int32(self.group))
 
     @property
     def has_lists(self) -> bool:
@@ -200,13 +209,13 @@ class Problem:
     @property
     def forward_ignores_unseen(self) -> bool:
         """Whether queries that see no key, and keys that none sees, may be NaN in `forward.py`."""
-        spills = self.dropout > 0 and self.widest <= 64
+        spills = self.has_dropout and self.widest <= 64
         return self.dynamic and not (self.segmented or self.has_elements or spills)
 
     @property
     def backward_ignores_unseen(self) -> bool:
         """Whether they may be NaN in `backward.py` too, of all three gradients."""
-        spills = self.dropout > 0
+        spills = self.has_dropout
         return self.forward_ignores_unseen and self.widest <= 128 and not spills
 
     @property

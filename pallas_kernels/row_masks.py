@@ -69,7 +69,7 @@ class RowMasks:
         Where not `near`, every key is before the end of each row's interval.
         """
         last = self._last_columns(first_row, first_key, bounds) if near else None
-        if last is not None and (ids is None or self.problem.dropout):  # registers are short
+        if last is not None and (ids is None or self.problem.has_dropout):  # registers are short
             tile, last = keep_columns_to(tile, last, fill), None
         if (first := self._first_columns(first_row, first_key, bounds)) is not None:
             tile = keep_columns_from(tile, first, fill)

@@ -125,7 +125,7 @@ def _build(
         number = (batch * problem.heads + head) * tiles + tile
         start = lse * (-1.0 / problem.logit_unit)
         is_far = counts & far_rows.is_far_in_backward(lse)
-        if problem.soft_cap is None:  # which bounds logits
+        if not problem.has_cap:  # which bounds logits
             pl.when(any_row(is_far))(lambda: add_to(any_far_ref.at[0]))
 
         def reference_and_log_sum():
@@ -156,7 +156,7 @@ def _build(
             store_rows(start_ref.at[batch, head, 1, rows], share)
         store_rows(start_ref.at[batch, head, 0, rows], jnp.where(counts, start, -jnp.inf))
         minus_delta = jnp.where(counts, d_lse - products, 0.0)
-        if problem.dropout:
+        if problem.has_dropout:
             minus_delta *= problem.delta_unit
         store_rows(minus_delta_ref.at[batch, head, rows], minus_delta)
         for column_tile, columns in enumerate(dq_columns):

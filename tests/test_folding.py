@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
@@ -307,3 +307,50 @@ def test_inside_shard_map():
     with plain_kernels():
         results = run("mosaic_gpu", arrays)
     assert_close(results, run("xla", [x.astype(jnp.float32) for x in arrays]))
+
+
+@pytest.mark.parametrize("beside", ["mask", "bias", "lengths"])
+def test_lowers_where_captured_arrays_are_sharded(beside):
+    """By batch entries: no operation on whole arrays could bring them together with others."""
+    mesh = mesh_of((2,), AxisType.Explicit)
+
+    def shape(spec, dtype, *sizes):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+    option, given = {
+        "mask": ("mask", shape(P(), jnp.bool_, 1, 1, T, S)),
+        "bias": ("bias", shape(P(), jnp.bfloat16, 1, 1, T, S)),
+        "lengths": ("key_value_seq_lengths", shape(P("x"), jnp.int32, B)),
+    }[beside]
+
+    def run(captured, query, key, given):
+        function = lambda b, h, q_idx, kv_idx: captured[b] + q_idx >= kv_idx
+        return attention(query, key, key, mask_mod=function, **{option: given})
+
+    query, key = (shape(P("x"), jnp.bfloat16, B, *x, 64) for x in ((T, N), (S, K)))
+    with jax.set_mesh(mesh):
+        traced = jax.jit(run).trace(shape(P("x"), jnp.int32, B), query, key, given)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text or "CustomSPMDPartitioning" in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((0, 4, 4), dict(key_value_seq_lengths=jnp.zeros(0, jnp.int32))),
+        ((1, 0, 4), dict(is_causal=True, query_offset=jnp.array([1]))),
+        ((1, 4, 0), dict(mask=jnp.ones((1, 1, 1, 0), bool))),
+        (
+            (1, 4, 0),
+            dict(
+                query_segment_ids=jnp.zeros((1, 4), jnp.int32),
+                key_value_segment_ids=jnp.zeros((1, 0), jnp.int32),
+            ),
+        ),
+    ],
+)
+def test_of_nothing(sizes, options):
+    batch, rows, keys = sizes
+    query, key = (jnp.ones((batch, n, 2, 64), jnp.bfloat16) for n in (rows, keys))
+    out = attention(query, key, key, mask_mod=dilated, **options)
+    np.testing.assert_array_equal(out, jnp.zeros_like(query))

@@ -389,6 +389,14 @@ def test_backward_query_settings_that_cannot_be(change, name):
         dataclasses.replace(defaults.BACKWARD_QUERY[64], **change)
 
 
+@pytest.mark.parametrize(
+    ("widths", "name"), [((264,), "width"), ((0,), "width"), ((64, 12), "value_width")]
+)
+def test_no_settings_of_widths_that_kernels_do_not_take(widths, name):
+    with pytest.raises(ValueError, match=f"^{name}: got {widths[-1]}"):
+        defaults.default(*widths)
+
+
 def test_query_blocks_that_two_consumers_cannot_share():
     backward = config.BackwardConfig(block_q=64, stages=2)
     settings = dataclasses.replace(defaults.default(64), backward=backward)

@@ -104,8 +104,8 @@ MISTAKES = [
         "kernels kernel_windows kernel_elements tickets",
         (
             "forward: another head of keys",
-            "lax.div(head, jnp.int32(plan.problem.group))",
-            "lax.rem(head, jnp.int32(plan.problem.kv_heads))",
+            "kv_head = plan.problem.kv_head_of(head)",
+            "kv_head = lax.rem(head, jnp.int32(plan.problem.kv_heads))",
         ),
     ),
     *_in(
@@ -236,8 +236,8 @@ MISTAKES = [
         ("dropout: dV is not divided by the share", "dv *= 1.0 / problem.kept_share", "dv *= 1.0"),
         (
             "backward: dK without its scale",
-            "dk_factor = problem.scale * problem.d_logit_unit",
-            "dk_factor = problem.d_logit_unit",
+            "wait_n=0) * problem.gradient_factor",
+            "wait_n=0) * problem.d_logit_unit",
         ),
     ),
     *_in(
