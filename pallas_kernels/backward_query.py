@@ -29,10 +29,9 @@ import functools
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import segments
+from pallas_kernels import hopper, segments
 from pallas_kernels.backward_query_block import CONSUMERS, Plan, ThreadBlock, key_parts
 from pallas_kernels.backward_query_consumer import consume
 from pallas_kernels.backward_query_masks import ROWS
@@ -40,7 +39,6 @@ from pallas_kernels.config import BackwardQueryConfig
 from pallas_kernels.dropout import Words
 from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
-from pallas_kernels.hopper import Ring, warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import HAND_ORDERED
@@ -105,18 +103,11 @@ def _build(problem: Problem, config: BackwardQueryConfig, interpret: bool, part:
     def attention_backward_query(*refs, **scratch):
         block = ThreadBlock(plan, refs, **scratch)
         roles = functools.partial(consume, block), functools.partial(_produce, block)
-        warp_specialised(block.warpgroup, CONSUMERS, plan.config.registers, *roles)
+        hopper.warp_specialised(block.warpgroup, CONSUMERS, plan.config.registers, *roles)
 
-    kernel = plgpu.kernel(
-        attention_backward_query,
-        out_type=problem.query() if len(plan.key_parts) == 1 else (),
-        grid=(len(plan.order),),
-        grid_names=("block",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        scratch_types=plan.scratch(interpret),
-        compiler_params=HAND_ORDERED,
-    )
+    out_type = problem.query() if len(plan.key_parts) == 1 else ()
+    sizes, scratch = (len(plan.order), CONSUMERS), plan.scratch(interpret)
+    kernel = hopper.kernel(attention_backward_query, out_type, *sizes, scratch, HAND_ORDERED)
 
     def run(intervals, ids, *operands):
         if problem.has_lists:
@@ -146,7 +137,7 @@ def _produce(block: ThreadBlock) -> None:
             source = ref.at[batch, pl.ds(block.first_row_of(consumer), ROWS), head]
             columns.load(source, buffer.at[consumer], full)
 
-    def load(ring: Ring, ref, j):
+    def load(ring: hopper.Ring, ref, j):
         slot = ring.slot(j)
         ring.await_free(j, slot)
         source = ref.at[batch, pl.ds(block.first_key_of(j), block_kv), kv_head]

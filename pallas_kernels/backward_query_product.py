@@ -27,10 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import scheduler
+from pallas_kernels import hopper, scheduler
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, FORWARD_SECTION_BYTES, SM_COUNT
-from pallas_kernels.hopper import Ring, warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import KeyTiles, Section
 from pallas_kernels.problem import Problem
@@ -143,18 +142,10 @@ def _build(
     def attention_backward_query_product(*refs, **scratch):
         block = _ThreadBlock(problem, tiles, stored_heads, refs, **scratch)
         roles = functools.partial(_consume, block), functools.partial(_produce, block)
-        warp_specialised(block.warpgroup, _CONSUMERS, _REGISTERS, *roles)
+        hopper.warp_specialised(block.warpgroup, _CONSUMERS, _REGISTERS, *roles)
 
-    kernel = plgpu.kernel(
-        attention_backward_query_product,
-        out_type=problem.query() if with_result else (),
-        grid=(thread_blocks,),
-        grid_names=("block",),
-        num_threads=_CONSUMERS + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=HAND_ORDERED,
-    )
+    body, out_type = attention_backward_query_product, problem.query() if with_result else ()
+    kernel = hopper.kernel(body, out_type, thread_blocks, _CONSUMERS, scratch, HAND_ORDERED)
     return jax.jit(kernel)  # lowered once for all sections
 
 
@@ -178,7 +169,7 @@ class _ThreadBlock:
         self.columns = Columns.of_keys(problem)
         self.ds_smem, self.dq_smem = ds_smem, dq_smem
         load = (self.columns.load,)
-        self.keys = Ring.of(_FREE, slots=(k_smem,), full=full, copies=load, twins=twins)
+        self.keys = hopper.Ring.of(_FREE, slots=(k_smem,), full=full, copies=load, twins=twins)
         self._schedule, self.bounds, self.places, self.ds, self.k, self.dq = refs
         self.warpgroup, self._number = lax.axis_index("warpgroup"), lax.axis_index("block")
 

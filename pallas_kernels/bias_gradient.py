@@ -44,7 +44,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import segments
+from pallas_kernels import hopper, segments
 from pallas_kernels.bias_gradient_block import ThreadBlock
 from pallas_kernels.bias_gradient_consumer import consume
 from pallas_kernels.bias_gradient_pieces import BLOCK_Q, CONSUMERS, ROWS, Pieces
@@ -53,7 +53,6 @@ from pallas_kernels.defaults import BIAS_GRADIENT
 from pallas_kernels.dropout import Words
 from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.element_arrays import Blocks, Elements
-from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import HAND_ORDERED, NamedBarriers
@@ -172,18 +171,10 @@ def _build(pieces: Pieces, interpret: bool):
         block = ThreadBlock(pieces, with_steps, thread_blocks, free, refs, **scratch)
         roles = functools.partial(consume, block), functools.partial(_produce, block)
         registers = _REGISTERS_OF_BOXES if block.has_many_boxes else _REGISTERS
-        warp_specialised(block.warpgroup, CONSUMERS, registers, *roles)
+        hopper.warp_specialised(block.warpgroup, CONSUMERS, registers, *roles)
 
-    kernel = plgpu.kernel(
-        attention_bias_gradient,
-        out_type=pieces.gradient(),
-        grid=(thread_blocks,),
-        grid_names=("block",),
-        num_threads=CONSUMERS + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=HAND_ORDERED,
-    )
+    body, out_type, sizes = attention_bias_gradient, pieces.gradient(), (thread_blocks, CONSUMERS)
+    kernel = hopper.kernel(body, out_type, *sizes, scratch, HAND_ORDERED)
     return lambda *operands: kernel(jnp.asarray(steps), *operands)
 
 

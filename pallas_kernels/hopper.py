@@ -166,16 +166,29 @@ def walk(schedule, run_tile: Callable[[Any, Any, Any], Any]) -> None:
     lax.fori_loop(jnp.int32(0), schedule[own, 0], run, jnp.int32(0))
 
 
+_PARAMS = plgpu.CompilerParams(
+    approx_math=True,
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+    reduction_scratch_bytes=0,  # reductions here are of rows, which a quad of threads has
+)
+
+
 def kernel(
-    body: Callable, out_type: Any, thread_blocks: int, consumers: int, scratch: dict[str, Any]
+    body: Callable,
+    out_type: Any,
+    thread_blocks: int,
+    consumers: int,
+    scratch: dict[str, Any],
+    params: plgpu.CompilerParams = _PARAMS,
 ) -> Callable:
     """A function that runs `body(*operands, result, **scratch)` in each thread block.
 
     Args:
       body: asks `lax.axis_index` for "block" and "warpgroup".
-      out_type: shape and dtype of the result.
+      out_type: shape and dtype of the result, or of results; () where refs take them.
       thread_blocks, consumers: how many; and a producer.
       scratch: types of shared memory and barriers, by name.
+      params: of Mosaic GPU; `HAND_ORDERED` where it is to add no barriers.
     """
     return plgpu.kernel(
         body,
@@ -185,9 +198,5 @@ def kernel(
         num_threads=consumers + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            reduction_scratch_bytes=0,  # reductions here are of rows, which a quad of threads has
-        ),
+        compiler_params=params,
     )

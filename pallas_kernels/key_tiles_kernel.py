@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import scheduler, segments
+from pallas_kernels import hopper, scheduler, segments
 from pallas_kernels.config import BACKWARD_CONSUMERS
 from pallas_kernels.dropout import Words
 from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles
@@ -59,16 +58,9 @@ def gradient_kernel(
 
     @functools.lru_cache
     def kernel_of(thread_blocks: int, has_results: bool) -> Callable:
-        kernel = plgpu.kernel(
-            body,
-            out_type=() if has_results else (*gradients, *more_results),
-            grid=(thread_blocks,),
-            grid_names=("block",),
-            num_threads=BACKWARD_CONSUMERS + 1,
-            thread_name="warpgroup",
-            scratch_types=scratch,
-            compiler_params=_DRAWING if draws else HAND_ORDERED,
-        )
+        out_type = () if has_results else (*gradients, *more_results)
+        params = _DRAWING if draws else HAND_ORDERED
+        kernel = hopper.kernel(body, out_type, thread_blocks, BACKWARD_CONSUMERS, scratch, params)
         return jax.jit(kernel)  # lowered once for all sections
 
     def cost_of_lists(lists):
