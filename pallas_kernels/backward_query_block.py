@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler
-from pallas_kernels.backward_query_masks import ROWS, KeyBlocks, key_blocks, key_blocks_of
+from pallas_kernels.backward_query_masks import KeyBlocks, key_blocks, key_blocks_of
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
@@ -28,6 +28,7 @@ from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of, with_twins
 from pallas_kernels.ptx.compiler import fresh_zero
+from pallas_kernels.row_masks import ROWS
 
 CONSUMERS = BACKWARD_CONSUMERS
 

@@ -11,9 +11,7 @@ from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import segments
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.masks import keep_columns_from, keep_columns_to
-
-ROWS = 64  # query rows of a consumer: the M of a wgmma
-PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+from pallas_kernels.row_masks import PER_ROW, ROWS
 
 
 def hide(weights, problem: Problem, first_row, first_key, bounds, fill: float = 0.0) -> jax.Array:

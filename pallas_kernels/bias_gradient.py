@@ -47,7 +47,7 @@ import numpy as np
 from pallas_kernels import hopper, segments
 from pallas_kernels.bias_gradient_block import ThreadBlock
 from pallas_kernels.bias_gradient_consumer import consume
-from pallas_kernels.bias_gradient_pieces import BLOCK_Q, CONSUMERS, ROWS, Pieces
+from pallas_kernels.bias_gradient_pieces import BLOCK_Q, CONSUMERS, Pieces
 from pallas_kernels.columns import Columns
 from pallas_kernels.defaults import BIAS_GRADIENT
 from pallas_kernels.dropout import Words
@@ -57,6 +57,7 @@ from pallas_kernels.interpret import interpreting
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import HAND_ORDERED, NamedBarriers
 from pallas_kernels.ptx.compiler import code_fence
+from pallas_kernels.row_masks import ROWS
 from pallas_kernels.score_functions import ScoreFunction, ScoreRead
 
 _REGISTERS = (232, 40)  # of a thread of a consumer, and of the producer

@@ -11,7 +11,7 @@ from jax import lax
 from pallas_kernels import soft_cap
 from pallas_kernels.backward_query_masks import hide
 from pallas_kernels.bias_gradient_block import ThreadBlock
-from pallas_kernels.bias_gradient_pieces import BLOCK_Q, ROWS, WARPS
+from pallas_kernels.bias_gradient_pieces import BLOCK_Q, WARPS
 from pallas_kernels.dropout import d_logits
 from pallas_kernels.elements import masked
 from pallas_kernels.far_rows import weights_by_query
@@ -28,9 +28,9 @@ from pallas_kernels.ptx.stores import (
     store_tile,
     store_tile_inside,
 )
+from pallas_kernels.row_masks import PER_ROW, ROWS
 from pallas_kernels.score_functions import sloped
 
-_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 _Place = tuple[Any, Any, Any, Any]  # batch entry, head, first row and first key
 
 
@@ -76,7 +76,7 @@ class _Consumer:
         batch, head, first_row, first_key = place
         rows, slot = pl.ds(first_row, ROWS), block.pairs.slot(j) + fresh_zero()
         start, minus_delta = (
-            plgpu.load(ref, layout=_PER_ROW, optimized=False)
+            plgpu.load(ref, layout=PER_ROW, optimized=False)
             for ref in (block.start.at[batch, head, 0, rows], block.delta.at[batch, head, rows])
         )
         block.pairs.await_full(slot)

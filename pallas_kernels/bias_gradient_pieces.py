@@ -12,9 +12,9 @@ from pallas_kernels.element_arrays import Blocks
 from pallas_kernels.mask_functions import BLOCK, coarse
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
+from pallas_kernels.row_masks import ROWS
 
 CONSUMERS = BACKWARD_CONSUMERS
-ROWS = 64  # query rows of a consumer: the M of a wgmma
 BLOCK_Q = CONSUMERS * ROWS
 WARPS = 4  # of a consumer
 

@@ -26,7 +26,7 @@ BLOCK = COLUMNS  # queries, and keys, of a block, as in `mask_functions.py`
 def with_mask_bits(elements: Elements, problem: Problem) -> Elements:
     """The same with bits of a mask that has a value a pair, for all kernels of a pass."""
     mask = elements.mask
-    if isinstance(mask, MaskBits) or not is_of_pairs(mask):
+    if mask is None or isinstance(mask, MaskBits) or not is_of_pairs(mask):
         return elements
     bounds = (problem.lowest, problem.highest) if problem.has_lists else (None, None)
     return elements._replace(mask=mask_bits(mask, *bounds))
