@@ -13,7 +13,7 @@ import jax_flash
 from jax_flash import autodiff, kernel_scores
 from jax_flash.functions import traced
 from jax_flash.score_reads import reads_of
-from tests.support.cases import long
+from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import inputs
 from tests.support.sharded import mesh_of
@@ -208,7 +208,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("beside", [*map(long, OPTIONS)])
+# What adds operands to the kernels, or another walk.
+IN_CI = ("lengths", "mask", "ids", "dropout", "deterministic", "documents")
+
+
+@pytest.mark.parametrize("beside", [long(x) if x in IN_CI else slow(x) for x in OPTIONS])
 def test_beside_others(beside, monkeypatch):
     arrays = inputs(2, 130, 190, 2, 2, 64, jnp.bfloat16)
     # Kernels have no room for an array that pairs read beside ids.

@@ -68,9 +68,14 @@ def test_traces_under(setting: str, call: PublicCall, function: Callable):
         jax.jit(function).trace(arrays)
 
 
+# JAX looks for leaks for half a minute and more in two calls that are much like others.
+_LONG_LOOKS = ("attention-quantized-xla-forward", "decode_attention-options-xla-forward")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("call", "function"), [x for x in cases(("xla",), long_forward=True) if not x.marks]
+    ("call", "function"),
+    [x for x in cases(("xla",), long_forward=True) if not x.marks and x.id not in _LONG_LOOKS],
 )
 def test_leaks_no_tracer(call: PublicCall, function: Callable, request):
     """Not so kernels: in jax 0.11.2 any `pl.run_scoped` in a loop leaks what it reads of it."""
