@@ -64,8 +64,8 @@ ONE_SHARE = dataclasses.replace(_DEFAULT, backward=dataclasses.replace(_DEFAULT.
         (197, 197, 64, 64, dict(is_causal=True)),
         long(83, 1013, 128, 128, dict(key_value_seq_lengths=LENGTHS)),
         long(1001, 77, 80, 40, dict(deterministic=True, config=ONE_SHARE)),
-        long(257, 259, 256, 256, dict(local_window_size=(100, 100))),
-        long(333, 333, 96, 96, dict(dropout_rate=0.1, dropout_key=jax.random.key(0))),
+        slow(257, 259, 256, 256, dict(local_window_size=(100, 100))),
+        slow(333, 333, 96, 96, dict(dropout_rate=0.1, dropout_key=jax.random.key(0))),
     ],
 )
 def test_nothing_is_copied(T, S, H, h, options):

@@ -516,10 +516,17 @@ GPU_LAYOUTS = {
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
-@pytest.mark.parametrize("layout", GPU_LAYOUTS.values(), ids=GPU_LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "axis_type"),
+    [
+        *((layout, AxisType.Explicit) for layout in GPU_LAYOUTS),
+        ("heads", AxisType.Auto),
+        slow("batch", AxisType.Auto),
+        slow("shared keys", AxisType.Auto),
+    ],
+)
 def test_compiled_for_gpus_nothing_is_gathered(layout, axis_type):
-    shape, query_spec, key_spec, (N, K) = layout
+    shape, query_spec, key_spec, (N, K) = GPU_LAYOUTS[layout]
     mesh = mesh_of(shape, axis_type, support.compile_only_devices(*shape))
 
     def run(query, key, value, d_out):
