@@ -229,7 +229,7 @@ class _Producer:
             block.queries.await_free(j, slot)
             if plan.fences_loads:
                 code_fence(j)
-            self.load_rows((batch, rows, head), j, slot)
+            self.load_rows((batch, rows, head), slot)
             if plan.prefetches:  # or the first to add waits for zeros from beyond L2
                 is_first = walk.is_first_to_see(place, query_block)
                 for _, target in self.dq_parts(place, query_block, member):
@@ -243,12 +243,12 @@ class _Producer:
         )
         return j + 1, *following
 
-    def load_rows(self, place, j, slot) -> None:
+    def load_rows(self, place, slot) -> None:
         """Rows of Q and dO of a batch entry and head, and their statistics."""
         block, (batch, rows, head) = self.block, place
 
         def load(ring: Ring, ref, statistics, buffer):
-            ring.load(j, ref.at[batch, rows, head], slot=slot)
+            ring.load(slot, ref.at[batch, rows, head])
             if buffer is not None:  # else delta comes with start
                 plgpu.copy_gmem_to_smem(statistics, buffer.at[slot], ring.full.at[slot])
 

@@ -204,14 +204,14 @@ class _Producer:
         gradients_left = (index > 0) & (t == 0)
 
         near_queries = self.queries_of(*near)
-        block.q_free.wait(slot)
-        block.o_free.wait(slot)
+        block.queries.free.wait(slot)
+        block.d_outs.free.wait(slot)
         pl.when(gradients_left)(
             lambda: self.send(
                 index - 1,
-                (plan.keys.right, block.q_smem.at[slot], block.dk),
+                (plan.keys.right, *block.queries.at(slot), block.dk),
                 *(
-                    (columns, plan.values.at(block.o_smem, n, slot), block.dv)
+                    (columns, plan.values.at(block.d_outs.slots, n, slot), block.dv)
                     for n, columns in enumerate(plan.values)
                 ),
             )
@@ -226,8 +226,8 @@ class _Producer:
 
         following = walk.advance(*near)
         following_queries = self.queries_of(*following)
-        block.late_free.wait(late_slot)
-        late = plan.keys.left, block.late_smem.at[late_slot], block.dk
+        block.late.free.wait(late_slot)
+        late = plan.keys.left, *block.late.at(late_slot), block.dk
         pl.when(gradients_left)(lambda: self.send(index - 1, late))
         self.load_late(late_slot, *following_queries)
 
@@ -275,17 +275,16 @@ class _Producer:
 
         @self.when_there_is(index)
         def _():
-            source = block.q.at[batch, rows, head]
-            self.plan.keys.left.load(source, block.late_smem.at[slot], block.late_full.at[slot])
+            block.late.load(slot, block.q.at[batch, rows, head])
 
     def load_query(self, slot, index, batch, rows, head) -> None:
         block, plan = self.block, self.plan
 
         @self.when_there_is(index)
         def _():
-            source, full = block.q.at[batch, rows, head], block.q_full.at[slot]
-            plan.keys.right.load(source, block.q_smem.at[slot], full)
+            block.queries.load(slot, block.q.at[batch, rows, head])
             row_source = block.start.at[batch, head, pl.ds(0, plan.together), rows]
+            full = block.queries.full.at[slot]
             plgpu.copy_gmem_to_smem(row_source, block.start_smem.at[slot], full)
 
     def load_d_out(self, slot, index, batch, rows, head) -> None:
@@ -293,10 +292,10 @@ class _Producer:
 
         @self.when_there_is(index)
         def _():
-            full = block.o_full.at[slot]
+            full = block.d_outs.full.at[slot]
             for n, columns in enumerate(values):
                 source = block.d_out.at[batch, rows, head]
-                columns.load(source, values.at(block.o_smem, n, slot), full)
+                columns.load(source, values.at(block.d_outs.slots, n, slot), full)
             row_source = block.delta.at[batch, head, rows]
             plgpu.copy_gmem_to_smem(row_source, block.delta_smem.at[slot], full)
 

@@ -106,7 +106,7 @@ class _Consumer:
 
     def d_out(self, slot):
         """Its columns of a slot of dO."""
-        return self.plan.values.at(self.block.o_smem, self.part, slot)
+        return self.plan.values.at(self.block.d_outs.slots, self.part, slot)
 
 
 class Weights(_Consumer):
@@ -114,7 +114,7 @@ class Weights(_Consumer):
 
     def walk_over_tiles(self) -> None:
         block, zero = self.block, jnp.int32(0)
-        block.q_free.arrive(block.slot_of(zero - 1))
+        block.queries.give_back(block.slot_of(zero - 1))
         j = lax.fori_loop(zero, block.walk.count(), self.whole_tile, zero)
         dv = self.take_dv(block.walk.count(), wait_n=0)
         self.issue_late_dk(j)
@@ -155,7 +155,7 @@ class Weights(_Consumer):
         if is_first:
             dv = self.take_dv(index, wait_n=0)
         else:
-            block.o_free.arrive(block.slot_of(j - 1))
+            block.d_outs.give_back(block.slot_of(j - 1))
         self.issue_logits(j, slot, k_right)
         self.issue_late_dk(j)
         if is_first:
@@ -177,33 +177,33 @@ class Weights(_Consumer):
                 weights = negated_transposed(weights, key_words, words, plan.problem)
             send_tile(block.weights_mail, weights)
         block.weights_sent.arrive(0)
-        plgpu.barrier_wait(block.o_full.at[slot])
+        block.d_outs.await_full(slot)
         d_out = self.d_out(slot)
         if not plan.problem.has_cap:
             operand = as_operand(weights, plan.problem)
         self.values.expand(self.dv_acc, operand, d_out)
         fence_async_shared()  # TMA will overwrite the row statistics that were read
-        block.q_free.arrive(slot)
+        block.queries.give_back(slot)
         if is_first:
             self.hand_over_dk(index, j, wait_n=self.values.products)
         else:
             plgpu.wgmma_wait(self.values.products)
-            block.late_free.arrive(block.late_slot_of(j - 1))
+            block.late.give_back(block.late_slot_of(j - 1))
         plgpu.wgmma_wait(0)
 
     def issue_logits(self, j, slot, k_right) -> None:
         block, plan, config = self.block, self.plan, self.plan.config
-        plgpu.barrier_wait(block.q_full.at[slot])
+        block.queries.await_full(slot)
         # What a cap is for must come alone.
         self.tile_acc[...] = (
             zero_tile(config.block_kv, config.block_q)
             if plan.problem.has_cap
             else self.load_start(slot)
         )
-        plan.keys.right.contract(self.tile_acc, k_right, block.q_smem.at[slot])
-        plgpu.barrier_wait(block.late_full.at[block.late_slot_of(j)])
+        plan.keys.right.contract(self.tile_acc, k_right, *block.queries.at(slot))
+        block.late.await_full(block.late_slot_of(j))
         k_left = plan.keys.resident(block.k_smem, LEFT)
-        plan.keys.left.contract(self.tile_acc, k_left, block.late_smem.at[block.late_slot_of(j)])
+        plan.keys.left.contract(self.tile_acc, k_left, *block.late.at(block.late_slot_of(j)))
 
     def weights_of(self, logits, loaded, slot, *, far):
         block, problem = self.block, self.plan.problem
@@ -222,20 +222,21 @@ class Weights(_Consumer):
         block, plan = self.block, self.plan
         block.ds_sent.wait(0)
         ds = receive_tile(block.ds_mail, plan.config.block_q, plan.problem.dtype)
-        self.keys.expand(self.dk_acc, ds, block.late_smem.at[block.late_slot_of(j - 1)])
+        self.keys.expand(self.dk_acc, ds, *block.late.at(block.late_slot_of(j - 1)))
 
     def hand_over_dv(self, j, dv) -> None:
         """Once the other's dS' has come: by then it has read that slot of dO."""
         slot_of = self.block.slot_of
         self.leave_dv(self.d_out(slot_of(j - 1)), dv)
-        self.block.o_free.arrive(slot_of(j - 1))
+        self.block.d_outs.give_back(slot_of(j - 1))
 
     def hand_over_dk(self, index, j, *, wait_n) -> None:
         block = self.block
         dk = self.take_dk(index, wait_n=wait_n)
         commit_smem(anew=self.plan.crowded)  # all warps have read Q
-        self.leave_dk(block.late_smem.at[block.late_slot_of(j - 1)], dk)
-        block.late_free.arrive(block.late_slot_of(j - 1))
+        (staging,) = block.late.at(block.late_slot_of(j - 1))
+        self.leave_dk(staging, dk)
+        block.late.give_back(block.late_slot_of(j - 1))
 
 
 class DLogits(_Consumer):
@@ -286,7 +287,7 @@ class DLogits(_Consumer):
         weights = receive_tile(block.weights_mail, config.block_q, jnp.float32)
         d_out = self.d_out(slot)
         if plan.problem.has_cap:
-            plgpu.barrier_wait(block.q_full.at[slot])  # for the start of its logits
+            block.queries.await_full(slot)  # for the start of its logits
             operand, weights = self.capped_weights(weights, slot, key_words)
         else:
             operand = as_operand(weights, plan.problem)
@@ -300,18 +301,18 @@ class DLogits(_Consumer):
         for ds_ref in block.ds:
             store_by_quads(ds_ref.at[j + to_stored], ds)
         if not plan.problem.has_cap:
-            plgpu.barrier_wait(block.q_full.at[slot])
-        self.keys.expand(self.dk_acc, ds, block.q_smem.at[slot])
+            block.queries.await_full(slot)
+        self.keys.expand(self.dk_acc, ds, *block.queries.at(slot))
         fence_async_shared()  # as above
         plgpu.wgmma_wait(0)
 
     def issue_d_weights(self, slot) -> None:
         block, values, config = self.block, self.plan.values, self.plan.config
-        plgpu.barrier_wait(block.o_full.at[slot])
+        block.d_outs.await_full(slot)
         self.tile_acc[...] = zero_tile(config.block_kv, config.block_q)
         for part, columns in enumerate(values):
             v_part = values.resident(block.v_smem, part)
-            columns.contract(self.tile_acc, v_part, values.at(block.o_smem, part, slot))
+            columns.contract(self.tile_acc, v_part, values.at(block.d_outs.slots, part, slot))
 
     def take_gradients(self, index):
         return self.take_dk(index, wait_n=0), self.take_dv(index, wait_n=None)
@@ -320,10 +321,11 @@ class DLogits(_Consumer):
         """The gradients of the tile that ended with the step before j."""
         block = self.block
         commit_smem(anew=self.plan.crowded)  # all warps have read Q and dO
-        self.leave_dk(block.q_smem.at[block.slot_of(j - 1)], dk)
+        (staging,) = block.queries.at(block.slot_of(j - 1))
+        self.leave_dk(staging, dk)
         self.leave_dv(self.d_out(block.slot_of(j - 1)), dv)
         self.free(j - 1)
 
     def free(self, j) -> None:
-        self.block.o_free.arrive(self.block.slot_of(j))
-        self.block.q_free.arrive(self.block.slot_of(j))
+        self.block.d_outs.give_back(self.block.slot_of(j))
+        self.block.queries.give_back(self.block.slot_of(j))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,11 +60,11 @@ class Parts(NamedTuple):
             return [self.left.smem(*leading, 2, rows, dtype=dtype)]
         return [columns.smem(*leading, 1, rows, dtype=dtype) for columns in self]
 
-    def at(self, arrays: list, part: int, *slot):
+    def at(self, arrays: Sequence, part: int, *slot):
         """What `Columns` take of one part: all of it, or a slot of it."""
         return arrays[part % len(arrays)].at[*slot, part // len(arrays)]
 
-    def resident(self, arrays: list, part: int):
+    def resident(self, arrays: Sequence, part: int):
         """The same of one that has no slots, at an address that is made anew."""
         return arrays[part % len(arrays)].at[part // len(arrays) + fresh_zero()]
 

@@ -141,7 +141,7 @@ def _produce(block: ThreadBlock) -> None:
         slot = ring.slot(j)
         ring.await_free(j, slot)
         source = ref.at[batch, pl.ds(block.first_key_of(j), block_kv), kv_head]
-        ring.load(j, *[source] * len(ring.slots), slot=slot)
+        ring.load(slot, *[source] * len(ring.slots))
 
     def load_d_out():
         load_rows(block.d_out, block.o_smem, plan.value_columns, block.o_full)

@@ -257,7 +257,7 @@ def _load_tile(block: _ThreadBlock, index, j):
         slot, key_tile = block.keys.slot(j), first + (j - begin)
         block.keys.await_free(j, slot)
         keys, full = pl.ds(key_tile * _TILE, _TILE), block.keys.full.at[slot]
-        block.keys.load(j, block.k.at[batch, keys, kv_head], slot=slot)
+        block.keys.load(slot, block.k.at[batch, keys, kv_head])
         last_place = own_kv_head * steps_per_head + block.places[0, key_tile]
         if group > 1:
             last_place += member * block.places[1, key_tile]

@@ -203,7 +203,7 @@ def _produce(block: ThreadBlock) -> None:
                 block.key_columns.load(block.q.at[*of_rows], block.q_smem.at[*own], full)
                 block.value_columns.load(block.d_out.at[*of_rows], block.o_smem.at[*own], full)
             of_keys = batch, pl.ds(key_block * config.block_kv, config.block_kv), kv_head
-            block.pairs.load(j, block.k.at[*of_keys], block.v.at[*of_keys], slot=slot)
+            block.pairs.load(slot, block.k.at[*of_keys], block.v.at[*of_keys])
             return ()
 
         return block.over_steps(place, count, j, load)[1]

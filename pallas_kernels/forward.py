@@ -219,7 +219,7 @@ class _Producer:
             ring.await_free(step)
             number = key_block(j) if listed is None else listed
             rows = pl.ds(number * plan.config.block_kv, plan.config.block_kv)
-            ring.load(step, ref.at[batch, rows, kv_head])
+            ring.load(lambda: ring.slot(step), ref.at[batch, rows, kv_head])
 
         def load_key(j):
             load(block.keys, block.k, j)

@@ -59,16 +59,16 @@ class Ring:
         """Has TMA fill the slot of a step with tiles of global memory, when it is free."""
         slot = self.slot(step)
         self.await_free(step, slot)
-        self.load(step, *sources, slot=slot)
+        self.load(slot, *sources)
 
     def await_free(self, step, slot=None) -> None:
         """Waits for the slot of a step, made anew if it is not given."""
         is_free = lambda: self.free.wait(self.slot(step) if slot is None else slot)
         pl.when(step >= self.free.count)(is_free)
 
-    def load(self, step, *sources, slot=None) -> None:
-        """Has TMA fill the slot of a step, which is free; made anew if it is not given."""
-        number = lambda: self.slot(step) if slot is None else slot
+    def load(self, slot, *sources) -> None:
+        """Has TMA fill a slot that is free: its number, or a function that makes that anew."""
+        number = slot if callable(slot) else lambda: slot
         copies = self.copies or (plgpu.copy_gmem_to_smem,) * len(self.slots)
         for copy, source, buffer in zip(copies, sources, self.slots, strict=True):
             copy(source, buffer.at[number()], self.full.at[number()])

@@ -341,7 +341,7 @@ MISTAKES = [
         "kernels",
         (
             "dQ without its scale",
-            "(tile * (problem.scale * problem.d_logit_unit))",
+            "(tile * problem.gradient_factor)",
             "(tile * problem.d_logit_unit)",
         ),
     ),
@@ -351,8 +351,8 @@ MISTAKES = [
         "kernels kernel_dropout",
         (
             "width 256: dK of a step too late",
-            "block.late_smem.at[block.late_slot_of(j - 1)])\n\n    def hand_over_dv",
-            "block.late_smem.at[block.late_slot_of(j)])\n\n    def hand_over_dv",
+            "*block.late.at(block.late_slot_of(j - 1)))\n\n    def hand_over_dv",
+            "*block.late.at(block.late_slot_of(j)))\n\n    def hand_over_dv",
         ),
         (
             "width 256: dS' of another head",
