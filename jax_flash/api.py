@@ -216,7 +216,8 @@ def explain(*args, **kwargs) -> dispatch.Explanation:
     """Says which implementation `attention` would run with the same arguments, and why.
 
     With `implementation="mosaic_gpu"` it says whether a Hopper GPU would run the call, also on a
-    machine without a GPU: where not, it raises NotImplementedError with the reason.
+    machine without a GPU: where not, it raises NotImplementedError with the reason. Settings in
+    `config` that do not fit are found when the call is lowered.
 
     `attention` says the same in the log "jax_flash", once, where it passes an implementation over:
     a warning on a Hopper GPU, else for information.

@@ -190,6 +190,9 @@ class ThreadBlock(Block):
     def rounds(self, one_round: Callable[[Any, Any], tuple]) -> None:
         """Runs a round over all tiles, and another if a reference was too low.
 
+        Indices of tiles, and steps, go on from one round to the next: the second begins at an index
+        above 0.
+
         Args:
           one_round: of the index it begins at and the steps before it, returns the index after its
             last tile, the steps by then, and of each row whether its reference was too low.

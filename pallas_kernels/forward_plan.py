@@ -12,7 +12,7 @@ from pallas_kernels import online_softmax, tickets
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardConfig
 from pallas_kernels.forward_tiles import Tiles
-from pallas_kernels.problem import Problem
+from pallas_kernels.problem import Problem, need
 from pallas_kernels.ptx.barriers import BlockVote, NamedBarriers, twins_of
 from pallas_kernels.ptx.operands import SharedZeros, operand_form
 from pallas_kernels.row_masks import ROWS
@@ -197,6 +197,8 @@ class Plan:
     def barriers(self) -> dict[str, Any]:
         """Those with a number, by name."""
         consumers, stages = self.config.consumers, self.config.stages
+        count = 2 * consumers + 2 + 2 * stages + self.config.query_buffers
+        need(count <= 16, "stages", stages, f"fewer: they take {count} named barriers of 16")
         turn = NamedBarriers(first=consumers + 2, count=consumers, arrivers=1)
         k_free = NamedBarriers(turn.first + consumers, stages, arrivers=consumers)
         v_free = NamedBarriers(k_free.first + stages, stages, arrivers=consumers)

@@ -23,8 +23,9 @@ from pallas_kernels.ptx.operands import OPERAND
 class Ring:
     """Slots of shared memory that a producer fills and consumers empty, round and round.
 
-    Both count steps from 0 on, through all tiles of a thread block. Which slot a step has, callers
-    ask for first: some keep it, some make it anew where registers are short.
+    Both count steps, or of queries tiles, from 0 on, through all tiles of a thread block. By these
+    `fill` and `read` go; others by slots, which some keep, and some make anew where registers are
+    short.
 
     Attributes:
       slots: buffers of one or more operands, `(count, ...)` each.
@@ -74,6 +75,12 @@ class Ring:
             copy(source, buffer.at[number()], self.full.at[number()])
 
     # --- the consumers ---
+
+    def read(self, step) -> list[Any]:
+        """What is in the slot of a step, once it is full."""
+        slot = self.slot(step)
+        self.await_full(slot)
+        return self.at(slot)
 
     def await_full(self, slot) -> None:
         plgpu.barrier_wait(self.full.at[slot])

@@ -161,9 +161,7 @@ def _build(plan: Plan, interpret: bool):
 
             @pl.loop(first, end)
             def _(j):
-                slot = ring.slot(step + j - first)
-                ring.await_full(slot)
-                a_block, b_block = ring.at(slot)
+                a_block, b_block = ring.read(step + j - first)
                 plgpu.wgmma(acc, a_block.at[rows], b_block.at[:, columns])
                 plgpu.wgmma_wait(1)
                 pl.when(j > first)(lambda: ring.give_back(ring.slot(step + j - first - 1)))

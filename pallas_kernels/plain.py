@@ -51,50 +51,47 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 @functools.lru_cache
 def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
     batch, length, heads, _ = shape
-    blocks, all_heads = length // BLOCK, batch * heads
-    cost = np.arange(blocks) + 2.0  # steps, and one for the beginning and the end of a tile
+    tiles, all_heads = length // BLOCK, batch * heads
+    cost = np.arange(tiles) + 2.0  # steps, and one for the beginning and the end of a tile
     bytes_of = FORWARD_SECTION_BYTES, 4 * length * WIDTH  # what L2 is to hold, and one head
-    together = scheduler.heads_per_section(*bytes_of, blocks, SM_COUNT, all_heads, group=1)
-    block, head = scheduler.tile_order(cost, all_heads, together)
-    schedule = scheduler.deal(head * blocks + block, cost[block], min(len(block), SM_COUNT))
+    together = scheduler.heads_per_section(*bytes_of, tiles, SM_COUNT, all_heads, group=1)
+    tile, head = scheduler.tile_order(cost, all_heads, together)
+    schedule = scheduler.deal(head * tiles + tile, cost[tile], min(len(tile), SM_COUNT))
 
     def causal_attention(schedule, q, k, v, o, *, o_smem, turns, **rings):
         own = lax.axis_index("warpgroup")
         queries, keys, values = (Ring.of(free, **rings[name]) for name, free in _FREE.items())
 
         def locate(number):
-            head_of_all, block = arithmetic.div_rem(number, blocks)
+            head_of_all, tile = arithmetic.div_rem(number, tiles)
             batch, head = arithmetic.div_rem(head_of_all, heads)
-            return block, lambda first, size: (batch, pl.ds(first, size), head)
+            return tile, lambda first, size: (batch, pl.ds(first, size), head)
 
         def load_tile(index, step, number):
-            block, place = locate(number)
-            rows = lambda j: place((block - j) * BLOCK, BLOCK)
+            tile, rows_of = locate(number)
+            rows = lambda j: rows_of((tile - j) * BLOCK, BLOCK)
             queries.fill(index, q.at[rows(0)])
             keys.fill(step, k.at[rows(0)])
 
-            @pl.loop(1, block + 1)
+            @pl.loop(1, tile + 1)
             def _(j):
                 keys.fill(step + j, k.at[rows(j)])
                 values.fill(step + j - 1, v.at[rows(j - 1)])
 
-            values.fill(step + block, v.at[rows(block)])
-            return step + block + 1
+            values.fill(step + tile, v.at[rows(tile)])
+            return step + tile + 1
 
         def attend(turn, o_acc, s_acc, index, step, number):
-            block, place = locate(number)
-            q_slot = queries.slot(index)
-            queries.await_full(q_slot)
+            tile, rows_of = locate(number)
+            (q_tile,) = queries.read(index)
 
             def issue_logits(j):
-                keys.await_full(keys.slot(step + j))
-                (q_block,), (k_block,) = queries.at(q_slot), keys.at(keys.slot(step + j))
+                (k_block,) = keys.read(step + j)
                 s_acc[...] = mlir.zero_tile(ROWS, BLOCK)
-                plgpu.wgmma(s_acc, q_block.at[pl.ds(own * ROWS, ROWS)], k_block.transpose((1, 0)))
+                plgpu.wgmma(s_acc, q_tile.at[pl.ds(own * ROWS, ROWS)], k_block.transpose((1, 0)))
 
             def issue_output(weights, j):
-                values.await_full(values.slot(step + j))
-                plgpu.wgmma(o_acc, weights, *values.at(values.slot(step + j)))
+                plgpu.wgmma(o_acc, weights, *values.read(step + j))
 
             def softmax(logits, maximum, sums):
                 risen = jnp.maximum(maximum, logits.max(axis=1) * _FACTOR)
@@ -125,18 +122,18 @@ def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
             logits = masks.keep_columns_to(logits, own_keys, -jnp.inf)
             weights, _, *state = softmax(logits, *online_softmax.begin(ROWS, NOTHING_SEEN))
             carry = weights.astype(dtype), *state
-            weights, _, sums = lax.fori_loop(1, block + 1, key_step, carry)
-            queries.give_back(q_slot)
-            issue_output(weights, block)
+            weights, _, sums = lax.fori_loop(1, tile + 1, key_step, carry)
+            queries.give_back(queries.slot(index))
+            issue_output(weights, tile)
             inverse = 1.0 / sums.sum(axis=1)
             output = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-            values.give_back(values.slot(step + block))
+            values.give_back(values.slot(step + tile))
             o_acc[...] = mlir.zero_tile(ROWS, WIDTH)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
             o_smem[own] = (output * spread(inverse, output.shape)).astype(dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_smem.at[own], o.at[place(block * BLOCK + own * ROWS, ROWS)])
-            return step + block + 1
+            plgpu.copy_smem_to_gmem(o_smem.at[own], o.at[rows_of(tile * BLOCK + own * ROWS, ROWS)])
+            return step + tile + 1
 
         def consume():
             run_tile = functools.partial(attend, Turns.of(_TURNS, own, **turns))

@@ -32,6 +32,11 @@ def alibi(score, b, h, q_idx, kv_idx):
     return score - SLOPES[h] * jnp.abs(q_idx - kv_idx)
 
 
+def linear(score, b, h, q_idx, kv_idx):
+    """Positions with two factors, which tiles multiply with one another first."""
+    return score + 0.5 * (SLOPES[h] * (kv_idx - q_idx))
+
+
 def relative(score, b, h, q_idx, kv_idx):
     return score + TABLE[h, jnp.clip(kv_idx - q_idx + 32, 0, 64)]
 
@@ -75,7 +80,9 @@ def of_what_is_there(score, b, h, q_idx, kv_idx):
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "function", "options"),
     [
-        (100, 130, 2, 1, 64, alibi, dict(is_causal=True)),
+        (100, 130, 2, 1, 64, linear, dict(is_causal=True)),
+        long(150, 400, 1, 1, 64, linear, {}),
+        slow(100, 130, 2, 1, 64, alibi, dict(is_causal=True)),
         long(150, 200, 1, 1, 128, cap, {}),
         long(150, 200, 2, 2, 64, relative, {}),
         slow(150, 200, 2, 1, 128, relative_narrow, dict(is_causal=True)),

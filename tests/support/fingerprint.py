@@ -186,9 +186,17 @@ def _changed(known: dict[str, str], found: dict[str, str]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("words", nargs="*", help="of which a case's name has one; all without")
+    parser.add_argument("--list", action="store_true", help="print names of cases, and stop")
     parser.add_argument("--update", action="store_true", help="compile what is not known to pass")
     parser.add_argument("--all", action="store_true", help="compile what is known to pass too")
     options = parser.parse_args(argv)
+    words = options.words or [""]
+    names = [name for name in cases() if any(word in name for word in words)]
+    if not names:
+        parser.error(f"no case has one of {words} in its name; --list gives the names")
+    if options.list:
+        print("\n".join(names))
+        return 0
 
     here, of_file = versions(), json.loads(GOLDEN.read_text())["versions"]
     if here != of_file and not (options.update and options.all):
@@ -204,8 +212,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("words: nothing is known of the other cases")
 
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # of the processes below; none looks for a GPU
-    known, words = golden(), options.words or [""]
-    names = [name for name in cases() if any(word in name for word in words)]
+    known = golden()
     both = _for_all(_found, names, "traced or lowered")
     outlines = {name: of_case for name, (of_case, _) in both.items()}
     now = {name: of_case for name, (_, of_case) in both.items()}
