@@ -56,7 +56,7 @@ from pallas_kernels.element_arrays import NO_ELEMENTS, Blocks, Elements
 from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_consumer import consume
 from pallas_kernels.forward_plan import BIAS_BOX, Plan
-from pallas_kernels.forward_tiles import Tiles
+from pallas_kernels.forward_tiles import BLOCKS, Tiles
 from pallas_kernels.hopper import Ring, warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.mask_functions import COUNT
@@ -209,7 +209,7 @@ class _Producer:
             blocks = block.of_list((tile, batch, head), COUNT)
             key_block = lambda j: block.key_block((tile, batch, head), j)
         else:
-            blocks = block.needs(tile, batch, 0)
+            blocks = block.needs(tile, batch, BLOCKS)
             end_block = block.end_of(tile, batch) if plan.problem.has_far_edge else blocks
             key_block = lambda j: end_block - 1 - j
 

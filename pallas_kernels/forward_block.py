@@ -11,6 +11,7 @@ from pallas_kernels import tickets
 from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
 from pallas_kernels.forward_plan import Plan
+from pallas_kernels.forward_tiles import BLOCKS, END
 from pallas_kernels.hopper import Ring, Turns
 from pallas_kernels.mask_functions import LISTED, MaskRefs
 from pallas_kernels.ptx.barriers import with_twins
@@ -58,7 +59,7 @@ class Block:
 
     def end_of(self, tile, batch):
         """The end of the first key block of a tile, in blocks."""
-        return self.needs(tile, batch, 3 if self.plan.problem.has_far_edge else 0)
+        return self.needs(tile, batch, END if self.plan.problem.has_far_edge else BLOCKS)
 
     def load_queries(self, index, place) -> None:
         """Those of a tile, when their buffer is free.

@@ -14,6 +14,7 @@ from pallas_kernels.elements import NOTHING_LOADED
 from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_products import Products
 from pallas_kernels.forward_rows import Rows
+from pallas_kernels.forward_tiles import BLOCKS, COMPARING, EXACT, FAR
 from pallas_kernels.mask_functions import COUNT, MASKED
 from pallas_kernels.online_softmax import RowState, spread
 from pallas_kernels.ptx.barriers import warpgroup_any
@@ -233,7 +234,7 @@ class _Consumer(Products):
         tile, batch, _ = place
         if block.lists is not None:
             return self.listed_steps(index, steps, place, carry)
-        blocks, needing_mask = block.needs(tile, batch, 0), block.needs(tile, batch, 1)
+        blocks, needing_mask = block.needs(tile, batch, BLOCKS), block.needs(tile, batch, EXACT)
         exact = jnp.where(self.begin > 0, blocks, jnp.maximum(needing_mask, 1))
         if mask_throughout:
             exact = blocks
@@ -250,7 +251,7 @@ class _Consumer(Products):
         def masked_steps(first, end, carry, **options):
             """Steps with a mask: all compare segment ids, or none does."""
             if plan.problem.segmented:
-                compared = jnp.where(block.needs(tile, batch, 4) > 0, end, first)
+                compared = jnp.where(block.needs(tile, batch, COMPARING) > 0, end, first)
                 comparing = functools.partial(step, comparing=True, **options)
                 carry = lax.fori_loop(first, compared, comparing, carry)
                 first = compared
@@ -262,7 +263,7 @@ class _Consumer(Products):
             carry = masked_steps(jnp.int32(1), exact, carry, exact=True)
         near = blocks
         if has_far_edge and not mask_throughout:
-            near = jnp.maximum(exact, block.needs(tile, batch, 2))
+            near = jnp.maximum(exact, block.needs(tile, batch, FAR))
         if not mask_throughout:
             rest = functools.partial(step, exact=False)
             carry = lax.fori_loop(exact, near, rest, carry)

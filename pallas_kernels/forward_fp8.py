@@ -45,7 +45,7 @@ from pallas_kernels import segments
 from pallas_kernels.config import ForwardFP8Config
 from pallas_kernels.forward_fp8_block import Plan, ThreadBlock
 from pallas_kernels.forward_fp8_consumer import consume
-from pallas_kernels.forward_tiles import Tiles
+from pallas_kernels.forward_tiles import BLOCKS, Tiles
 from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.problem import Problem
@@ -155,7 +155,7 @@ class _Producer:
         block, plan, config = self.block, self.plan, self.plan.config
         tile, batch, head = block.locate(index)
         kv_head = block.kv_head_of(head)
-        blocks = block.needs(tile, batch, 0)
+        blocks = block.needs(tile, batch, BLOCKS)
         end_block = block.end_of(tile, batch) if plan.problem.has_far_edge else blocks
 
         def load(j):

@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_kernels import half_softmax, online_softmax
 from pallas_kernels.forward_fp8_block import ThreadBlock
+from pallas_kernels.forward_tiles import BLOCKS, EXACT, FAR
 from pallas_kernels.half_softmax import SUM_LIMIT
 from pallas_kernels.online_softmax import RowState, spread
 from pallas_kernels.ptx.compiler import code_fence
@@ -235,7 +236,7 @@ class _Consumer:
         block, plan, has_far_edge = self.block, self.plan, self.plan.problem.has_far_edge
         steps, carry = carry
         tile, batch, _ = place = block.locate(index)
-        blocks, needing_mask = block.needs(tile, batch, 0), block.needs(tile, batch, 1)
+        blocks, needing_mask = block.needs(tile, batch, BLOCKS), block.needs(tile, batch, EXACT)
         near_end = jnp.maximum(needing_mask, 1)
         step = functools.partial(
             self.key_step,
@@ -252,7 +253,7 @@ class _Consumer:
             near_end = jnp.int32(1)
         far = blocks
         if has_far_edge:
-            far = jnp.maximum(near_end, block.needs(tile, batch, 2))
+            far = jnp.maximum(near_end, block.needs(tile, batch, FAR))
         plain_step = functools.partial(step, near=False, far=False)
         carry = lax.fori_loop(near_end, far, plain_step, carry)
         if has_far_edge:
@@ -321,7 +322,7 @@ class _Consumer:
         total = state.sums.sum(axis=1)
         inverse, lse, _ = online_softmax.normalised(state.reference, total)
         store_rows(block.lse.at[batch, head, pl.ds(self.first_row(tile), ROWS)], lse)
-        last_block = block.end_of(tile, batch) - block.needs(tile, batch, 0)
+        last_block = block.end_of(tile, batch) - block.needs(tile, batch, BLOCKS)
         return inverse * block.value_scales[batch, block.kv_head_of(head), last_block]
 
     def store_output(self, output, inverse, tile, batch, head) -> None:

@@ -12,6 +12,7 @@ from pallas_kernels.element_arrays import expanded
 from pallas_kernels.elements import NOTHING_LOADED, Loaded
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.forward_block import ThreadBlock
+from pallas_kernels.forward_tiles import COMPARING
 from pallas_kernels.online_softmax import RowState
 from pallas_kernels.problem import LOG2E
 from pallas_kernels.ptx.masks import all_columns, keep_bits
@@ -78,7 +79,7 @@ class Rows:
         tile, batch, _ = place
         if not self.plan.problem.segmented:
             return None
-        there = self.block.needs(tile, batch, 4) == 0 if is_first else True
+        there = self.block.needs(tile, batch, COMPARING) == 0 if is_first else True
         first_row, first_key = self.first(tile), self.first_key(tile, batch, j)
         bounds = self.block.masks.load_bounds(batch, first_row)
         bits = all_columns(ROWS, self.plan.config.block_kv, there)

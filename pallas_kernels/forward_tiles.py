@@ -22,6 +22,9 @@ from pallas_kernels.row_masks import ROWS
 
 _TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
 
+# Columns of what tiles need (`Tiles.key_blocks`); the last one of segment ids (`key_blocks_of`).
+BLOCKS, EXACT, FAR, END, COMPARING = range(5)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
@@ -79,9 +82,10 @@ class Tiles:
     def key_blocks(self) -> np.ndarray:
         """What each tile of a head needs: `[tiles, 2]` int32, or `[tiles, 4]` with a lower bound.
 
-        Of its key blocks, which run from the last that a row sees to the first: how many they are;
-        how many steps must be exact, those with a mask at the near edge; with a lower bound, how
-        many come before those with a mask at the far edge, and the end of the first one, in blocks.
+        Of its key blocks, which run from the last that a row sees to the first: how many they are
+        (`BLOCKS`); how many steps must be `EXACT`, those with a mask at the near edge; with a lower
+        bound, how many come before those with a mask at the `FAR` edge, and the `END` of the first
+        one, in blocks.
         Where some row sees no key, all steps are exact. A tile that sees nothing takes one block,
         fully masked, so that every tile has a first one.
 
