@@ -13,6 +13,7 @@ which it has a derivative.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -178,6 +179,7 @@ def traced(
     kind = "bool" if score_dtype is None else "a float"
     needs = f"a function {signature} that gives {kind}"
     need(callable(function), name, type(function).__name__, needs, TypeError)
+    _check_signature(name, function, len(scores) + 4, needs)
     inputs = vary_alike([*scores, *[jnp.int32(0)] * 4], operands)
     # JAX keeps what it traced of a function, whose state may have changed: this one is new.
     trace = jax.make_jaxpr(lambda *x: function(*x), return_shape=True)
@@ -188,6 +190,11 @@ def traced(
         jax.errors.TracerIntegerConversionError,
     ) as error:
         error.add_note(f"{name}: got a NumPy array to index; needs one of JAX: jnp.asarray(array).")
+        raise
+    except Exception as error:  # of the function itself, which is the caller's
+        error.add_note(
+            f"{name}: got a function that raises this, asked for one pair; needs {needs}."
+        )
         raise
     is_array = isinstance(out, jax.ShapeDtypeStruct)
     need(is_array, name, f"a function that gives {type(out).__name__}", needs, TypeError)
@@ -214,6 +221,18 @@ def traced(
     return Function(
         Program(closed.jaxpr, varied_over(inputs)), tuple(map(jnp.asarray, closed.consts))
     )
+
+
+def _check_signature(name: str, function: Callable, count: int, needs: str) -> None:
+    """Raises a TypeError if the function is known not to take so many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # one of C may have none
+        return
+    try:
+        signature.bind(*range(count))
+    except TypeError as error:
+        raise TypeError(f"{name}: got a function {signature}; needs {needs}") from error
 
 
 def _effects(jaxpr: "Jaxpr") -> Iterator[str]:
@@ -313,13 +332,8 @@ def _replayed(steps: Steps, arguments: tuple[Any, ...]) -> list[Any]:
     read = lambda v: v.val if isinstance(v, literal) else known[v]
     for eqn in steps.equations:
         operands = list(map(read, eqn.invars))
-        match eqn.primitive.name:
-            case "jit":
-                found = _called_again(eqn, operands)
-            case "reshard":  # of scalars, onto a mesh
-                found = operands
-            case _:
-                found = bound(eqn, operands)
+        is_call = eqn.primitive.name == "jit"
+        found = _called_again(eqn, operands) if is_call else bound(eqn, operands)
         known.update(zip(eqn.outvars, found, strict=True))
     return list(map(read, steps.results))
 
@@ -368,8 +382,11 @@ def bound(eqn, operands: list[Any]) -> list[Any]:
     """What an operation gives.
 
     A program that was traced inside `jax.shard_map` says where numbers vary. Where it is applied
-    they may vary already; outside it that means nothing.
+    they may vary already; outside it that means nothing. So it is with the mesh that is set, onto
+    which operations bring their scalars.
     """
+    if eqn.primitive.name == "reshard":
+        return operands
     if eqn.primitive.name in OF_MESHES and "axes" in eqn.params:
         manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
         return list(vary_over(manual.intersection(eqn.params["axes"]), operands))

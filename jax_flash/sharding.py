@@ -414,9 +414,8 @@ def by_device(
         if gathered and plain:
             try:
                 return function(static, arrays, None)
-            except Exception as error:  # of those rules, which name no argument
-                error.add_note(f"attention: got {gathered} {_ADVICE}")
-                raise
+            except Exception as error:  # of those rules, of a type of their own
+                raise ValueError(f"attention: got {gathered} {_ADVICE}") from error
         if gathered:
             raise ValueError(f"attention: got {gathered} {_ADVICE}")
     others = [name for name in _axes(mesh, AxisType.Auto) if mesh.shape[name] > 1]

@@ -667,6 +667,12 @@ ERRORS = [
     (dict(mask_mod=lambda *_: ANCESTORS), ValueError, r"mask_mod: got .* shape \(16, 16\)"),
     (dict(mask_mod=printing), ValueError, "mask_mod: got a function with debug_.*; needs .* callb"),
     (dict(mask_mod=jax.jit(printing)), ValueError, "mask_mod: got a function with debug_"),
+    (
+        dict(mask_mod=lambda i, j: i > j),
+        TypeError,
+        r"mask_mod: got a function \(i, j\); needs a fu",
+    ),
+    (dict(score_mod=lambda s, b, h: s), TypeError, r"score_mod: got a function \(s, b, h\); needs"),
     (dict(score_mod=calling), ValueError, "score_mod: got a function with pure_callback; needs"),
 ]
 
@@ -676,6 +682,13 @@ def test_errors(functions, error, message):
     for run in (jax_flash.attention, jax_flash.explain):
         with pytest.raises(error, match=message):
             run(*F32, **functions)
+
+
+@pytest.mark.parametrize("name", ["mask_mod", "score_mod"])
+def test_what_a_function_raises_says_of_which_argument(name):
+    with pytest.raises(KeyError) as caught:
+        jax_flash.attention(*F32, **{name: lambda *_: {}[3]})
+    assert f"{name}: got a function that raises this" in "".join(caught.value.__notes__)
 
 
 def test_a_numpy_array_is_named():
