@@ -234,7 +234,8 @@ class Operations:
         """
         name, first = equation.primitive.name, operands[0] if operands else -1
         # Of scalars: derivatives have it where a mesh is set, and numbers inside `jax.shard_map`.
-        if name in ("reshard", "pvary", "pcast"):
+        # What has no derivative is left out of the program that is the derivative.
+        if name in ("reshard", "pvary", "pcast", "stop_gradient"):
             return first
         if name == "select_n" and first in self._never:
             return operands[1]

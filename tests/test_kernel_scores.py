@@ -314,6 +314,7 @@ ONE, NESTED = jnp.asarray([0.7]), jax.jit(lambda h: TABLE[h])
         lambda s, b, h, q, k: s + ONE.squeeze(),
         lambda s, b, h, q, k: s + NESTED(h)[k],
         lambda s, b, h, q, k: 1e30 * jnp.tanh(s / 1e30),
+        lambda s, b, h, q, k: s + jax.lax.stop_gradient(TABLE)[h, k],
     ],
 )
 def test_functions_that_are_written_in_other_ways(function):
@@ -322,6 +323,31 @@ def test_functions_that_are_written_in_other_ways(function):
     lowered = jax.jit(functools.partial(run, implementation="mosaic_gpu")).trace(query, key, value)
     assert "mosaic_gpu" in lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert jnp.isfinite(run(query, key, value)).all()
+
+
+def test_what_is_held_constant_has_no_derivative():
+    """The score in a gate, and an array that the function captures."""
+    arrays = inputs(1, 40, 60, 1, 1, 64, jnp.bfloat16)[:3]
+    table = jnp.linspace(-1.0, 1.0, 60)
+
+    def gradients(implementation, arrays):
+        def loss(table, *arrays):
+            def function(score, b, h, q_idx, kv_idx):
+                held = jax.lax.stop_gradient((table[kv_idx], jax.nn.sigmoid(score)))
+                return score * held[1] + held[0]
+
+            run = functools.partial(jax_flash.attention, score_mod=function)
+            return (run(*arrays, implementation=implementation).astype(jnp.float32) ** 2).sum()
+
+        return jax.grad(loss, (0, 1, 2, 3))(table, *arrays)
+
+    with interpret_mode():
+        ours = gradients("mosaic_gpu", arrays)
+    theirs = gradients("xla", [x.astype(jnp.float32) for x in arrays])
+    assert not ours[0].any() and not theirs[0].any()
+    for x, own in zip(ours[1:], theirs[1:], strict=True):
+        atol = 0.02 * float(jnp.abs(own).max())
+        chex.assert_trees_all_close(x.astype(jnp.float32), own, atol=atol)
 
 
 FLAT = jnp.full((300,), 1e9, jnp.float32)
