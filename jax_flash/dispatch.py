@@ -15,6 +15,7 @@ import jax
 
 from jax_flash import device, xla
 from jax_flash.call import Call, by_device, without_derivative
+from jax_flash.sharding import unsplit
 
 # Modules of this package, fastest first, imported where they are asked.
 IMPLEMENTATIONS = {"mosaic_gpu": "autodiff", "cudnn": "cudnn", "xla": "xla"}
@@ -59,10 +60,10 @@ def choose(call: Call, implementation: str | None) -> Explanation:
     if here.slow_kernels:
         _log_once(logging.WARNING, f"the kernels are slow here: {here.slow_kernels}")
     if implementation is not None:
-        return _named(implementation, here, _module(implementation, call).unsupported(call))
+        return _named(implementation, here, _unsupported(implementation, call))
     reasons: dict[str, str] = {}
     for name in _WHERE_KERNELS_ARE_SLOW if here.slow_kernels else IMPLEMENTATIONS:
-        reason = _device_reason(name, here) or _module(name, call).unsupported(call)
+        reason = _device_reason(name, here) or _unsupported(name, call)
         if reason is None:
             explanation = Explanation(name, reasons)
             if reasons:
@@ -91,6 +92,12 @@ _run_without_derivative = without_derivative(
     " jax_flash.attention_fp8 is FP8 with gradients.",
     static_argnums=(0,),
 )(_run)
+
+
+def _unsupported(implementation: str, call: Call) -> str | None:
+    """Why it cannot do the call, None if it can."""
+    reason = _module(implementation, call).unsupported(call)
+    return reason or (None if implementation == "xla" else unsplit(call.arrays))
 
 
 def _module(implementation: str, call: Call) -> types.ModuleType:

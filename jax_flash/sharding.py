@@ -403,7 +403,7 @@ def by_device(
       NotImplementedError: of kernels, there are axes of type Auto beside the Explicit ones.
     """
     leaves = jax.tree.leaves(arrays)
-    mesh = next((mesh for mesh in map(_explicit_mesh, leaves) if mesh is not None), None)
+    mesh = _mesh_of(leaves)
     if mesh is None:
         return function(static, arrays, None)
     letters = jax.tree.leaves(jax.tree.broadcast(letters, arrays))
@@ -418,13 +418,22 @@ def by_device(
                 raise ValueError(f"attention: got {gathered} {_ADVICE}") from error
         if gathered:
             raise ValueError(f"attention: got {gathered} {_ADVICE}")
-    others = [name for name in _axes(mesh, AxisType.Auto) if mesh.shape[name] > 1]
-    if others and not plain:
-        raise NotImplementedError(
-            f"implementation='mosaic_gpu': beside the Explicit mesh axes, {_CANNOT_SPLIT} the"
-            f" Auto ones, {', '.join(others)}. Use axes of one type, or implementation='xla'."
-        )
+    if not plain and (reason := unsplit(leaves)):
+        raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
     return _by_device(function, static, tuple(letters), results, mesh, check_vma, arrays)
+
+
+def unsplit(arrays: Any) -> str | None:
+    """Why devices cannot run kernels, each on its part of such arrays, None if they can."""
+    mesh = _mesh_of(jax.tree.leaves(arrays))
+    sizes = {} if mesh is None else {name: mesh.shape[name] for name in _axes(mesh, AxisType.Auto)}
+    others = [name for name, size in sizes.items() if size > 1]
+    if not others:
+        return None
+    return (
+        f"beside the Explicit mesh axes, {_CANNOT_SPLIT} the Auto ones, {', '.join(others)}. Use"
+        " axes of one type, or implementation='xla'."
+    )
 
 
 @functools.partial(jax.jit, static_argnums=range(6))
@@ -455,6 +464,11 @@ def _axes(mesh: AbstractMesh, kind: AxisType) -> list[str]:
     """Names of the axes of one type."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return [name for name, axis_type in types if axis_type == kind]
+
+
+def _mesh_of(leaves: list[Any]) -> AbstractMesh | None:
+    """That of the first array on mesh axes of type Explicit, None without."""
+    return next((mesh for mesh in map(_explicit_mesh, leaves) if mesh is not None), None)
 
 
 def _explicit_mesh(x) -> AbstractMesh | None:

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
-from jax_flash import xla
+from jax_flash import device, xla
 from tests.support import compile as support
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
@@ -316,13 +316,20 @@ def test_a_sharded_sequence_of_explicit_type_is_refused():
         jax_flash.attention(*sharded, implementation="mosaic_gpu")
 
 
-def test_axes_of_both_types_are_refused():
+def test_axes_of_both_types_are_refused(monkeypatch):
     types = AxisType.Auto, AxisType.Explicit
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=types, devices=jax.devices("cpu")[:8])
     sharded = put(mesh, *((x, P(None, None, "y")) for x in operands((8, 4), jnp.bfloat16)[:3]))
     run = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
     with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="the Auto ones, x"):
         run(*sharded)
+    # Unless asked for, kernels are passed over.
+    on_hopper = device.Device("gpu", "NVIDIA H100", (9, 0))
+    monkeypatch.setattr(device, "device_of", lambda array: on_hopper)
+    with jax.set_mesh(mesh):
+        chosen = jax_flash.explain(*sharded)
+    assert chosen.implementation == "xla"
+    assert "the Auto ones, x" in chosen.reasons["mosaic_gpu"]
 
 
 @INSIDE
