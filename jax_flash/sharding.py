@@ -414,6 +414,8 @@ def by_device(
         if gathered and plain:
             try:
                 return function(static, arrays, None)
+            except jax.errors.JaxRuntimeError:  # as of memory: the rules allow it
+                raise
             except Exception as error:  # of those rules, of a type of their own
                 raise ValueError(f"attention: got {gathered} {_ADVICE}") from error
         if gathered:
