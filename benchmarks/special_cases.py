@@ -1,0 +1,221 @@
+"""What each special case of the kernels brings: `python -m benchmarks.special_cases`, on a GPU.
+
+A special case is a setting, or a branch of a plan, that a more general one could stand in for. Each
+is timed in turns with that one, on a row of its own. One that brings less than 1% is to go.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+
+from benchmarks import attention, reporting, timing
+from benchmarks.rows import Row
+from jax_flash import launch
+from pallas_kernels import backward_plan, defaults, forward_tiles, scheduler
+
+Without = Callable[[], contextlib.AbstractContextManager]
+
+
+def _other(owner: Any, **values: Any) -> Without:
+    """With other attributes of a class or a module."""
+    return lambda: mock.patch.multiple(owner, **values)
+
+
+def _settings(table: dict, width: int, instead: Any = None, **changes: Any) -> Without:
+    """With other settings of a width: those of another table, or changed ones."""
+    own = dataclasses.replace(table[width], **changes) if instead is None else instead
+    return lambda: mock.patch.dict(table, {width: own})
+
+
+@dataclasses.dataclass(frozen=True)
+class Special:
+    """A special case.
+
+    Attributes:
+      passes: "forward" or "both".
+      row: that it is for.
+      without: what takes it away.
+      options: more of `jax_flash.attention`.
+    """
+
+    passes: str
+    row: Row
+    without: Without
+    options: Callable[[], dict[str, Any]] = dict
+
+
+_PLAN = backward_plan.Plan
+_DROPOUT = lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
+_64, _128 = Row(4, 4096, 32, 32, 64, True), Row(4, 4096, 16, 16, 128, True)
+
+SPECIAL = {
+    "early values": Special("forward", _128, _settings(defaults.FORWARD, 128, early_values=False)),
+    "products first": Special(
+        "forward", _64, _settings(defaults.FORWARD, 64, products_first=False)
+    ),
+    "three consumers": Special(
+        "forward", _64, _settings(defaults.FORWARD, 64, defaults.FORWARD_NARROW[64])
+    ),
+    "two of few rows": Special(
+        "forward", Row(64, 197, 12, 12, 64, False), _other(defaults, _THREE_BY_TWO=9.0)
+    ),
+    "narrow windows": Special(
+        "forward",
+        Row(1, 16384, 16, 16, 64, True, 256),
+        _settings(defaults.FORWARD_NARROW, 64, defaults.FORWARD[64]),
+    ),
+    "64 keys up to 96 columns": Special(
+        "forward",
+        Row(4, 4096, 16, 16, 96, True),
+        _settings(defaults.FORWARD_96, 128, defaults.FORWARD_PARTIAL[128]),
+    ),
+    "64 keys of boxes": Special(
+        "forward",
+        Row(4, 4096, 16, 16, 72, True),
+        _settings(defaults.FORWARD_BOXES, 128, defaults.FORWARD_PARTIAL[128]),
+    ),
+    "latent": Special(
+        "forward",
+        Row(4, 4096, 16, 16, 192, True, value_width=128),
+        _settings(defaults.FORWARD_LATENT, 192, defaults.FORWARD[192]),
+    ),
+    "bias in tiles, width 64": Special(
+        "forward",
+        Row(4, 4096, 16, 16, 64, True, biased=True),
+        _settings(defaults.FORWARD_TILED_BIAS, 64, defaults.FORWARD_ELEMENTS[64]),
+    ),
+    "bias in tiles, width 128": Special(
+        "forward",
+        Row(4, 4096, 16, 16, 128, True, biased=True),
+        _settings(defaults.FORWARD_TILED_BIAS, 128, defaults.FORWARD_ELEMENTS[128]),
+    ),
+    "sections that end early": Special(
+        "forward",
+        Row(53, 1415, 2, 2, 64, True),
+        lambda: mock.patch.object(
+            forward_tiles.scheduler,
+            "section_that_ends_early",
+            lambda cost, section_bytes, **sizes: scheduler.heads_per_section(
+                section_bytes, **sizes
+            ),
+        ),
+    ),
+    "prefetches": Special("both", _128, _other(_PLAN, prefetches=False)),
+    "blank steps": Special(
+        "both", Row(16, 1024, 16, 16, 128, True), _other(_PLAN, has_blank_steps=False)
+    ),
+    "blank steps beyond the end": Special(
+        "both", Row(8, 300, 12, 12, 64, False), _other(_PLAN, has_blank_steps=False)
+    ),
+    "early weights": Special("both", _64, _other(_PLAN, early_weights=False)),
+    "early weights, width 128": Special(
+        "both", dataclasses.replace(_128, causal=False), _other(_PLAN, early_weights=False)
+    ),
+    "numbers anew": Special(
+        "both", Row(64, 256, 16, 16, 64, True), _other(_PLAN, keeps_numbers=True)
+    ),
+    "addresses anew": Special("both", _64, _other(_PLAN, crowded=True)),
+    "early drops": Special("both", _64, _other(_PLAN, drops_early=False), _DROPOUT),
+    "branches of a cap": Special(
+        "both", dataclasses.replace(_128, soft_cap=30.0), _other(_PLAN, cap_branches=False)
+    ),
+    "shares": Special(
+        "both",
+        Row(1, 8192, 8, 1, 128, True),
+        _settings(defaults.BACKWARD, 128, shares=1),
+    ),
+    "dQ as a product": Special(
+        "both",
+        Row(4, 4096, 8, 8, 256, True),
+        _settings(defaults.BACKWARD, 256, d_logits_bytes=0),
+    ),
+}
+
+
+def _program(special: Special) -> jax.stages.Compiled:
+    jax.clear_caches()
+    launch._module.cache_clear()
+    candidate = attention.jax_flash_with("mosaic_gpu", **special.options())
+    (program,) = attention.build(candidate, special.row, special.passes)
+    return program
+
+
+def _time(name: str) -> dict[str, Any]:
+    """Compiles both, says so, waits for a line, and times them."""
+    special = SPECIAL[name]
+    own = _program(special)
+    with special.without():
+        general = _program(special)
+    print("compiled", flush=True)
+    sys.stdin.readline()
+    inputs = special.row.inputs()
+    error = float(attention.relative_error(own(*inputs), general(*inputs)))
+    programs = {"own": timing.Bound(own, inputs), "general": timing.Bound(general, inputs)}
+    times = timing.interleaved(programs, (), timing.ROUNDS, 10)
+    return {
+        "name": name,
+        "row": special.row.name,
+        "passes": special.passes,
+        "error": error,
+        **{kind: time.mean for kind, time in times.items()},
+    }
+
+
+def _processes(names: list[str]) -> Iterator[dict[str, Any]]:
+    """Results by name: all compile at a time, and are timed one after the other."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, "-m", "benchmarks.special_cases", "--one"]
+    pipes: Any = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    started = [subprocess.Popen([*command, name], **pipes) for name in names]
+    for process in started:
+        process.stdout.readline()
+    for name, process in zip(names, started, strict=True):
+        out, _ = process.communicate("go\n")
+        if process.returncode:
+            yield {"name": name, "failed": f"exit code {process.returncode}"}
+        else:
+            yield json.loads(out.splitlines()[-1])
+
+
+def line(result: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    if "failed" in result:
+        return [result["name"], "", "", "", "", result["failed"]]
+    own, general = result["own"], result["general"]
+    shown = [result["name"], result["row"], result["passes"], f"{1e3 * own:.1f}"]
+    return [*shown, f"{1e3 * general:.1f}", f"{general / own - 1:+.1%}"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = reporting.parser(__doc__)
+    parser.add_argument("words", nargs="*", help="of which a name has one; all without")
+    parser.add_argument("--one", help="times one, for the process that asks")
+    reporting.add_results(parser)
+    options = parser.parse_args(argv)
+    if options.one:
+        print(json.dumps(_time(options.one)))
+        return 0
+    if not timing.on_gpu():
+        raise SystemExit("times of kernels need an NVIDIA GPU")
+    words = options.words or [""]
+    names = [name for name in SPECIAL if any(word in name for word in words)]
+    results = list(_processes(names))
+    record = reporting.provenance() | {"results": results}
+    path = reporting.write(options.results, "special cases", record)
+    header = ["special case", "row", "pass", "us", "without, us", "brings"]
+    print(f"\n{reporting.where(record)}")
+    print(reporting.markdown([header, *map(line, results)]))
+    print(f"\nwritten: {path}")
+    return int(any("failed" in x for x in results))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
