@@ -57,7 +57,11 @@ _DROPOUT = lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
 _64, _128 = Row(4, 4096, 32, 32, 64, True), Row(4, 4096, 16, 16, 128, True)
 
 SPECIAL = {
-    "early values": Special("forward", _128, _settings(defaults.FORWARD, 128, early_values=False)),
+    "early values": Special(
+        "forward",
+        dataclasses.replace(_128, causal=False),
+        _settings(defaults.FORWARD, 128, early_values=False),
+    ),
     "products first": Special(
         "forward", _64, _settings(defaults.FORWARD, 64, products_first=False)
     ),
@@ -74,7 +78,12 @@ SPECIAL = {
     ),
     "64 keys up to 96 columns": Special(
         "forward",
-        Row(4, 4096, 16, 16, 96, True),
+        Row(4, 4096, 16, 16, 96, False),
+        _settings(defaults.FORWARD_96, 128, defaults.FORWARD_PARTIAL[128]),
+    ),
+    "64 keys up to 96 columns, 80": Special(
+        "forward",
+        Row(4, 4096, 16, 16, 80, True),
         _settings(defaults.FORWARD_96, 128, defaults.FORWARD_PARTIAL[128]),
     ),
     "64 keys of boxes": Special(
@@ -84,7 +93,7 @@ SPECIAL = {
     ),
     "latent": Special(
         "forward",
-        Row(4, 4096, 16, 16, 192, True, value_width=128),
+        Row(4, 4096, 16, 16, 192, False, value_width=128),
         _settings(defaults.FORWARD_LATENT, 192, defaults.FORWARD[192]),
     ),
     "bias in tiles, width 64": Special(
@@ -99,7 +108,7 @@ SPECIAL = {
     ),
     "sections that end early": Special(
         "forward",
-        Row(53, 1415, 2, 2, 64, True),
+        Row(15, 1688, 1, 1, 128, True),
         lambda: mock.patch.object(
             forward_tiles.scheduler,
             "section_that_ends_early",
@@ -108,9 +117,11 @@ SPECIAL = {
             ),
         ),
     ),
-    "prefetches": Special("both", _128, _other(_PLAN, prefetches=False)),
+    "prefetches": Special(
+        "both", Row(16, 1024, 16, 16, 128, True), _other(_PLAN, prefetches=False)
+    ),
     "blank steps": Special(
-        "both", Row(16, 1024, 16, 16, 128, True), _other(_PLAN, has_blank_steps=False)
+        "both", Row(1, 16384, 16, 16, 128, True, 1024), _other(_PLAN, has_blank_steps=False)
     ),
     "blank steps beyond the end": Special(
         "both", Row(8, 300, 12, 12, 64, False), _other(_PLAN, has_blank_steps=False)
@@ -120,10 +131,15 @@ SPECIAL = {
         "both", dataclasses.replace(_128, causal=False), _other(_PLAN, early_weights=False)
     ),
     "numbers anew": Special(
-        "both", Row(64, 256, 16, 16, 64, True), _other(_PLAN, keeps_numbers=True)
+        "both", Row(16, 1024, 16, 16, 64, True), _other(_PLAN, keeps_numbers=True)
     ),
-    "addresses anew": Special("both", _64, _other(_PLAN, crowded=True)),
-    "early drops": Special("both", _64, _other(_PLAN, drops_early=False), _DROPOUT),
+    "addresses anew": Special("both", _128, _other(_PLAN, crowded=True)),
+    "addresses anew, full": Special(
+        "both", dataclasses.replace(_64, causal=False), _other(_PLAN, crowded=True)
+    ),
+    "early drops": Special(
+        "both", dataclasses.replace(_64, causal=False), _other(_PLAN, drops_early=False), _DROPOUT
+    ),
     "branches of a cap": Special(
         "both", dataclasses.replace(_128, soft_cap=30.0), _other(_PLAN, cap_branches=False)
     ),

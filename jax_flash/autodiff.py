@@ -472,7 +472,8 @@ def _backward(
         elements = elements._replace(bias=differentiated[0])
     elements = with_mask_bits(elements, problem)
     if problem.has_dense_lists:
-        blocks = (Blocks(elements.mask.kinds),)
+        blocks = (Blocks(elements.mask.kinds, elements.mask.seen),)
+    if problem.has_dense_lists and reads:
         seen = are_seen(elements.mask.seen, problem.key_length)
         key, value = (zero_unseen_by_heads(x, seen) for x in (key, value))
     return attention_gradients(

@@ -198,14 +198,26 @@ class _Consumer(Products):
         slot = block.k_slot(index)
         plgpu.barrier_wait(block.k_full.at[slot])
         plgpu.barrier_wait(block.v_full)
-        if not plan.ignores_unseen:
-            return
-        first, end = block.walk.counting_keys(block.walk.locate(index))
+        operands = (
+            (block.k_smem.at[slot], plan.key_columns),
+            (block.v_smem.at[0], plan.value_columns),
+        )
+        if plan.ignores_unseen:
+            first, end = block.walk.counting_keys(block.walk.locate(index))
 
-        @pl.when((first > 0) | (end < BLOCK_KV))
-        def _():
-            self.keep_rows(block.k_smem.at[slot], plan.key_columns, first, end)
-            self.keep_rows(block.v_smem.at[0], plan.value_columns, first, end)
+            @pl.when((first > 0) | (end < BLOCK_KV))
+            def _():
+                for ref, columns in operands:
+                    self.keep_rows(ref, columns, first, end)
+
+        elif plan.problem.has_dense_lists:
+            words, are_all_seen = block.walk.unseen_keys(block.walk.locate(index))
+
+            @pl.when(~are_all_seen)
+            def _():
+                keep = block.unseen_rows.keep_marked_rows
+                for ref, columns in operands:
+                    keep(ref, words, self.number, columns.box_width)
 
     def await_query(self, slot, mask, j) -> None:
         block, plan = self.block, self.plan

@@ -12,7 +12,6 @@ from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments, tickets
-from pallas_kernels.bit_words import WORD
 from pallas_kernels.config import ForwardConfig
 from pallas_kernels.hopper import kernel
 from pallas_kernels.mask_functions import COUNT, key_lists
@@ -120,14 +119,6 @@ class Tiles:
         exact = np.where(all_see, end - unmasked, blocks)
         near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), exact)
         return np.stack([blocks, exact, near, end], axis=1).astype(np.int32)
-
-    def unseen_keys(self, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`Blocks.seen` in whole blocks, and of each block whether it has a key that none sees."""
-        words = self.config.block_kv // WORD
-        padding = [(0, 0), (0, 0), (0, -seen.shape[2] % words)]
-        seen = jnp.pad(seen, padding, constant_values=-1)
-        in_all = functools.reduce(jnp.bitwise_and, (seen[..., n::words] for n in range(words)))
-        return seen, (in_all != -1).astype(jnp.int32)
 
     def given_lists(self, kinds: jax.Array) -> jax.Array:
         """The lists of tiles, `[b, n, tiles, columns]`, from `element_arrays.Blocks.kinds`."""

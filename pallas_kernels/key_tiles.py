@@ -115,6 +115,11 @@ class KeyTiles:
         """Whether the last tile has keys beyond the end."""
         return self.problem.key_length % self.block_kv != 0
 
+    def are_beyond(self, own_first_key: int) -> bool:
+        """Whether there are no keys in the last tile from this one of it on."""
+        last_tile = (self.whole_per_head - 1) * self.block_kv
+        return last_tile + own_first_key >= self.problem.key_length
+
     @property
     def any_mask(self) -> bool:
         p = self.problem
@@ -160,10 +165,12 @@ class KeyTiles:
         last_key = np.minimum(first_key + keys, p.key_length) - 1
         first = np.zeros(self.whole_per_head, np.int64)
         end = np.full(self.whole_per_head, self.query_blocks)
-        if p.highest is not None:
-            first = (first_key - p.highest) // self.block_q
         if p.lowest is not None:
             end = (last_key - p.lowest) // self.block_q + 1
+        if p.highest is not None:
+            first = (first_key - p.highest) // self.block_q
+        elif self.are_beyond(own_first_key):
+            first[-1] = self.query_blocks
         return np.stack([first, end]).clip(0, self.query_blocks).astype(np.int32)
 
     def blank_steps(self, own_first_key: int) -> tuple[bool, bool]:

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tickets
+from pallas_kernels.bit_words import WORD
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.key_tiles import CONSUMER_KEYS, KeyTiles
 from pallas_kernels.mask_functions import COUNT, LISTED, MaskRefs
+from pallas_kernels.on_rows import entry_of
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.loads import load_rows
@@ -36,6 +39,7 @@ class Walk:
       key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
       any_far_ref: in global memory, `[1]`: more than 0 if any row is far from 0 (`far_rows.py`).
       lists: of tiles, with the mask function, in the place of seeing_blocks_ref; None without.
+      of_unseen: of a dense mask what `mask_functions.unseen_keys` gives.
       drawn: the tickets of a thread block that draws its tiles. Behind the next ticket,
         `drawn.drawn_ref` has what `prepared_tiles` counts.
       one_each: each thread block has one tile, that of its number.
@@ -51,6 +55,7 @@ class Walk:
     drawn: tickets.Tickets | None = None
     any_far_ref: Any = None
     lists: MaskRefs | None = None
+    of_unseen: tuple[Any, ...] = ()
     one_each: bool = False
 
     @classmethod
@@ -85,9 +90,11 @@ class Walk:
                 functools.partial(lax.axis_index, "block"),
                 first_full,
             )
-        lists, seeing_blocks_ref = None, None
+        lists, seeing_blocks_ref, of_unseen = None, None, ()
         if tiles.problem.has_lists:
             lists, refs = MaskRefs.split(tiles.problem, refs)
+            count = 2 * int(tiles.problem.has_dense_lists)
+            of_unseen, refs = tuple(refs[:count]), refs[count:]
         else:
             seeing_blocks_ref, *refs = refs
         count = int(tiles.problem.has_intervals) + 2 * int(tiles.problem.segmented)
@@ -108,6 +115,7 @@ class Walk:
             drawn,
             any_far_ref,
             lists,
+            of_unseen,
             one_each,
         )
         return walk, operands
@@ -192,6 +200,17 @@ class Walk:
     def counting_keys(self, place):
         """First and end, in a tile, of its keys that queries see; for none first is above end."""
         return self._last_entries(place)[2:]
+
+    def unseen_keys(self, place) -> tuple[Any, jax.Array]:
+        """Of a tile, by a dense mask: words of bits of its keys that queries see, and if all do."""
+        seen, has_unseen = self.of_unseen
+        tile, kv_head_of_all = place
+        batch, kv_head = div_rem(kv_head_of_all, self.tiles.problem.kv_heads)
+        entry = entry_of(seen, batch, self.tiles.problem)
+        head = 0 if seen.shape[1] == 1 else kv_head
+        count = self.tiles.block_kv // WORD
+        words = seen.at[entry, head, pl.ds(tile * count, count)]
+        return words, has_unseen[entry, head, tile] == 0
 
     def _own_entry(self, place, own_first_key: int, column: int):
         """An entry of those that the 64 keys of a consumer have in the table of query blocks.
@@ -285,12 +304,15 @@ class Walk:
         if problem.by_batch:
             return self._own_entry(place, own_first_key, 0)
         first_block = self.first_block(place)
-        if problem.highest is None:
-            return first_block
-        first_key = self.tile_of(place) * tiles.block_kv
-        query = jnp.maximum(first_key + (own_first_key - problem.highest), 0)
-        first = lax.div(query, jnp.int32(tiles.block_q))
-        return jnp.clip(first, first_block, self.end_block(place))
+        if problem.highest is not None:
+            first_key = self.tile_of(place) * tiles.block_kv
+            query = jnp.maximum(first_key + (own_first_key - problem.highest), 0)
+            first = lax.div(query, jnp.int32(tiles.block_q))
+            return jnp.clip(first, first_block, self.end_block(place))
+        if tiles.are_beyond(own_first_key):
+            is_last = self.tile_of(place) == tiles.whole_per_head - 1
+            return jnp.where(is_last, self.end_block(place), first_block)
+        return first_block
 
     def own_end_block(self, index, own_first_key: int):
         """The end of the query blocks of a head that see any of a consumer's keys."""

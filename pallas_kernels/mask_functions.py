@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.bit_words import WORD
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.on_rows import OnRows, Part, entry_of
 from pallas_kernels.programs import Operations
@@ -192,19 +193,52 @@ def lists(xp, some, whole):
     """
     blocks = some.shape[-1]
     number = np.broadcast_to(np.arange(blocks, dtype=np.int32), some.shape)
-    masked = (some & ~whole) | (~some.any(-1, keepdims=True) & (number == 0))
+    partial = some & ~whole
+    count, needing = _counts(xp, some, partial)
+    is_empty = count == 0
+    masked = partial | (is_empty & (number == 0))
+    count, needing = count + is_empty, needing + is_empty
     rank = xp.where(masked, 0, xp.where(some, 1, 2)).astype(np.int32)
     places = rank * blocks + (blocks - 1 - number)
     if xp is np:
         places = np.sort(places, -1)
     else:  # XLA would sort what is known when it compiles, for seconds
         places = lax.sort(lax.optimization_barrier(places), dimension=-1)
-    count = (rank < 2).sum(-1, keepdims=True).astype(np.int32)
-    needing = masked.sum(-1, keepdims=True).astype(np.int32)
     table = xp.concatenate([count, needing, blocks - 1 - places % blocks], axis=-1)
     if xp is np:
         table = table[..., : LISTED + int(count.max())]
     return xp.pad(table, ((0, 0), (0, 0), (0, 0), (0, BEYOND)))
+
+
+def _counts(xp, *flags):
+    """How many of each are set along the last axis, which stays, int32."""
+    numbers = tuple(x.astype(np.int32) for x in flags)
+    if xp is np:
+        return tuple(x.sum(-1, keepdims=True, dtype=np.int32) for x in numbers)
+    # Together: each by itself would be a kernel.
+    add = lambda a, b: tuple(map(operator.add, a, b))
+    sums = lax.reduce(numbers, (jnp.int32(0),) * len(numbers), add, (numbers[0].ndim - 1,))
+    return tuple(x[..., None] for x in sums)
+
+
+def unseen_keys(
+    seen: jax.Array, keys: int, heads: tuple[int, int] | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`Blocks.seen` in whole blocks, and of each block whether it has a key that none sees.
+
+    Args:
+      seen: int32 `[b, n, words]`, of query heads.
+      keys: of a block.
+      heads: None, or key heads and query heads of each: of key heads.
+    """
+    if heads is not None and seen.shape[1] > 1:
+        seen = seen.reshape(seen.shape[0], *heads, seen.shape[2])
+        seen = functools.reduce(jnp.bitwise_or, (seen[:, :, n] for n in range(heads[1])))
+    words = keys // WORD
+    padding = [(0, 0), (0, 0), (0, -seen.shape[2] % words)]
+    seen = jnp.pad(seen, padding, constant_values=-1)
+    in_all = functools.reduce(jnp.bitwise_and, (seen[..., n::words] for n in range(words)))
+    return seen, (in_all != -1).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
