@@ -19,7 +19,7 @@ import jax
 from benchmarks import attention, reporting, timing
 from benchmarks.rows import Row
 from jax_flash import launch
-from pallas_kernels import backward_plan, defaults, forward_tiles, scheduler
+from pallas_kernels import backward, backward_plan, defaults, forward, forward_tiles, scheduler
 
 Without = Callable[[], contextlib.AbstractContextManager]
 
@@ -91,11 +91,6 @@ SPECIAL = {
         Row(4, 4096, 16, 16, 72, True),
         _settings(defaults.FORWARD_BOXES, 128, defaults.FORWARD_PARTIAL[128]),
     ),
-    "latent": Special(
-        "forward",
-        Row(4, 4096, 16, 16, 192, False, value_width=128),
-        _settings(defaults.FORWARD_LATENT, 192, defaults.FORWARD[192]),
-    ),
     "bias in tiles, width 64": Special(
         "forward",
         Row(4, 4096, 16, 16, 64, True, biased=True),
@@ -117,9 +112,10 @@ SPECIAL = {
             ),
         ),
     ),
-    "prefetches": Special(
-        "both", Row(16, 1024, 16, 16, 128, True), _other(_PLAN, prefetches=False)
+    "a tile for each block": Special(
+        "both", Row(2, 512, 16, 16, 64, False), _other(_PLAN, one_each=False)
     ),
+    "tickets": Special("both", _128, _other(_PLAN, draws=False)),
     "blank steps": Special(
         "both", Row(1, 16384, 16, 16, 128, True, 1024), _other(_PLAN, has_blank_steps=False)
     ),
@@ -127,12 +123,6 @@ SPECIAL = {
         "both", Row(8, 300, 12, 12, 64, False), _other(_PLAN, has_blank_steps=False)
     ),
     "early weights": Special("both", _64, _other(_PLAN, early_weights=False)),
-    "early weights, width 128": Special(
-        "both", dataclasses.replace(_128, causal=False), _other(_PLAN, early_weights=False)
-    ),
-    "numbers anew": Special(
-        "both", Row(16, 1024, 16, 16, 64, True), _other(_PLAN, keeps_numbers=True)
-    ),
     "addresses anew": Special("both", _128, _other(_PLAN, crowded=True)),
     "addresses anew, full": Special(
         "both", dataclasses.replace(_64, causal=False), _other(_PLAN, crowded=True)
@@ -158,7 +148,8 @@ SPECIAL = {
 
 def _program(special: Special) -> jax.stages.Compiled:
     jax.clear_caches()
-    launch._module.cache_clear()
+    for cached in (launch._module, forward._build, backward.build):
+        cached.cache_clear()
     candidate = attention.jax_flash_with("mosaic_gpu", **special.options())
     (program,) = attention.build(candidate, special.row, special.passes)
     return program

@@ -77,7 +77,6 @@ from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.compiler import code_fence, fresh_zero, own_warpgroup
 from pallas_kernels.ptx.counters import add_when_stored, await_count
 from pallas_kernels.ptx.fragments import fragment_shape, zero_fragment
-from pallas_kernels.ptx.loads import prefetch
 
 
 @functools.lru_cache
@@ -171,7 +170,7 @@ class _Producer:
         block.v_free.wait(0)
         self.load_value(block.after(index))
         if plan.with_query_gradient:
-            if plan.keeps_nothing:
+            if not plan.keeps_numbers:
                 steps = walk.steps(index + fresh_zero())
             self.add_dq(index, walk.number(index), steps - 1)
         self.send_gradients(index)
@@ -189,7 +188,7 @@ class _Producer:
         """What `walk.locate` gives, of the number at hand or read anew."""
         if self.plan.keeps_numbers:
             return self.block.tiles.locate(number)
-        return self.block.walk.locate(index + fresh_zero() if self.plan.keeps_nothing else index)
+        return self.block.walk.locate(index + fresh_zero())
 
     # --- loads ---
 
@@ -230,10 +229,6 @@ class _Producer:
             if plan.fences_loads:
                 code_fence(j)
             self.load_rows((batch, rows, head), slot)
-            if plan.prefetches:  # or the first to add waits for zeros from beyond L2
-                is_first = walk.is_first_to_see(place, query_block)
-                for _, target in self.dq_parts(place, query_block, member):
-                    prefetch(target, is_first)
 
         zero, after = jnp.int32(0), block.after
         following = lax.cond(

@@ -188,16 +188,8 @@ class Plan:
 
     @property
     def keeps_numbers(self) -> bool:
-        """Whether the producer keeps numbers of tiles, or reads them anew.
-
-        At width 64 causal tiles of few steps would take 5% longer.
-        """
-        return (self.is_wide or self.problem.by_batch) and not self.keeps_nothing
-
-    @property
-    def keeps_nothing(self) -> bool:
-        """Whether the producer reads all of a tile anew: with dropout it would spill."""
-        return self.problem.has_dropout
+        """Whether the producer keeps numbers of tiles, or reads them anew: dropout would spill."""
+        return not self.problem.has_dropout
 
     @property
     def fences_loads(self) -> bool:
@@ -209,12 +201,7 @@ class Plan:
     def early_weights(self) -> bool:
         """Whether there are registers for weights and dQ at a time: where all else is simple."""
         p = self.problem
-        if p.has_elements:
-            return False
-        one_tile_each = self.key_columns.products == self.value_columns.products == 1
-        simple = one_tile_each and not (self.tiles.any_mask or p.group > 1)
-        narrow = not self.is_wide and not (p.segmented and p.group > 1)
-        return (simple and not self.problem.has_dropout) or narrow
+        return not (self.is_wide or p.has_elements or (p.segmented and p.group > 1))
 
     @property
     def weights_first(self) -> bool:
@@ -290,11 +277,6 @@ class Plan:
     @property
     def ignores_unseen(self) -> bool:
         return self.problem.backward_ignores_unseen and self.with_query_gradient
-
-    @property
-    def prefetches(self) -> bool:
-        """Where query heads share keys times vary by more than it gains."""
-        return self.with_query_gradient and self.is_wide and self.problem.group == 1
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -55,6 +55,15 @@ _THREE_OF_64_KEYS = ForwardConfig(
 FORWARD_96 = {128: _THREE_OF_64_KEYS}
 FORWARD_BOXES = {128: dataclasses.replace(_THREE_OF_64_KEYS, stages=2)}
 
+# Few keys, where steps of 128 would hold many that there are not. us*, with 128 and with 64, and
+# what 3 of 64 give at width 64: t2821 s157 321 and 290, s257 35.3 and 32.4, s320 causal 40.6 and
+# 39.2, s384 36.7 and 37.9. Width 128: s64 16.0 and 11.3, s176 38.7 and 33.1, s256 26.7 and 25.4,
+# s512 61.6 and 60.3, s576 87.2 and 80.6, s640 88.3 and 88.5, s1024 causal 65.3 and 68.7.
+_TWO_OF_64_KEYS = dataclasses.replace(_TWO_CONSUMERS, block_kv=64, stages=3)
+FORWARD_SHORT = {64: _THREE_OF_64_KEYS, 128: _TWO_OF_64_KEYS}
+_WASTE = 1.1  # keys of steps of 128 by those of steps of 64
+_FEW_KEYS = 512  # of which a step is so many that 64 are better anyway, at width 128
+
 # Width 64, windows so narrow that most of what 192 rows by 128 keys visit is not seen. TFLOP/s*
 # with these, and with the above: 148 and 123 at 128 keys, 257 and 186 at 256, 351 and 330 at 512,
 # 424 and 436 at 1024. And segment ids, whose comparison would spill 16 bytes of the third consumer,
@@ -105,19 +114,6 @@ FORWARD_FP8_PROMOTING = {
         FORWARD_FP8[64], consumers=2, registers=(224, 56), products_first=False, promotes=True
     ),
     128: dataclasses.replace(FORWARD_FP8_SEGMENTED[128], block_kv=64, promotes=True),
-}
-
-# Keys of 129 to 192 columns, values of up to 128 (multi-head latent attention: 192 and 128): with
-# 64 keys a step, reading the operands of Q K' would take all of shared memory's bandwidth.
-FORWARD_LATENT = {
-    192: ForwardConfig(
-        consumers=2,
-        block_kv=128,
-        stages=2,
-        query_buffers=1,
-        registers=(240, 24),
-        staged_columns=64,
-    )
 }
 
 BACKWARD: dict[int, BackwardConfig | BackwardKeyConfig] = {
@@ -203,6 +199,7 @@ class _Call:
 
     width: int
     value_width: int
+    keys: int | None
     causal: bool
     window: int | None
     segmented: bool
@@ -235,8 +232,12 @@ class _Call:
         return any(w % box_width(w) for w in self.widths)
 
     @property
-    def is_latent(self) -> bool:
-        return whole_tiles(self.width) == 192 and self.value_width <= 128
+    def is_short(self) -> bool:
+        """Whether keys are so few that steps of 64 are faster."""
+        if self.keys is None:
+            return False
+        of_128, of_64 = (-(-self.keys // block) * block for block in (128, 64))
+        return of_128 >= _WASTE * of_64 or (self.widest == 128 and self.keys <= _FEW_KEYS)
 
 
 class _Row(NamedTuple):
@@ -253,14 +254,13 @@ _FORWARD_ROWS = [
     _Row(lambda c: c.dropout and (c.soft_cap or c.loads_elements), FORWARD_ELEMENTS_DROPOUT),
     _Row(lambda c: c.loads_elements, FORWARD_ELEMENTS),
     _Row(lambda c: c.segmented or c.soft_cap, FORWARD_NARROW),
-    # A bias of keys would not fit into shared memory beside the next two.
-    _Row(lambda c: c.is_latent and not c.has_elements, FORWARD_LATENT),
     _Row(
         lambda c: c.window is not None and c.window <= NARROW_WINDOW and not c.has_elements,
         FORWARD_NARROW,
     ),
     _Row(lambda c: c.is_partial and c.is_plain and c.in_boxes, FORWARD_BOXES),
     _Row(lambda c: c.is_partial and c.is_plain and max(c.widths) <= 96, FORWARD_96),
+    _Row(lambda c: c.is_plain and c.is_short, FORWARD_SHORT),
     _Row(lambda c: c.is_partial, FORWARD_PARTIAL),
     _Row(lambda c: True, FORWARD),
 ]
@@ -270,8 +270,9 @@ def _forward(call: _Call, queries: tuple[int, int] | None) -> ForwardConfig:
     found = next(x.settings for x in _FORWARD_ROWS if x.fits(call) and call.widest in x.settings)
     forward = found[call.widest]
     if queries is not None and forward.consumers == 3:
-        three, two = (_rows_an_sm(x, *queries, call.causal) for x in (forward, _TWO_CONSUMERS))
-        forward = _TWO_CONSUMERS if three >= _THREE_BY_TWO * two else forward
+        of_two = _TWO_OF_64_KEYS if call.widest == 64 and call.is_short else _TWO_CONSUMERS
+        three, two = (_rows_an_sm(x, *queries, call.causal) for x in (forward, of_two))
+        forward = of_two if three >= _THREE_BY_TWO * two else forward
     if call.widest > 128 and all(box_width(w) == 32 for w in call.widths):
         # As one: in parts of 32, H160 718 TFLOP/s* for 729 at b4 s4096 causal, H224 725 for 739.
         forward = dataclasses.replace(forward, staged_columns=call.value_width)
@@ -293,6 +294,7 @@ def default(
     value_width: int = 0,
     *,
     queries: tuple[int, int] | None = None,
+    keys: int | None = None,
     causal: bool = False,
     window: int | None = None,
     segmented: bool = False,
@@ -308,6 +310,7 @@ def default(
       width: of query and key.
       value_width: as width if it is 0.
       queries: how many rows, and of how many heads of all batch entries; None for many.
+      keys: how many; None for many.
       causal: whether tiles see the fewer keys the earlier they are.
       window: how many keys a query sees at most, where both bounds are static.
       segmented: there are segment ids.
@@ -321,7 +324,7 @@ def default(
     for name, got in (("width", width), ("value_width", value_width)):
         need(got in SUPPORTED_WIDTHS, name, got, "a multiple of 8 up to 256")
     call = _Call(
-        width, value_width, causal, window, segmented, has_elements,
+        width, value_width, keys, causal, window, segmented, has_elements,
         forward_loads_elements, tiled_bias, soft_cap, dropout,
     )  # fmt: skip
     backward_query = BACKWARD_QUERY_ELEMENTS if has_elements else BACKWARD_QUERY
