@@ -123,6 +123,9 @@ SPECIAL = {
         "both", Row(8, 300, 12, 12, 64, False), _other(_PLAN, has_blank_steps=False)
     ),
     "early weights": Special("both", _64, _other(_PLAN, early_weights=False)),
+    "early weights, width 128": Special(
+        "both", dataclasses.replace(_128, causal=False), _other(_PLAN, early_weights=False)
+    ),
     "addresses anew": Special("both", _128, _other(_PLAN, crowded=True)),
     "addresses anew, full": Special(
         "both", dataclasses.replace(_64, causal=False), _other(_PLAN, crowded=True)

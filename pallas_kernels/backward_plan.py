@@ -201,7 +201,12 @@ class Plan:
     def early_weights(self) -> bool:
         """Whether there are registers for weights and dQ at a time: where all else is simple."""
         p = self.problem
-        return not (self.is_wide or p.has_elements or (p.segmented and p.group > 1))
+        if p.has_elements:
+            return False
+        one_tile_each = self.key_columns.products == self.value_columns.products == 1
+        simple = one_tile_each and not (self.tiles.any_mask or p.group > 1)
+        narrow = not self.is_wide and not (p.segmented and p.group > 1)
+        return (simple and not self.problem.has_dropout) or narrow
 
     @property
     def weights_first(self) -> bool:

@@ -1005,6 +1005,29 @@ def test_dense_masks_whose_hidden_blocks_are_skipped(axes, H):
     check(inputs(2, 700, 900, 2, 1, H, jnp.bfloat16), mask=mask)
 
 
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("axes", ["ts", slow("bts"), "bnts"])
+def test_keys_that_a_dense_mask_hides_may_be_nan(axes, H):
+    mask = np.tril(np.ones((700, 900), bool), 100) & (np.arange(900) // 128 != 2)
+    mask = random_mask(shape_of(axes, 2, 4, 700, 900)) & mask
+    mask = mask.at[:, :, :, 5].set(False)
+    hidden = np.arange(900) // 128 == 2
+    hidden[5] = True
+    query, key, value, dout, _ = inputs(2, 700, 900, 4, 2, H, jnp.bfloat16)
+    attention = functools.partial(jax_flash.attention, mask=mask, implementation="mosaic_gpu")
+
+    @jax.jit
+    def results(query, key, value, dout):
+        out, vjp = jax.vjp(attention, query, key, value)
+        return out, *vjp(dout)
+
+    poisoned = (jnp.where(hidden[:, None, None], jnp.nan, x) for x in (key, value))
+    got, clean = results(query, *poisoned, dout), results(query, key, value, dout)
+    chex.assert_trees_all_close(got, clean, rtol=0.02, atol=0.02)  # dQ in any order
+    for x in got[2:]:
+        assert not np.asarray(x)[:, hidden].any()
+
+
 SLOPES = np.random.default_rng(4).random(8).astype(np.float32)
 TABLE = np.random.default_rng(5).normal(size=(8, 129)).astype(np.float32)
 VALUES = np.random.default_rng(6).normal(size=(2, 1024)).astype(np.float32)

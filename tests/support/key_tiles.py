@@ -31,6 +31,8 @@ def check_query_blocks(walk: Walk, index, tile: int, keys: np.ndarray, *, exact:
         if exact and own_keys.any():
             assert own_keys[own_first * block_q :][:block_q].any()
             assert own_keys[(own_end - 1) * block_q : own_end * block_q].any()
+        if exact and not own_keys.size and tiles.problem.highest is None:  # beyond the last key
+            assert own_first == own_end
         unmasked = int(walk.first_unmasked_block(index, own))
         until = int(walk.end_unmasked_block(index, own, unmasked))
         assert first <= unmasked <= until <= end
