@@ -298,7 +298,7 @@ MISTAKES = [
     *_in(
         "pallas_kernels",
         "key_tiles_walk",
-        "kernel_shares",
+        "kernel_shares kernel_windows kernel_elements",
         (
             "backward: keys of another head for a share of a group",
             "lax.div(kv_head, jnp.int32(self.tiles.shares.heads))",
@@ -308,6 +308,16 @@ MISTAKES = [
             "backward: keys of another tile for a part of one",
             "return self.seeing(place, 2) if self.tiles.shares.parts > 1 else place[0]",
             "return place[0]",
+        ),
+        (
+            "backward: a consumer's keys taken for beyond the end in any tile",
+            "is_last = self.tile_of(place) == tiles.whole_per_head - 1\n            return",
+            "is_last = self.tile_of(place) >= 0\n            return",
+        ),
+        (
+            "dense mask: keys of the first tile are zeroed in any",
+            "words = seen.at[entry, head, pl.ds(tile * count, count)]",
+            "words = seen.at[entry, head, pl.ds(0, count)]",
         ),
     ),
     *_in(
@@ -443,6 +453,21 @@ MISTAKES = [
             "scores: the last factor of positions alone",
             "factor=factor.x if one.factor is None else one.factor * factor.x",
             "factor=factor.x",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "mask_functions",
+        "kernel_elements",
+        (
+            "dense mask: keys are seen that the first head of a group sees",
+            "(seen[:, :, n] for n in range(heads[1]))",
+            "(seen[:, :, n] for n in range(1))",
+        ),
+        (
+            "lists: a tile that sees nothing has no step",
+            "count, needing = count + is_empty, needing + is_empty",
+            "count, needing = count + 0 * is_empty, needing + 0 * is_empty",
         ),
     ),
     *_in(
