@@ -91,6 +91,21 @@ def test_mask(T, S, N, K, H, dtype, axes, options):
 
 
 @pytest.mark.long
+def test_mask_that_hides_keys_and_tiles_of_one_head_of_a_group():
+    """Of a group whose heads are worked on together, where few tiles would deal them out."""
+    settings = defaults.default(64)
+    backward = dataclasses.replace(settings.backward, shares=1)
+    mask = random_mask((1, 2, 150, 300)).at[:, 0, :, 130:150].set(False)
+    mask = mask.at[:, 1, 20:].set(False).at[..., 250:].set(False)  # the last tiles of both kinds
+    with interpret_mode():
+        check(
+            inputs(1, 150, 300, 2, 1, 64, jnp.bfloat16),
+            mask=mask,
+            config=dataclasses.replace(settings, backward=backward),
+        )
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("H", [64, slow(128)])
 def test_mask_with_deterministic_gradients_and_sinks(H):
     arrays = inputs(1, 150, 200, 2, 1, H, jnp.bfloat16)

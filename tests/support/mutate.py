@@ -464,11 +464,6 @@ MISTAKES = [
             "(seen[:, :, n] for n in range(heads[1]))",
             "(seen[:, :, n] for n in range(1))",
         ),
-        (
-            "lists: a tile that sees nothing has no step",
-            "count, needing = count + is_empty, needing + is_empty",
-            "count, needing = count + 0 * is_empty, needing + 0 * is_empty",
-        ),
     ),
     *_in(
         "pallas_kernels",
