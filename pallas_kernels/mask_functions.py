@@ -193,32 +193,19 @@ def lists(xp, some, whole):
     """
     blocks = some.shape[-1]
     number = np.broadcast_to(np.arange(blocks, dtype=np.int32), some.shape)
-    partial = some & ~whole
-    count, needing = _counts(xp, some, partial)
-    is_empty = count == 0
-    masked = partial | (is_empty & (number == 0))
-    count, needing = count + is_empty, needing + is_empty
+    masked = (some & ~whole) | (~some.any(-1, keepdims=True) & (number == 0))
     rank = xp.where(masked, 0, xp.where(some, 1, 2)).astype(np.int32)
     places = rank * blocks + (blocks - 1 - number)
     if xp is np:
         places = np.sort(places, -1)
     else:  # XLA would sort what is known when it compiles, for seconds
         places = lax.sort(lax.optimization_barrier(places), dimension=-1)
+    count = (rank < 2).sum(-1, keepdims=True).astype(np.int32)
+    needing = masked.sum(-1, keepdims=True).astype(np.int32)
     table = xp.concatenate([count, needing, blocks - 1 - places % blocks], axis=-1)
     if xp is np:
         table = table[..., : LISTED + int(count.max())]
     return xp.pad(table, ((0, 0), (0, 0), (0, 0), (0, BEYOND)))
-
-
-def _counts(xp, *flags):
-    """How many of each are set along the last axis, which stays, int32."""
-    numbers = tuple(x.astype(np.int32) for x in flags)
-    if xp is np:
-        return tuple(x.sum(-1, keepdims=True, dtype=np.int32) for x in numbers)
-    # Together: each by itself would be a kernel.
-    add = lambda a, b: tuple(map(operator.add, a, b))
-    sums = lax.reduce(numbers, (jnp.int32(0),) * len(numbers), add, (numbers[0].ndim - 1,))
-    return tuple(x[..., None] for x in sums)
 
 
 def unseen_keys(

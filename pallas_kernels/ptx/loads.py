@@ -1,6 +1,5 @@
 """Loads from global memory."""
 
-
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
