@@ -170,7 +170,7 @@ class _Producer:
         block.v_free.wait(0)
         self.load_value(block.after(index))
         if plan.with_query_gradient:
-            if not plan.keeps_numbers:
+            if plan.keeps_nothing:
                 steps = walk.steps(index + fresh_zero())
             self.add_dq(index, walk.number(index), steps - 1)
         self.send_gradients(index)
@@ -188,7 +188,7 @@ class _Producer:
         """What `walk.locate` gives, of the number at hand or read anew."""
         if self.plan.keeps_numbers:
             return self.block.tiles.locate(number)
-        return self.block.walk.locate(index + fresh_zero())
+        return self.block.walk.locate(index + fresh_zero() if self.plan.keeps_nothing else index)
 
     # --- loads ---
 
