@@ -223,6 +223,9 @@ SHAPES = {
     # The queries of each head too: one share for each thread block; and more.
     "long": (3001, 205, 4, 2, jnp.bfloat16),
     "longer": (8889, 1184, 4, 1, jnp.bfloat16),
+    # So few keys that steps of the forward are of 64; of three consumers at width 64, and of two.
+    "keys": (1001, 157, 256, 64, jnp.float16),
+    "fewer": (197, 157, 256, 64, jnp.float16),
 }
 # Width, mask, and shape of those.
 SHORT = [
@@ -235,6 +238,10 @@ SHORT = [
     (96, "causal", "short"),
     *((width, mask, "long") for width in (64, 128) for mask in ("full", "causal", "window")),
     *((width, mask, "longer") for width in (64, 128) for mask in ("full", "causal")),
+    *((width, mask, "keys") for width in (64, 128) for mask in ("full", "causal", "lengths")),
+    (64, "window", "fewer"),
+    (64, "lengths", "fewer"),
+    (40, "causal", "keys"),
     (80, "full", "long"),
     (160, "full", "few"),
     (256, "full", "long"),
@@ -312,7 +319,9 @@ def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
 def _cases_of_short() -> list[tuple[str, Callable, Any]]:
     cases = []
     for width, mask, shape in SHORT:
-        options = MASKS[mask] | ({"local_window_size": (100, 0)} if mask == "window" else {})
+        options = MASKS.get(mask, {}) | (
+            {"local_window_size": (100, 0)} if mask == "window" else {}
+        )
         args = _args_of(width, width, mask, None, None, None, shape=shape)
         name = f"H{width}-{mask}-{shape}"
         cases.append((name, _forward_and_backward(options, deterministic=False), args))
