@@ -112,6 +112,9 @@ SPECIAL = {
             ),
         ),
     ),
+    "prefetches": Special(
+        "both", Row(16, 1024, 16, 16, 128, False), _other(_PLAN, prefetches=False)
+    ),
     "a tile for each block": Special(
         "both", Row(2, 512, 16, 16, 64, False), _other(_PLAN, one_each=False)
     ),

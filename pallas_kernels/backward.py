@@ -77,6 +77,7 @@ from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.compiler import code_fence, fresh_zero, own_warpgroup
 from pallas_kernels.ptx.counters import add_when_stored, await_count
 from pallas_kernels.ptx.fragments import fragment_shape, zero_fragment
+from pallas_kernels.ptx.loads import prefetch
 
 
 @functools.lru_cache
@@ -229,6 +230,10 @@ class _Producer:
             if plan.fences_loads:
                 code_fence(j)
             self.load_rows((batch, rows, head), slot)
+            if plan.prefetches:  # or the first to add waits for zeros from beyond L2
+                is_first = walk.is_first_to_see(place, query_block)
+                for _, target in self.dq_parts(place, query_block, member):
+                    prefetch(target, is_first)
 
         zero, after = jnp.int32(0), block.after
         following = lax.cond(

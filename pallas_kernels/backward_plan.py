@@ -294,6 +294,11 @@ class Plan:
         return self.problem.backward_ignores_unseen and self.with_query_gradient
 
     @property
+    def prefetches(self) -> bool:
+        """Where query heads share keys times vary by more than it gains."""
+        return self.with_query_gradient and self.is_wide and self.problem.group == 1
+
+    @property
     def registers(self) -> tuple[int, int]:
         p = self.problem
         if self.problem.has_slope and p.by_batch and self.with_query_gradient and p.widest == 128:

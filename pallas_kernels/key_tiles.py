@@ -214,9 +214,9 @@ class KeyTiles:
         Returns:
           `[B + 1, per_head, 2 + 4 * block_kv / 64 or more]` int32: first and end for the tile, then
           for each 64 keys of it first and end, and those of what needs no mask; with ids, whether
-          steps with a mask compare them; four more if the problem has `backward_ignores_unseen`
-          (`Walk.counting_queries`, `Walk.counting_keys`). What the last batch entry says has no
-          meaning: `Walk.locate` may ask for it.
+          steps with a mask compare them, and the end for the tile before; four more if the problem
+          has `backward_ignores_unseen` (`Walk.counting_queries`, `Walk.counting_keys`). What the
+          last batch entry says has no meaning: `Walk.locate` may ask for it.
         """
         reach = run_time_intervals.reach(seeing, CONSUMER_KEYS, empty_rows_count=True)
         # Rows beyond the last query have no weight, masked or not.
@@ -249,6 +249,9 @@ class KeyTiles:
         if ids_are_sorted is not None:
             comparing = ~ids_are_sorted[:, None, None]
             columns.append(jnp.broadcast_to(comparing, first.shape).astype(jnp.int32))
+            # In each row, as a producer that reads the row before spills. Also, rows of 12 entries
+            # take one with dropout a register less.
+            columns.append(jnp.pad(end[:, :-1], ((0, 0), (1, 0), (0, 0))))
         if self.problem.backward_ignores_unseen:
             queries = run_time_intervals.reach(seeing, self.block_kv, empty_rows_count=False)
             seen = jnp.asarray(seeing[:, 0] < seeing[:, 1])

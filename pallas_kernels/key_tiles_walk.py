@@ -179,6 +179,16 @@ class Walk:
             return self.tiles.query_blocks
         return self.seeing(place, 1)
 
+    def is_first_to_see(self, place, query_block):
+        """Whether a tile sees a query block and, most likely, none before it in its head does.
+
+        Without ids it is true of the first tile alone, which sees what any other does unless a
+        window has a far edge.
+        """
+        if not self.tiles.problem.segmented:
+            return self.tile_of(place) == 0
+        return query_block >= self._own_entry(place, self.tiles.block_kv, 1)
+
     def first_step(self, place):
         """How many steps the tiles of a head before it take, in a kernel with more results."""
         return self.seeing(place, 3 if self.tiles.shares.parts > 1 else 2)

@@ -270,6 +270,15 @@ def test_exponentials_stand_before_the_wait_for_an_earlier_product(fn, args, ker
 
 
 @pytest.mark.compiler
+@pytest.mark.skipif(support.find_tool("nvdisasm") is None, reason="nvdisasm is not installed")
+@pytest.mark.parametrize(("width", "is_prefetched"), [(120, True), (56, False)])
+def test_what_dq_is_added_to_first_is_prefetched(width, is_prefetched, tmp_path):
+    support.compile_kernels(*gradients(width), keep=tmp_path)
+    (path,) = tmp_path.glob("attention_backward-*.sass")
+    assert ("UBLKPF.L2" in path.read_text()) == is_prefetched
+
+
+@pytest.mark.compiler
 def test_lowered_as_jax_does_the_ptx_is_the_same(tmp_path, monkeypatch):
     found = []
     for name in ("as jax does", "in less time"):

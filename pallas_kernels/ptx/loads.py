@@ -1,5 +1,7 @@
 """Loads from global memory."""
 
+import math
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -61,6 +63,27 @@ def load_rows(ref, first, last) -> jax.Array:
         return rows_like(like, values)
 
     return load(ref, jnp.int32(first), jnp.int32(last), zeros)
+
+
+def prefetch(ref, wanted) -> None:
+    """Has what a ref to contiguous float32 in global memory holds come to L2, if `wanted`.
+
+    All of a warpgroup call it; nothing waits for it.
+    """
+    if interpreting():
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def start(_, ref, wanted):
+        size = 4 * math.prod(ref.type.shape)
+        asm(
+            "{ .reg .pred p; setp.lt.u32 p, $1, $2;"
+            f" @p cp.async.bulk.prefetch.L2.global [$0], {size}; }}",
+            "l,r,r,~{memory}",
+            [base_address(ref), thread_index(), wanted.registers[()]],
+        )
+
+    start(ref, wanted.astype(jnp.int32))
 
 
 def load_intervals(ref, first, last) -> tuple[jax.Array, jax.Array]:

@@ -6,6 +6,7 @@ from pallas_kernels.ptx.loads import (
     load_at,
     load_intervals,
     load_rows,
+    prefetch,
     row_products,
 )
 from tests.support.ptx import (
@@ -39,6 +40,19 @@ def loaded_rows(dtype, count):
     rows = np.minimum(firsts[:, None] + np.arange(64), count - 1)
     expected = x[[0, 1, 1]][:, rows].swapaxes(0, 1)[..., None]
     return Case(body, (x, firsts), (np.broadcast_to(expected, (3, 3, 64, 8)),))
+
+
+@case(prefetch)
+def asked_for():
+    """Changes nothing."""
+    x = numbers(3, 16, 256)
+
+    def body(x_ref, out_ref):
+        for n in range(2):
+            prefetch(x_ref.at[n], jnp.bool_(n))
+        show(out_ref, load(x_ref.at[1, 0], "columns"), "columns")
+
+    return Case(body, (x,), (np.broadcast_to(x[1, 0], (64, 256)),))
 
 
 @case(count_sorted, count=(1, 2, 63, 64, 100))
