@@ -171,7 +171,7 @@ def _prepared(call: Call):
             width,
             value_width,
             queries=(call.query.shape[1], call.query.shape[0] * call.query.shape[2]),
-            keys=call.key.shape[1],
+            keys=call.key.shape[1] if mask_function is None else None,
             causal=highest is not None,
             window=window,
             segmented=bool(ids),

@@ -211,9 +211,9 @@ class _Consumer(Products):
                     self.keep_rows(ref, columns, first, end)
 
         elif plan.problem.has_dense_lists:
-            words, are_all_seen = block.walk.unseen_keys(block.walk.locate(index))
+            words, has_unseen = block.walk.seen_keys(block.walk.locate(index))
 
-            @pl.when(~are_all_seen)
+            @pl.when(has_unseen)
             def _():
                 keep = block.unseen_rows.keep_marked_rows
                 for ref, columns in operands:

@@ -62,7 +62,7 @@ FORWARD_BOXES = {128: dataclasses.replace(_THREE_OF_64_KEYS, stages=2)}
 _TWO_OF_64_KEYS = dataclasses.replace(_TWO_CONSUMERS, block_kv=64, stages=3)
 FORWARD_SHORT = {64: _THREE_OF_64_KEYS, 128: _TWO_OF_64_KEYS}
 _WASTE = 1.1  # keys of steps of 128 by those of steps of 64
-_FEW_KEYS = 512  # of which a step is so many that 64 are better anyway, at width 128
+_FEW_KEYS = 512  # up to which at width 128 steps of 64 are faster even where they hold as many
 
 # Width 64, windows so narrow that most of what 192 rows by 128 keys visit is not seen. TFLOP/s*
 # with these, and with the above: 148 and 123 at 128 keys, 257 and 186 at 256, 351 and 330 at 512,
@@ -270,7 +270,8 @@ def _forward(call: _Call, queries: tuple[int, int] | None) -> ForwardConfig:
     found = next(x.settings for x in _FORWARD_ROWS if x.fits(call) and call.widest in x.settings)
     forward = found[call.widest]
     if queries is not None and forward.consumers == 3:
-        of_two = _TWO_OF_64_KEYS if call.widest == 64 and call.is_short else _TWO_CONSUMERS
+        are_few = call.widest == 64 and call.is_plain and call.is_short
+        of_two = _TWO_OF_64_KEYS if are_few else _TWO_CONSUMERS
         three, two = (_rows_an_sm(x, *queries, call.causal) for x in (forward, of_two))
         forward = of_two if three >= _THREE_BY_TWO * two else forward
     if call.widest > 128 and all(box_width(w) == 32 for w in call.widths):
@@ -310,7 +311,7 @@ def default(
       width: of query and key.
       value_width: as width if it is 0.
       queries: how many rows, and of how many heads of all batch entries; None for many.
-      keys: how many; None for many.
+      keys: how many; None for many, and beside a mask function.
       causal: whether tiles see the fewer keys the earlier they are.
       window: how many keys a query sees at most, where both bounds are static.
       segmented: there are segment ids.

@@ -59,7 +59,7 @@ from pallas_kernels.forward_plan import BIAS_BOX, Plan
 from pallas_kernels.forward_tiles import BLOCKS, Tiles
 from pallas_kernels.hopper import Ring, warp_specialised
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.mask_functions import COUNT, unseen_keys
+from pallas_kernels.mask_functions import COUNT, seen_keys
 from pallas_kernels.problem import LOG2E, Problem
 
 
@@ -122,7 +122,7 @@ def attention(
         lists = tiles.given_lists(blocks.kinds)
         if problem.has_dense_lists:
             assert blocks.seen is not None
-            optional = (*unseen_keys(blocks.seen, config.block_kv), *optional)
+            optional = (*seen_keys(blocks.seen, config.block_kv), *optional)
         return kernel(lists, *blocks.operands, query, key, value, *optional)
     if not problem.by_batch:
         return kernel(query, key, value, *optional)

@@ -70,7 +70,7 @@ def attention_gradients(
       query: `[B, T, N, H]`. Rows that see no key are finite, unless
         problem.backward_ignores_unseen and not deterministic.
       key, value: `[B, S, K, H]` and `[B, S, K, h]`. Rows that no query sees are finite, unless as
-        above.
+        above, or by a dense mask's lists and without reads.
       out, d_out: `[B, T, N, h]`, as query; out need not be finite in rows that see no key.
       lse: `[B, N, >= query_length]` float32, natural log; -inf for a row that sees no key.
       d_lse: `[B, N, query_length]` float32; None for zeros.

@@ -14,7 +14,7 @@ from pallas_kernels import hopper, scheduler, segments
 from pallas_kernels.config import BACKWARD_CONSUMERS
 from pallas_kernels.dropout import Words
 from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles
-from pallas_kernels.mask_functions import COUNT, unseen_keys
+from pallas_kernels.mask_functions import COUNT, seen_keys
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import HAND_ORDERED
 
@@ -89,10 +89,10 @@ def gradient_kernel(
         if blocks is not None:
             lists = tiles.given_lists(blocks.kinds)
             tables = tables_by_cost(cost_of_lists(lists), thread_blocks, kv_heads)
-            unseen: tuple[jax.Array, ...] = ()
+            seen: tuple[jax.Array, ...] = ()
             if p.has_dense_lists:
-                unseen = unseen_keys(blocks.seen, tiles.block_kv, (p.kv_heads, p.group))
-            return kernel(*tables, lists, *blocks.operands, *unseen, *operands)
+                seen = seen_keys(blocks.seen, tiles.block_kv, (p.kv_heads, p.group))
+            return kernel(*tables, lists, *blocks.operands, *seen, *operands)
         if not p.by_batch:
             if draws:
                 tables = tiles.tables_to_draw(thread_blocks)

@@ -39,7 +39,7 @@ class Walk:
       key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
       any_far_ref: in global memory, `[1]`: more than 0 if any row is far from 0 (`far_rows.py`).
       lists: of tiles, with the mask function, in the place of seeing_blocks_ref; None without.
-      of_unseen: of a dense mask what `mask_functions.unseen_keys` gives.
+      seen: of a dense mask what `mask_functions.seen_keys` gives.
       drawn: the tickets of a thread block that draws its tiles. Behind the next ticket,
         `drawn.drawn_ref` has what `prepared_tiles` counts.
       one_each: each thread block has one tile, that of its number.
@@ -55,7 +55,7 @@ class Walk:
     drawn: tickets.Tickets | None = None
     any_far_ref: Any = None
     lists: MaskRefs | None = None
-    of_unseen: tuple[Any, ...] = ()
+    seen: tuple[Any, ...] = ()
     one_each: bool = False
 
     @classmethod
@@ -90,11 +90,11 @@ class Walk:
                 functools.partial(lax.axis_index, "block"),
                 first_full,
             )
-        lists, seeing_blocks_ref, of_unseen = None, None, ()
+        lists, seeing_blocks_ref, seen = None, None, ()
         if tiles.problem.has_lists:
             lists, refs = MaskRefs.split(tiles.problem, refs)
             count = 2 * int(tiles.problem.has_dense_lists)
-            of_unseen, refs = tuple(refs[:count]), refs[count:]
+            seen, refs = tuple(refs[:count]), refs[count:]
         else:
             seeing_blocks_ref, *refs = refs
         count = int(tiles.problem.has_intervals) + 2 * int(tiles.problem.segmented)
@@ -115,7 +115,7 @@ class Walk:
             drawn,
             any_far_ref,
             lists,
-            of_unseen,
+            seen,
             one_each,
         )
         return walk, operands
@@ -201,16 +201,16 @@ class Walk:
         """First and end, in a tile, of its keys that queries see; for none first is above end."""
         return self._last_entries(place)[2:]
 
-    def unseen_keys(self, place) -> tuple[Any, jax.Array]:
-        """Of a tile, by a dense mask: words of bits of its keys that queries see, and if all do."""
-        seen, has_unseen = self.of_unseen
+    def seen_keys(self, place) -> tuple[Any, jax.Array]:
+        """By a dense mask: words of bits of a tile's keys that queries see, and if some are not."""
+        seen, has_unseen = self.seen
         tile, kv_head_of_all = place
         batch, kv_head = div_rem(kv_head_of_all, self.tiles.problem.kv_heads)
         entry = entry_of(seen, batch, self.tiles.problem)
         head = 0 if seen.shape[1] == 1 else kv_head
         count = self.tiles.block_kv // WORD
         words = seen.at[entry, head, pl.ds(tile * count, count)]
-        return words, has_unseen[entry, head, tile] == 0
+        return words, has_unseen[entry, head, tile] > 0
 
     def _own_entry(self, place, own_first_key: int, column: int):
         """An entry of those that the 64 keys of a consumer have in the table of query blocks.

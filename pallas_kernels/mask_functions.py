@@ -208,10 +208,10 @@ def lists(xp, some, whole):
     return xp.pad(table, ((0, 0), (0, 0), (0, 0), (0, BEYOND)))
 
 
-def unseen_keys(
+def seen_keys(
     seen: jax.Array, keys: int, heads: tuple[int, int] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """`Blocks.seen` in whole blocks, and of each block whether it has a key that none sees.
+    """`Blocks.seen` in whole blocks, and int32 `[b, n, blocks]`: above 0 for one with other keys.
 
     Args:
       seen: int32 `[b, n, words]`, of query heads.

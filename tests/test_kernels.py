@@ -397,6 +397,31 @@ def test_no_settings_of_widths_that_kernels_do_not_take(widths, name):
         defaults.default(*widths)
 
 
+@pytest.mark.parametrize(
+    ("width", "keys", "options", "consumers", "block_kv"),
+    [
+        (64, None, {}, 3, 128),
+        (64, 157, {}, 3, 64),
+        (64, 200, {}, 3, 128),  # as many in either steps
+        (64, 576, {}, 3, 64),
+        (64, 577, {}, 3, 128),
+        (64, 157, dict(queries=(197, 768)), 2, 64),
+        (64, 157, dict(queries=(197, 768), dropout=True), 2, 128),
+        (64, 157, dict(soft_cap=True), 2, 128),
+        (40, 157, {}, 3, 64),
+        (80, 157, {}, 3, 64),
+        (128, 512, {}, 2, 64),
+        (128, 513, {}, 2, 64),
+        (128, 577, {}, 2, 128),
+        (128, 157, dict(has_elements=True), 2, 128),
+        (256, 157, {}, 2, 64),
+    ],
+)
+def test_few_keys_take_steps_of_64(width, keys, options, consumers, block_kv):
+    forward = defaults.default(width, keys=keys, **options).forward
+    assert (forward.consumers, forward.block_kv) == (consumers, block_kv)
+
+
 def test_query_blocks_that_two_consumers_cannot_share():
     backward = config.BackwardConfig(block_q=64, stages=2)
     settings = dataclasses.replace(defaults.default(64), backward=backward)
