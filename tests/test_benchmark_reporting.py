@@ -1,5 +1,6 @@
 """What benchmarks print, draw and write can be read; the tables of their page are the records'."""
 
+import copy
 import importlib
 import io
 import itertools
@@ -18,10 +19,12 @@ from benchmarks import (
     kernels,
     memory,
     reporting,
+    special_cases,
     tables,
     timing,
     train_lm,
 )
+from pallas_kernels import defaults
 
 COMMANDS = sorted(
     path.stem
@@ -66,6 +69,21 @@ def test_help_says_every_default(command, monkeypatch, capsys):
     assert "default: None" not in text and "default: False" not in text
     if command != "tables":
         assert parser.get_default("results") == pathlib.Path("build/benchmarks")
+
+
+@pytest.mark.parametrize("name", special_cases.SPECIAL)
+def test_what_a_special_case_is_without_is_there(name):
+    """To be replaced: names of settings and plans."""
+    settings = [defaults.FORWARD, defaults.FORWARD_SHORT, defaults.BACKWARD]
+    before = copy.deepcopy(settings)
+    with special_cases.SPECIAL[name].without():
+        pass
+    assert settings == before
+
+
+def test_special_cases_need_a_gpu():
+    with pytest.raises(SystemExit, match="NVIDIA GPU"):
+        special_cases.main(["shares"])
 
 
 def test_git_ignores_results():
