@@ -19,7 +19,7 @@ import jax
 from benchmarks import attention, reporting, timing
 from benchmarks.rows import Row
 from jax_flash import launch
-from pallas_kernels import backward, backward_plan, defaults, forward, forward_tiles, scheduler
+from pallas_kernels import backward, backward_plan, defaults, forward, scheduler
 
 Without = Callable[[], contextlib.AbstractContextManager]
 
@@ -29,10 +29,14 @@ def _other(owner: Any, **values: Any) -> Without:
     return lambda: mock.patch.multiple(owner, **values)
 
 
-def _settings(table: dict, width: int, instead: Any = None, **changes: Any) -> Without:
-    """With other settings of a width: those of another table, or changed ones."""
-    own = dataclasses.replace(table[width], **changes) if instead is None else instead
-    return lambda: mock.patch.dict(table, {width: own})
+def _changed(table: dict, width: int, **changes: Any) -> Without:
+    """With other settings of a width."""
+    return lambda: mock.patch.dict(table, {width: dataclasses.replace(table[width], **changes)})
+
+
+def _as_in(other: dict, table: dict, width: int) -> Without:
+    """With the settings of a width that another table has."""
+    return lambda: mock.patch.dict(table, {width: other[width]})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +64,11 @@ SPECIAL = {
     "early values": Special(
         "forward",
         dataclasses.replace(_128, causal=False),
-        _settings(defaults.FORWARD, 128, early_values=False),
+        _changed(defaults.FORWARD, 128, early_values=False),
     ),
-    "products first": Special(
-        "forward", _64, _settings(defaults.FORWARD, 64, products_first=False)
-    ),
+    "products first": Special("forward", _64, _changed(defaults.FORWARD, 64, products_first=False)),
     "three consumers": Special(
-        "forward", _64, _settings(defaults.FORWARD, 64, defaults.FORWARD_NARROW[64])
+        "forward", _64, _as_in(defaults.FORWARD_NARROW, defaults.FORWARD, 64)
     ),
     "two of few rows": Special(
         "forward", Row(64, 197, 12, 12, 64, False), _other(defaults, _THREE_BY_TWO=9.0)
@@ -74,51 +76,50 @@ SPECIAL = {
     "narrow windows": Special(
         "forward",
         Row(1, 16384, 16, 16, 64, True, 256),
-        _settings(defaults.FORWARD_NARROW, 64, defaults.FORWARD[64]),
+        _as_in(defaults.FORWARD, defaults.FORWARD_NARROW, 64),
     ),
     "64 keys up to 96 columns": Special(
         "forward",
         Row(4, 4096, 16, 16, 96, False),
-        _settings(defaults.FORWARD_96, 128, defaults.FORWARD_PARTIAL[128]),
+        _as_in(defaults.FORWARD_PARTIAL, defaults.FORWARD_96, 128),
     ),
     "64 keys up to 96 columns, 80": Special(
         "forward",
         Row(4, 4096, 16, 16, 80, True),
-        _settings(defaults.FORWARD_96, 128, defaults.FORWARD_PARTIAL[128]),
+        _as_in(defaults.FORWARD_PARTIAL, defaults.FORWARD_96, 128),
     ),
     "64 keys of boxes": Special(
         "forward",
         Row(4, 4096, 16, 16, 72, True),
-        _settings(defaults.FORWARD_BOXES, 128, defaults.FORWARD_PARTIAL[128]),
+        _as_in(defaults.FORWARD_PARTIAL, defaults.FORWARD_BOXES, 128),
     ),
     "few keys": Special(
         "forward",
         Row(32, 257, 12, 12, 64, False),
-        _settings(defaults.FORWARD_SHORT, 64, defaults.FORWARD[64]),
+        _as_in(defaults.FORWARD, defaults.FORWARD_SHORT, 64),
     ),
     "few keys, width 128": Special(
         "forward",
         Row(32, 176, 16, 16, 128, False),
-        _settings(defaults.FORWARD_SHORT, 128, defaults.FORWARD[128]),
+        _as_in(defaults.FORWARD, defaults.FORWARD_SHORT, 128),
     ),
     "bias in tiles, width 64": Special(
         "forward",
         Row(4, 4096, 16, 16, 64, True, biased=True),
-        _settings(defaults.FORWARD_TILED_BIAS, 64, defaults.FORWARD_ELEMENTS[64]),
+        _as_in(defaults.FORWARD_ELEMENTS, defaults.FORWARD_TILED_BIAS, 64),
     ),
     "bias in tiles, width 128": Special(
         "forward",
         Row(4, 4096, 16, 16, 128, True, biased=True),
-        _settings(defaults.FORWARD_TILED_BIAS, 128, defaults.FORWARD_ELEMENTS[128]),
+        _as_in(defaults.FORWARD_ELEMENTS, defaults.FORWARD_TILED_BIAS, 128),
     ),
     "sections that end early": Special(
         "forward",
         Row(15, 1688, 1, 1, 128, True),
-        lambda: mock.patch.object(
-            forward_tiles.scheduler,
-            "section_that_ends_early",
-            lambda cost, section_bytes, **sizes: scheduler.heads_per_section(
-                section_bytes, **sizes
+        _other(
+            scheduler,
+            section_that_ends_early=lambda cost, section_bytes, **sizes: (
+                scheduler.heads_per_section(section_bytes, **sizes)
             ),
         ),
     ),
@@ -153,12 +154,12 @@ SPECIAL = {
     "shares": Special(
         "both",
         Row(1, 8192, 8, 1, 128, True),
-        _settings(defaults.BACKWARD, 128, shares=1),
+        _changed(defaults.BACKWARD, 128, shares=1),
     ),
     "dQ as a product": Special(
         "both",
         Row(4, 4096, 8, 8, 256, True),
-        _settings(defaults.BACKWARD, 256, d_logits_bytes=0),
+        _changed(defaults.BACKWARD, 256, d_logits_bytes=0),
     ),
 }
 

@@ -270,7 +270,7 @@ def _forward(call: _Call, queries: tuple[int, int] | None) -> ForwardConfig:
     found = next(x.settings for x in _FORWARD_ROWS if x.fits(call) and call.widest in x.settings)
     forward = found[call.widest]
     if queries is not None and forward.consumers == 3:
-        are_few = call.widest == 64 and call.is_plain and call.is_short
+        are_few = call.widest == 64 and forward.block_kv == 64
         of_two = _TWO_OF_64_KEYS if are_few else _TWO_CONSUMERS
         three, two = (_rows_an_sm(x, *queries, call.causal) for x in (forward, of_two))
         forward = of_two if three >= _THREE_BY_TWO * two else forward
