@@ -63,6 +63,8 @@ class ForwardConfig:
         ptxas moves nothing over such a wait, so that exponentials are computed under that product.
       products_first: a consumer's turn lasts until both of its products have ended, and only then
         does it compute weights; else until they are issued, and it computes under the second.
+      shares: in how many shares the keys of a tile are dealt out, or fewer where there are not so
+        many. None for what keeps all SMs at work (`forward_shares.dealt_out`).
     """
 
     consumers: int
@@ -77,8 +79,10 @@ class ForwardConfig:
     brings_bias: bool = False
     early_values: bool = False
     products_first: bool = False
+    shares: int | None = None
 
     def __post_init__(self):
+        _check_shares(self.shares)
         need(self.consumers >= 2, "consumers", self.consumers, "at least 2, to take turns")
         _check_multiple_of_64("block_kv", self.block_kv)
         need(self.stages >= 2, "stages", self.stages, "at least 2")

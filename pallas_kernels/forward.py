@@ -25,6 +25,9 @@ either, so thread blocks have no lists, but draw tiles as they get free (`ticket
 A mask function and a dense mask show blocks that are no interval: then each tile has a list of its
 key blocks in the place of one, those that need a mask first (`mask_functions.py`).
 
+Where tiles are few, their keys are dealt out in shares, which are tiles of their own, and whose
+results are put together behind the kernel (`forward_shares.py`).
+
 A bias of one value a key, or of 16 bits in tiles, comes with K, and the logits begin with it.
 Threads load other biases, and the bits of masks, themselves (`elements.py`).
 
@@ -56,6 +59,7 @@ from pallas_kernels.element_arrays import NO_ELEMENTS, Blocks, Elements
 from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_consumer import consume
 from pallas_kernels.forward_plan import BIAS_BOX, Plan
+from pallas_kernels.forward_shares import combined, dealt_out
 from pallas_kernels.forward_tiles import BLOCKS, Tiles
 from pallas_kernels.hopper import Ring, warp_specialised
 from pallas_kernels.interpret import interpreting
@@ -104,20 +108,23 @@ def attention(
       the backward. Of both, rows from T on are arbitrary. A row that sees no key: output 0 and LSE
       -inf.
     """
+    batch_inside = elements.shares_bias and not problem.by_batch
+    tiles = dealt_out(Tiles(problem, config, batch_inside), config.shares)
     kernel = _build(
-        problem,
-        config,
-        sinks is not None,
+        tiles,
+        sinks is not None and not tiles.are_shared,
         elements.has_bias_of_keys and problem.may_begin_with_bias,
         elements.tiled_bias_dtype if config.brings_bias and problem.may_begin_with_bias else None,
-        elements.shares_bias and not problem.by_batch,
         interpreting(),
     )
     words = dropout_operands(dropout_words, keys=config.block_kv)
     optional = *words, *elements.forward_operands(problem)
     if sinks is not None:
-        optional = (*optional, sinks * LOG2E)
-    tiles = Tiles(problem, config)
+        sinks = sinks * LOG2E
+    if tiles.are_shared:
+        return combined(kernel(query, key, value, *optional), sinks, tiles)
+    if sinks is not None:
+        optional = (*optional, sinks)
     if blocks is not None:
         lists = tiles.given_lists(blocks.kinds)
         if problem.has_dense_lists:
@@ -140,22 +147,21 @@ def attention(
 
 @functools.lru_cache
 def _build(
-    problem: Problem,
-    config: ForwardConfig,
+    tiles: Tiles,
     with_sinks: bool,
     has_bias_of_keys: bool,
     bias_dtype: np.dtype | None,
-    batch_inside: bool,
     interpret: bool,
 ):
-    plan = Plan(problem, config, with_sinks, has_bias_of_keys, bias_dtype, batch_inside)
+    plan = Plan(tiles, with_sinks, has_bias_of_keys, bias_dtype)
+    problem, config = plan.problem, plan.config
 
     def attention_forward(*refs, **scratch):
         block = ThreadBlock(plan, refs, **scratch)
         roles = functools.partial(consume, block), functools.partial(_produce, block)
         warp_specialised(block.warpgroup, config.consumers, config.registers, *roles)
 
-    tiles, scratch = plan.tiles, plan.scratch(interpret)
+    scratch = plan.scratch(interpret)
     kernel = tiles.kernel(attention_forward, scratch, problem.dtype, references=True)
     return tiles.with_tickets(kernel) if problem.by_batch else tiles.with_lists(kernel)
 
@@ -210,7 +216,7 @@ class _Producer:
             key_block = lambda j: block.key_block((tile, batch, head), j)
         else:
             blocks = block.needs(tile, batch, BLOCKS)
-            end_block = block.end_of(tile, batch) if plan.problem.has_far_edge else blocks
+            end_block = block.end_of(tile, batch) if plan.tiles.have_ends else blocks
             key_block = lambda j: end_block - 1 - j
 
         def load(ring: Ring, ref, j):

@@ -59,7 +59,7 @@ class Block:
 
     def end_of(self, tile, batch):
         """The end of the first key block of a tile, in blocks."""
-        return self.needs(tile, batch, END if self.plan.problem.has_far_edge else BLOCKS)
+        return self.needs(tile, batch, END if self.plan.tiles.have_ends else BLOCKS)
 
     def load_queries(self, index, place) -> None:
         """Those of a tile, when their buffer is free.

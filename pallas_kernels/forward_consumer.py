@@ -238,7 +238,7 @@ class _Consumer(Products):
         exact = jnp.where(self.begin > 0, blocks, jnp.maximum(needing_mask, 1))
         if mask_throughout:
             exact = blocks
-        end_block = block.end_of(tile, batch) if has_far_edge else blocks
+        end_block = block.end_of(tile, batch) if plan.tiles.have_ends else blocks
         step = functools.partial(
             self.key_step,
             steps=steps,

@@ -26,24 +26,24 @@ class Plan:
     """The forward kernel of a problem.
 
     Attributes:
-      problem: static description.
-      config: tile sizes.
+      tiles: which there are.
       with_sinks: whether rows have one more logit.
       has_bias_of_keys: whether a bias of one value a key comes with K.
       bias_dtype: of a bias that comes with K in tiles, None without.
-      batch_inside: as for `Tiles`.
     """
 
-    problem: Problem
-    config: ForwardConfig
+    tiles: Tiles
     with_sinks: bool
     has_bias_of_keys: bool
     bias_dtype: np.dtype | None
-    batch_inside: bool
 
-    @functools.cached_property
-    def tiles(self) -> Tiles:
-        return Tiles(self.problem, self.config, self.batch_inside)
+    @property
+    def problem(self) -> Problem:
+        return self.tiles.problem
+
+    @property
+    def config(self) -> ForwardConfig:
+        return self.tiles.config
 
     # --- elements ---
 

@@ -18,6 +18,7 @@ from pallas_kernels.ptx.barriers import fence_async_shared
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.mlir import zero_tile
 from pallas_kernels.ptx.operands import load_operand
+from pallas_kernels.ptx.stores import store_tile
 from pallas_kernels.row_masks import ROWS
 
 _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
@@ -125,10 +126,13 @@ class Products:
         if plan.problem.forward_ignores_unseen:  # of rows
             output = jnp.where(factor < 0.0, 0.0, output)
         self.o_acc[...] = zero_tile(ROWS, plan.value_columns.size)
+        if plan.tiles.are_shared:
+            store_tile(block.o.at[batch, self.rows.stored(tile), head], output)
+            return
         for columns in plan.staged_columns:
             if columns.first > 0:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             part = output[:, columns.first : columns.first + columns.size]
             columns.put(staging, part.astype(plan.problem.dtype), anew=plan.registers_are_scarce)
             plgpu.commit_smem()
-            columns.store(staging, block.o.at[batch, self.rows.all(tile), head])
+            columns.store(staging, block.o.at[batch, self.rows.stored(tile), head])

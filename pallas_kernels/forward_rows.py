@@ -42,8 +42,9 @@ class Rows:
         """The number of the first one."""
         return self.plan.tiles.first_row(tile, self.block.warpgroup)
 
-    def all(self, tile):
-        return pl.ds(self.first(tile), ROWS)
+    def stored(self, tile):
+        """Where their results are."""
+        return pl.ds(self.plan.tiles.first_stored(tile, self.block.warpgroup), ROWS)
 
     def first_key(self, tile, batch, j):
         """Of step j."""
@@ -210,9 +211,9 @@ class Rows:
         (inverse, lse, log_sum), too_low = online_softmax.finish(
             state, plan.allowed.limit, sink, in_nats
         )
-        store_rows(block.lse.at[batch, head, self.all(tile)], lse)
+        store_rows(block.lse.at[batch, head, self.stored(tile)], lse)
         for n, of_rows in enumerate((state.reference, log_sum)):
-            store_rows(block.references.at[batch, head, n, self.all(tile)], of_rows)
+            store_rows(block.references.at[batch, head, n, self.stored(tile)], of_rows)
         if plan.problem.has_dropout:
             inverse *= 1.0 / problem.kept_share
         if ignores_unseen:

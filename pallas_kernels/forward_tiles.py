@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments, tickets
+from pallas_kernels.columns import Columns
 from pallas_kernels.config import ForwardConfig
 from pallas_kernels.hopper import kernel
 from pallas_kernels.mask_functions import COUNT, key_lists
@@ -27,19 +28,36 @@ BLOCKS, EXACT, FAR, END, COMPARING = range(5)
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Which tiles there are, and which key blocks each one needs."""
+    """Which tiles there are, and which key blocks each one needs.
+
+    Attributes:
+      problem: static description.
+      config: tile sizes.
+      batch_inside: number batch entries within a head, as they share its bias.
+      shares: in how many the keys of the tiles of a head are dealt out. Each is a tile of its own,
+        those of the first share first, and has results of its own, in rows of its own.
+    """
 
     problem: Problem
     config: ForwardConfig
-    batch_inside: bool = False  # number batch entries within a head, as they share its bias
+    batch_inside: bool = False
+    shares: int = 1
+
+    @property
+    def whole_per_head(self) -> int:
+        return -(-self.problem.query_length // self.config.block_q)
 
     @property
     def per_head(self) -> int:
-        return -(-self.problem.query_length // self.config.block_q)
+        return self.shares * self.whole_per_head
 
     @property
     def rows(self) -> int:
         return self.config.whole_tiles(self.problem.query_length)
+
+    @property
+    def are_shared(self) -> bool:
+        return self.shares > 1
 
     @property
     def shift(self) -> int:
@@ -57,7 +75,16 @@ class Tiles:
     def first_row(self, tile, warpgroup):
         """First query row of a warpgroup: beyond the last query for one that has none."""
         row = tile * self.config.block_q + warpgroup * ROWS
-        return lax.rem(row + (self.rows - self.shift), jnp.int32(self.rows)) if self.shift else row
+        if not (self.shift or self.are_shared):
+            return row
+        return lax.rem(row + (self.rows - self.shift), jnp.int32(self.rows))
+
+    def first_stored(self, tile, warpgroup):
+        """Where the results of a warpgroup's rows begin: with those of the tile's share."""
+        row = self.first_row(tile, warpgroup)
+        if not self.are_shared:
+            return row
+        return row + lax.div(tile, jnp.int32(self.whole_per_head)) * self.rows
 
     @property
     def count(self) -> int:
@@ -78,13 +105,18 @@ class Tiles:
         is_plain = not (p.by_batch or p.has_lists or (p.has_cap and p.has_elements))
         return is_plain and self.thread_blocks == self.count
 
+    @property
+    def have_ends(self) -> bool:
+        """Whether key blocks need not begin with the first key, so that they have an `END`."""
+        return self.problem.has_far_edge or self.are_shared
+
     def key_blocks(self) -> np.ndarray:
-        """What each tile of a head needs: `[tiles, 2]` int32, or `[tiles, 4]` with a lower bound.
+        """What each tile of a head needs, `[tiles, 2]` int32, or `[tiles, 4]` if they `have_ends`.
 
         Of its key blocks, which run from the last that a row sees to the first: how many they are
-        (`BLOCKS`); how many steps must be `EXACT`, those with a mask at the near edge; with a lower
-        bound, how many come before those with a mask at the `FAR` edge, and the `END` of the first
-        one, in blocks.
+        (`BLOCKS`); how many steps must be `EXACT`, those with a mask at the near edge; where they
+        `have_ends`, how many come before those with a mask at the `FAR` edge, and the `END` of the
+        first one, in blocks.
         Where some row sees no key, all steps are exact. A tile that sees nothing takes one block,
         fully masked, so that every tile has a first one.
 
@@ -97,6 +129,8 @@ class Tiles:
             return p.mask_function.key_lists(block_q, block_kv, self.shift, p.key_length)
         if p.by_batch:
             raise ValueError("problem: got one that is dynamic or segmented, needs key_blocks_of")
+        if self.are_shared:
+            return self._key_blocks_of_shares()[0]
         first_row = np.arange(self.per_head) * block_q - self.shift
         last_row = np.minimum(first_row + block_q, p.query_length) - 1
         first_row = np.maximum(first_row, 0)
@@ -119,6 +153,31 @@ class Tiles:
         exact = np.where(all_see, end - unmasked, blocks)
         near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), exact)
         return np.stack([blocks, exact, near, end], axis=1).astype(np.int32)
+
+    def _key_blocks_of_shares(self) -> tuple[np.ndarray, np.ndarray]:
+        """`key_blocks` of shares, and of each how many blocks it has, `[tiles]`, be it none.
+
+        One that has none takes a block, as a tile must, and what it makes of that counts for
+        nothing.
+        """
+        whole = dataclasses.replace(self, shares=1)
+        blocks, exact, *rest = whole.key_blocks().T
+        near, end = rest or (blocks, blocks)
+        if self.problem.has_far_edge:  # a share may have no other step in which its rows see a key
+            exact = blocks
+        share = np.arange(self.shares)[:, None]
+        first, stop = (n * blocks // self.shares for n in (share, share + 1))  # steps
+        count = stop - first
+        needs = np.maximum(count, 1), exact - first, near - first, end - np.minimum(first, end - 1)
+        columns = [np.clip(x, 0, needs[0]) for x in needs[:3]] + [needs[3]]
+        table = np.stack([x.ravel() for x in columns], axis=1)
+        return table.astype(np.int32), count.ravel()
+
+    def rows_that_count(self) -> np.ndarray:
+        """Which rows of each share are of a tile that has a key block, `[shares, rows]`."""
+        _, count = self._key_blocks_of_shares()
+        of_rows = np.repeat(count.reshape(self.shares, -1) > 0, self.config.block_q, axis=1)
+        return np.roll(of_rows, -self.shift, axis=1)
 
     def given_lists(self, kinds: jax.Array) -> jax.Array:
         """The lists of tiles, `[b, n, tiles, columns]`, from `element_arrays.Blocks.kinds`."""
@@ -277,14 +336,20 @@ class Tiles:
         Returns:
           A function of what stands for these before the output, that returns the output, the LSE
           `[B, N, rows]`, and if wanted references of rows and their log_sum, `[B, N, 2, rows]`.
+          Those of shares: one after the other, the output in float32, of all rows, and of columns
+          that fill whole boxes.
         """
         p = self.problem
         out_shape = (p.batch, p.query_length, p.heads, p.value_width)
         of_rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+        rows = self.shares * self.rows
+        if self.are_shared:
+            out_shape = (p.batch, rows, p.heads, Columns.of_values(p).size)
+            out_dtype = np.dtype(jnp.float32)
         results = (
             jax.ShapeDtypeStruct(out_shape, out_dtype),
-            of_rows((p.batch, p.heads, self.rows)),
-            of_rows((p.batch, p.heads, 2, self.rows)),
+            of_rows((p.batch, p.heads, rows)),
+            of_rows((p.batch, p.heads, 2, rows)),
         )
         wanted = results if references else results[:2]
         return kernel(body, wanted, self.thread_blocks, self.config.consumers, scratch)

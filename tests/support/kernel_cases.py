@@ -226,6 +226,9 @@ SHAPES = {
     # So few keys that steps of the forward are of 64; of three consumers at width 64, and of two.
     "keys": (1001, 157, 256, 64, jnp.float16),
     "fewer": (197, 157, 256, 64, jnp.float16),
+    # So few queries that the keys of the forward are dealt out in shares.
+    "far": (197, 4099, 4, 2, jnp.bfloat16),
+    "alone": (2997, 2997, 1, 1, jnp.bfloat16),
 }
 # Width, mask, and shape of those.
 SHORT = [
@@ -246,6 +249,11 @@ SHORT = [
     (160, "full", "few"),
     (256, "full", "long"),
     (256, "causal", "long"),
+    *((width, "full", "far") for width in (64, 80, 128, 256)),
+    *((width, mask, "alone") for width in (64, 128) for mask in ("causal", "window")),
+    (72, "causal", "alone"),
+    (192, "causal", "alone"),
+    (256, "window", "alone"),
 ]
 
 

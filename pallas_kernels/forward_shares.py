@@ -1,0 +1,87 @@
+"""Tiles of the forward whose keys are dealt out in shares, where there are too few for all SMs.
+
+Flash-Decoding's split of the keys (Dao et al. 2023), for tiles of many queries. Each share of a
+tile is a tile of its own, by itself in a thread block, whose output is in float32 and divided by
+its own sum. They are put together in a fixed order:
+
+    out = sum of w_s O_s / sum of w_s,    w_s = 2^(reference_s + log_sum_s)
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.config import SM_COUNT
+from pallas_kernels.element_arrays import expanded
+from pallas_kernels.forward_tiles import BLOCKS, Tiles
+from pallas_kernels.online_softmax import NOTHING_SEEN, normalised
+from pallas_kernels.problem import LOG2E
+
+_AS_EARLY = 1.03  # how much later fewer shares may end
+# Microseconds: of what puts shares together, and of a megabyte that is stored and read for it; of
+# 1e6 multiplications and additions, and of 1000 logits, of which a step takes the longer.
+_TOGETHER, _MEGABYTE, _PRODUCTS, _LOGITS = 5.0, 0.5, 0.3, 0.06
+
+
+@functools.lru_cache
+def dealt_out(whole: Tiles, wanted: int | None) -> Tiles:
+    """The tiles in as few shares as end early; in one where thread blocks have more than a tile.
+
+    Args:
+      whole: the tiles in one share.
+      wanted: None, or how many shares there are to be, or fewer if there are not so many.
+    """
+    p = whole.problem
+    # Beside a window 4 bytes would spill at width 256.
+    if not whole.one_each or (p.has_far_edge and p.widest > 192):
+        return whole
+    blocks = int(whole.key_blocks()[:, BLOCKS].max())
+    most = min(blocks, SM_COUNT // whole.count, wanted or blocks)
+    possible = [dataclasses.replace(whole, shares=shares) for shares in range(1, most + 1)]
+    if wanted is not None:
+        return possible[-1]
+    ends = [_end(tiles) for tiles in possible]
+    return next(x for x, end in zip(possible, ends, strict=True) if end <= _AS_EARLY * min(ends))
+
+
+def _end(tiles: Tiles) -> float:
+    """When the last thread block ends, and shares are put together, in microseconds."""
+    p, config = tiles.problem, tiles.config
+    logits = config.block_q * config.block_kv
+    step = max(_PRODUCTS * logits * (p.width + p.value_width) / 1e6, _LOGITS * logits / 1e3)
+    end = step * int(tiles.key_blocks()[:, BLOCKS].max())
+    if not tiles.are_shared:
+        return end
+    stored_bytes = tiles.count * config.block_q * p.value_width * 4
+    return end + _TOGETHER + _MEGABYTE * stored_bytes / 1e6
+
+
+def combined(
+    results: tuple[jax.Array, jax.Array, jax.Array], sinks: jax.Array | None, tiles: Tiles
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `forward.attention` gives, from the results of all shares (`Tiles.kernel`).
+
+    Args:
+      results: output, LSE, and references with their log_sum.
+      sinks: None, or `[B, N]`, in log2 units.
+      tiles: of all shares.
+    """
+    p = tiles.problem
+    parts, _, references = results
+    parts = parts.reshape(p.batch, tiles.shares, tiles.rows, *parts.shape[2:])
+    parts = parts[:, :, : p.query_length, :, : p.value_width]
+    references = references.reshape(p.batch, p.heads, 2, tiles.shares, tiles.rows)
+    counts = tiles.rows_that_count()
+    reference = jnp.where(counts, references[:, :, 0], NOTHING_SEEN)
+    log_sum = jnp.where(counts, references[:, :, 1], -jnp.inf)
+    highest = reference.max(2)
+    weights = jnp.exp2(reference - highest[:, :, None] + log_sum)
+    sink = None if sinks is None else sinks[:, :, None]
+    in_nats = (lambda x: expanded(x * (1.0 / LOG2E), p)) if p.unbounded else None
+    end = normalised(highest, weights.sum(2), sink, in_nats)
+    weights = (weights * end.inverse[:, :, None])[..., : p.query_length]
+    weights = weights.transpose(0, 2, 3, 1)[..., None]  # as the output is
+    output = jnp.where(weights == 0.0, 0.0, weights * parts).sum(1).astype(p.dtype)
+    return output, end.lse, jnp.stack([highest, end.log_sum], axis=2)
