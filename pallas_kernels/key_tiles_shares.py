@@ -11,7 +11,7 @@ Sections are for dS', which is in memory for so many key heads at a time.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,8 @@ from pallas_kernels.key_tiles import KeyTiles, Section, Shares
 from pallas_kernels.key_tiles_kernel import key_gradients
 from pallas_kernels.problem import whole_tiles
 
-_MOST_BYTES = 256 << 20  # of dK and dV of all shares
+_MOST_BYTES = 512 << 20  # of dK and dV of all shares
+_SIZES = 8  # of sections that are compared
 _AS_EARLY = 1.03  # how much later fewer shares may end
 # Microseconds: of what adds shares up, and of a megabyte that is stored and added up; of 1e6
 # multiplications and additions, and of 1000 logits, of which a step takes the longer.
@@ -71,8 +72,8 @@ def _possible_shares(tiles: KeyTiles) -> Iterator[Shares]:
 
 def _end(tiles: KeyTiles, d_logits_bytes: int) -> float:
     """When the last SM ends, and dK and dV are added up, in steps."""
-    sections = [x.kv_heads for x in d_logits_sections(tiles, d_logits_bytes)] or [tiles.kv_heads]
-    end = sum(scheduler.time_of_deal(tiles.costs_in_order(x), SM_COUNT) for x in sections)
+    sections = d_logits_sections(tiles, d_logits_bytes)
+    end = _end_of_sections(tiles, [x.kv_heads for x in sections] or [tiles.kv_heads])
     if not tiles.are_shared:
         return end
     logits = tiles.block_q * tiles.block_kv
@@ -81,16 +82,22 @@ def _end(tiles: KeyTiles, d_logits_bytes: int) -> float:
     return end + (_SUM + _MEGABYTE * _stored_bytes(tiles) / 1e6) / step
 
 
+def _end_of_sections(tiles: KeyTiles, sections: Iterable[range]) -> float:
+    """When the last SM ends that works on them one after the other, in steps."""
+    return sum(scheduler.time_of_deal(tiles.costs_in_order(x), SM_COUNT) for x in sections)
+
+
 def _stored_bytes(tiles: KeyTiles) -> int:
     """Of dK and dV of all shares, in float32."""
     columns = whole_tiles(tiles.problem.width) + whole_tiles(tiles.problem.value_width)
     return tiles.count * tiles.block_kv * columns * 4
 
 
+@functools.lru_cache
 def d_logits_sections(tiles: KeyTiles, most_bytes: int) -> list[Section]:
-    """The key heads whose dS' is in memory at a time, as few sections as may be.
+    """The key heads whose dS' is in memory at a time: as few sections as may be, that end early.
 
-    None where so many bytes are too few for a head, or what is visited is known at run time only:
+    Their sizes differ where all but the last keep the SMs at work better than even ones. None where so many bytes are too few for a head, or what is visited is known at run time only:
     `backward_query_product.py` takes no step that was not. Nor where tiles have lists, of whose
     steps it does not know where they stand.
     """
@@ -101,9 +108,12 @@ def d_logits_sections(tiles: KeyTiles, most_bytes: int) -> list[Section]:
     count = len(tiles.kv_heads)
     if head_bytes > most_bytes:
         return []
-    sections = -(-count // (most_bytes // head_bytes))
-    size = -(-count // sections)
-    return [Section(tiles.kv_heads[first : first + size], size) for first in range(0, count, size)]
+    most = min(count, most_bytes // head_bytes)
+    even = -(-count // -(-count // most))
+    sizes = np.unique(np.linspace(even, most, _SIZES).astype(int)).tolist()
+    heads = lambda size: [tiles.kv_heads[n : n + size] for n in range(0, count, size)]
+    size = min(sizes, key=lambda size: _end_of_sections(tiles, heads(size)))
+    return [Section(of_section, size) for of_section in heads(size)]
 
 
 def gradients_of_tiles(tiles: KeyTiles, *columns: int) -> tuple[jax.ShapeDtypeStruct, ...]:
