@@ -19,6 +19,9 @@ delta = rowsum(dO * O) - dLSE comes from `row_statistics.py`. `cast_dq.py` does 
 For deterministic gradients dQ comes from `backward_query.py`, and this kernel gives dK and dV
 alone, as `backward_key.py` does at widths above 128.
 
+Where one tile has all keys of its head, dQ of a step is whole. It leaves in the input dtype, as K's
+gradient does, and there is nothing to add to or to cast.
+
 The zeros that dQ begins with come from `row_statistics.py` too, but where thread blocks draw their
 tiles those of the first heads alone: each tile zeros a part of dQ of the section of heads after its
 own, and a tile waits until all of the section before have. These have been drawn, by thread blocks
@@ -70,7 +73,7 @@ from pallas_kernels.backward_block import ThreadBlock
 from pallas_kernels.backward_consumer import consume
 from pallas_kernels.backward_plan import BLOCK_KV, CONSUMERS, K_SLOTS, KEYS, Plan, fragment_of
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import BackwardConfig
+from pallas_kernels.config import DQ_TILE, BackwardConfig
 from pallas_kernels.hopper import Ring
 from pallas_kernels.key_tiles_kernel import gradient_kernel
 from pallas_kernels.problem import Problem
@@ -162,7 +165,7 @@ class _Producer:
 
         def one_step(t, following):
             if plan.with_query_gradient:
-                self.add_dq(index, number, t - 1)
+                self.send_dq(index, number, t - 1)
                 self.let_stage()
             return self.load_step(following, index)
 
@@ -174,7 +177,7 @@ class _Producer:
         if plan.with_query_gradient:
             if plan.keeps_nothing:
                 steps = walk.steps(index + fresh_zero())
-            self.add_dq(index, walk.number(index), steps - 1)
+            self.send_dq(index, walk.number(index), steps - 1)
         self.send_gradients(index)
         self.let_stage()
         if block.drawn:  # if it is drawn by now, else when it is
@@ -323,14 +326,29 @@ class _Producer:
             source = fragment_of(block.dq_smem.at[consumer], columns)
             yield source, fragment_of(block.dq.at[first + consumer], columns)
 
-    def add_dq(self, index, number, t) -> None:
-        """Adds dQ of step t of a tile, staged in the next one; none for t = -1."""
+    def send_dq(self, index, number, t) -> None:
+        """Adds dQ of step t of a tile, staged in the next one, or stores it; none for t = -1."""
         place = self.place_of(index, number)
-        parts = self.dq_parts(place, *self.block.walk.step_of(place, t))
-        for consumer, (source, target) in enumerate(parts):
+        query_block, member = self.block.walk.step_of(place, t)
+        if self.plan.dq_is_whole:
+            self.store_dq(place, query_block, member, t >= 0)
+            return
+        for consumer, (source, target) in enumerate(self.dq_parts(place, query_block, member)):
             self.block.dq_staged.wait(consumer)
             add = functools.partial(plgpu.copy_smem_to_gmem, source, target)
             pl.when(t >= 0)(functools.partial(add, reduction_op="add"))
+
+    def store_dq(self, place, query_block, member, there) -> None:
+        block, problem = self.block, self.plan.problem
+        _, kv_head_of_all = place
+        batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
+        head = kv_head * problem.group + member
+        for consumer in range(CONSUMERS):
+            row, _ = block.dq_place(consumer)
+            rows = pl.ds(query_block * self.plan.config.block_q + row * DQ_TILE, DQ_TILE)
+            block.dq_staged.wait(consumer)
+            store = functools.partial(block.dq_part(consumer).store, block.dq_smem.at[consumer])
+            pl.when(there)(functools.partial(store, block.dq.at[batch, rows, head]))
 
     def send_gradients(self, index) -> None:
         block, plan = self.block, self.plan

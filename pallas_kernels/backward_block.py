@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backward_plan import K_SLOTS, KEYS, Plan
+from pallas_kernels.columns import Columns
 from pallas_kernels.hopper import Ring
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.ptx.barriers import with_twins
@@ -59,6 +60,10 @@ class ThreadBlock:
         """Which 64 rows of a step's dQ a consumer has, and which columns."""
         row, column = divmod(consumer, len(self.plan.dq.tiles))
         return row, self.plan.dq.tiles[column]
+
+    def dq_part(self, consumer: int) -> Columns:
+        """Its columns, where a step's dQ is whole."""
+        return self.plan.dq.parts[consumer % len(self.plan.dq.parts)]
 
     def value_staging(self, n, consumer: int):
         """Where part n of a consumer's dV is staged, as `Columns` take it."""

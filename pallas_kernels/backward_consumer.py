@@ -242,10 +242,15 @@ class _Consumer(Products):
     # --- what is handed over ---
 
     def hand_over_dq(self) -> None:
-        block = self.block
+        block, problem = self.block, self.plan.problem
         dq = plgpu.wgmma_accumulator_load(self.dq_acc, wait_n=0)
         block.sent.wait(self.number)
-        store_fragment(fragment_of(block.dq_smem.at[self.number], self.dq_columns), dq)
+        staged = block.dq_smem.at[self.number]
+        if self.plan.dq_is_whole:
+            dq = (dq * problem.gradient_factor).astype(problem.dtype)
+            block.dq_part(self.number).put(staged, dq, anew=True)
+        else:
+            store_fragment(fragment_of(staged, self.dq_columns), dq)
         fence_async_shared()
         block.dq_staged.arrive(self.number)
 

@@ -61,6 +61,13 @@ class QueryGradient:
     def columns_of_tiles(self) -> tuple[int, ...]:
         return tuple(map(size_of, self.tiles))
 
+    @functools.cached_property
+    def parts(self) -> list[Columns]:
+        """The columns of the array that those of tiles are, for dQ that is not summed."""
+        columns, _ = self.operand_columns
+        size = lambda x: dict(size=size_of(x), first=x.start)
+        return [dataclasses.replace(columns, **size(of_tile)) for of_tile in self.tiles]
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -82,8 +89,9 @@ class Plan:
         return self.tiles.problem
 
     def key_gradients(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of dK and dV; of shares, of whole tiles."""
-        return gradients_of_tiles(self.tiles, self.key_columns.size, self.value_columns.size)
+        """Shapes of dK and dV, of shares of whole tiles; before them of dQ, if it is whole."""
+        of_keys = gradients_of_tiles(self.tiles, self.key_columns.size, self.value_columns.size)
+        return (self.whole.query(), *of_keys) if self.dq_is_whole else of_keys
 
     @functools.cached_property
     def dq(self) -> QueryGradient:
@@ -104,12 +112,35 @@ class Plan:
     # --- tiles ---
 
     @functools.cached_property
-    def tiles(self) -> KeyTiles:
+    def _whole_tiles(self) -> KeyTiles:
+        """In one share."""
         # They read Q and dO, and add to dQ in float32.
         dq_bytes = 4 * self.key_columns.size if self.with_query_gradient else 0
         row_bytes = self.whole.pair_bytes + dq_bytes
-        whole = KeyTiles(self.whole, BLOCK_KV, self.config.block_q, row_bytes=row_bytes)
-        return dealt_out(whole, self.config.shares)
+        return KeyTiles(self.whole, BLOCK_KV, self.config.block_q, row_bytes=row_bytes)
+
+    @functools.cached_property
+    def tiles(self) -> KeyTiles:
+        return dealt_out(self._whole_tiles, self.config.shares)
+
+    @functools.cached_property
+    def dq_is_whole(self) -> bool:
+        """Whether dQ of a step is, and leaves as users get it, with nothing to add up or to cast.
+
+        So it is where one tile has all keys, and sees all queries, and consumers have parts alike.
+        Beside dropout, masks and biases up to 108 bytes would spill.
+        """
+        p = self.whole
+        crowded = p.by_batch or p.has_lists or p.has_elements or p.has_dropout
+        if crowded or not self.with_query_gradient:
+            return False
+        seeing_blocks = self._whole_tiles.seeing_blocks().T.tolist()
+        sees_all = seeing_blocks == [[0, self._whole_tiles.query_blocks]]
+        return sees_all and len(set(self.dq.columns_of_tiles)) == 1
+
+    @property
+    def sums_dq(self) -> bool:
+        return self.with_query_gradient and not self.dq_is_whole
 
     @property
     def one_each(self) -> bool:
@@ -153,7 +184,7 @@ class Plan:
 
         In interpret mode, where thread blocks run one after the other, there are none of these.
         """
-        if interpreting() or not (self.draws and self.with_query_gradient):
+        if interpreting() or not (self.draws and self.sums_dq):
             return 1, range(0)
         return self.tiles.prepared(self.thread_blocks)
 
@@ -296,12 +327,13 @@ class Plan:
     @property
     def prefetches(self) -> bool:
         """Where query heads share keys times vary by more than it gains."""
-        return self.with_query_gradient and self.is_wide and self.problem.group == 1
+        return self.sums_dq and self.is_wide and self.problem.group == 1
 
     @property
     def registers(self) -> tuple[int, int]:
         p = self.problem
-        if self.problem.has_slope and p.by_batch and self.with_query_gradient and p.widest == 128:
+        has_slope = p.has_slope and p.by_batch and self.with_query_gradient
+        if p.widest == 128 and (has_slope or (self.dq_is_whole and p.has_odd_rows)):
             return 232, 40  # the producer spills with fewer
         return self.config.registers
 
@@ -367,7 +399,9 @@ class Plan:
             found["first_full"] = plgpu.Barrier(num_arrivals=1)
         if self.dv_apart:
             found["dv_smem"] = values.smem(1, BLOCK_KV, dtype=dtype)
-        if self.with_query_gradient:
+        if self.dq_is_whole:
+            found["dq_smem"] = self.dq.parts[0].smem(CONSUMERS, DQ_TILE, dtype=dtype)
+        elif self.with_query_gradient:
             found["dq_smem"] = plgpu.SMEM((CONSUMERS, *fragment_shape(DQ_TILE)), jnp.float32)
         if interpret:
             found["twins"] = twins_of(self.barriers)

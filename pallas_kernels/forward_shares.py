@@ -33,9 +33,7 @@ def dealt_out(whole: Tiles, wanted: int | None) -> Tiles:
       whole: the tiles in one share.
       wanted: None, or how many shares there are to be, or fewer if there are not so many.
     """
-    p = whole.problem
-    # Beside a window 4 bytes would spill at width 256.
-    if not whole.one_each or (p.has_far_edge and p.widest > 192):
+    if not whole.one_each:
         return whole
     blocks = int(whole.key_blocks()[:, BLOCKS].max())
     most = min(blocks, SM_COUNT // whole.count, wanted or blocks)

@@ -99,10 +99,12 @@ class Tiles:
     def one_each(self) -> bool:
         """Whether each thread block has one tile, that of its number, and no next one.
 
-        Not where tiles are drawn or have lists of blocks; beside a cap and elements 4 bytes spill.
+        Not where tiles are drawn or have lists of blocks. Beside a cap and elements, and beside a
+        window above width 192, 4 bytes spill.
         """
         p = self.problem
-        is_plain = not (p.by_batch or p.has_lists or (p.has_cap and p.has_elements))
+        spills = (p.has_cap and p.has_elements) or (p.has_far_edge and p.widest > 192)
+        is_plain = not (p.by_batch or p.has_lists or spills)
         return is_plain and self.thread_blocks == self.count
 
     @property

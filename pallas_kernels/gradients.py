@@ -9,6 +9,7 @@ backward_query_product.py  makes dQ
 bias_gradient.py           the gradient of a bias, and of what a score function reads
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -99,11 +100,14 @@ def attention_gradients(
     check_backward(config, problem.widest)
     query_config = query_config or BACKWARD_QUERY[problem.widest]
     is_wide = isinstance(config, BackwardKeyConfig)
-    adds = not (deterministic or is_wide)  # to dQ, in the order in which thread blocks end
-    zeroed_later = range(0)
-    if adds and isinstance(config, BackwardConfig):
-        zeroed_later = Plan(problem, config).zeroed_later
-    block_q = config.block_q if adds else max(config.block_q, query_config.block_q)
+    # The main kernel adds to dQ in the order in which thread blocks end, or makes it whole.
+    plan = Plan(problem, config) if isinstance(config, BackwardConfig) else None
+    if plan is not None and deterministic and plan.sums_dq:
+        plan = dataclasses.replace(plan, with_query_gradient=False)
+    adds = plan is not None and plan.sums_dq
+    block_q = config.block_q
+    if plan is None or not plan.with_query_gradient:
+        block_q = max(block_q, query_config.block_q)
     in_whole = lambda block: -(-problem.query_length // block) * block
     padded_rows = rows_of_statistics = in_whole(block_q)
     if with_bias_gradient or reads:  # with more, dQ has tiles at its end that nothing uses
@@ -119,7 +123,7 @@ def attention_gradients(
         problem=problem,
         padded_rows=rows_of_statistics,
         dq_columns=QueryGradient(problem).columns_of_tiles if adds else (),
-        zeroed_later=zeroed_later,
+        zeroed_later=plan.zeroed_later if plan is not None else range(0),
     )
     masks = intervals, ids, elements, dropout_words
     operands = query, key, value, d_out, start, minus_delta, far
@@ -149,14 +153,18 @@ def attention_gradients(
         of_query = functools.partial(backward_query_product.query_gradient, key=key, tiles=tiles)
         d_query, *of_both = _by_sections(sections, of_keys, of_query)
         return d_query, *of_shares(of_both), *others
-    main = backward.build(problem, config, adds, interpreting())
+    assert plan is not None
+    main = backward.build(problem, config, plan.with_query_gradient, interpreting())
     elements_of_keys = elements.operands(transposed=True)
     main = functools.partial(
         main, intervals, ids, dropout_words, *elements_of_keys, *operands_of_keys
     )
     if blocks is not None:
         main = functools.partial(main, blocks=blocks)
-    of_shares = functools.partial(_summed, (key, value), Plan(problem, config, adds).tiles)
+    of_shares = functools.partial(_summed, (key, value), plan.tiles)
+    if plan.dq_is_whole:
+        d_query, *of_keys = main()
+        return d_query, *of_shares(of_keys), *others
     if deterministic:
         return of_query_alone(), *of_shares(main()), *others
     dq_ref = jax.new_ref(*zeros)

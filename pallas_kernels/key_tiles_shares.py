@@ -95,9 +95,10 @@ def _stored_bytes(tiles: KeyTiles) -> int:
 
 @functools.lru_cache
 def d_logits_sections(tiles: KeyTiles, most_bytes: int) -> list[Section]:
-    """The key heads whose dS' is in memory at a time: as few sections as may be, that end early.
+    """The key heads whose dS' is in memory at a time, in as few sections as may be.
 
-    Their sizes differ where all but the last keep the SMs at work better than even ones. None where so many bytes are too few for a head, or what is visited is known at run time only:
+    All but the last are of one size, with which SMs end earliest. There are none where so many
+    bytes are too few for a head, or what is visited is known at run time only:
     `backward_query_product.py` takes no step that was not. Nor where tiles have lists, of whose
     steps it does not know where they stand.
     """

@@ -110,7 +110,7 @@ def dealt(described: Problem, shares: int | None = None):
         ((1, 16384, 16384, 32, 8, 128, True), (1, 1)),
         ((1, 256, 256, 16, 16, 64), (1, 1)),  # nothing to deal out
         ((2, 8889, 1184, 4, 1, 64), (4, 3)),  # of 80 shares of heads two for some SMs are too long
-        ((2, 14080, 557, 21, 3, 192), (7, 2)),  # in two sections
+        ((2, 14080, 557, 21, 3, 192), (7, 1)),  # in two sections, of 28 and of 14 shares
         ((3, 12288, 64, 6, 1, 256), (6, 7)),
         ((4, 4096, 4096, 8, 8, 256, True), (1, 1)),
     ],

@@ -226,6 +226,9 @@ SHAPES = {
     # So few keys that steps of the forward are of 64; of three consumers at width 64, and of two.
     "keys": (1001, 157, 256, 64, jnp.float16),
     "fewer": (197, 157, 256, 64, jnp.float16),
+    # One tile of keys, which makes dQ whole: of many tiles, and of one for each thread block.
+    "one": (1001, 121, 256, 64, jnp.float16),
+    "single": (1000, 128, 4, 4, jnp.bfloat16),
     # So few queries that the keys of the forward are dealt out in shares.
     "far": (197, 4099, 4, 2, jnp.bfloat16),
     "alone": (2997, 2997, 1, 1, jnp.bfloat16),
@@ -249,6 +252,8 @@ SHORT = [
     (160, "full", "few"),
     (256, "full", "long"),
     (256, "causal", "long"),
+    *((width, mask, "one") for width in (64, 72, 128) for mask in ("full", "causal")),
+    *((width, "full", "single") for width in (32, 64, 128)),
     *((width, "full", "far") for width in (64, 80, 128, 256)),
     *((width, mask, "alone") for width in (64, 128) for mask in ("causal", "window")),
     (72, "causal", "alone"),
