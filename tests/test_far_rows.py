@@ -95,7 +95,7 @@ HIDDEN = [
 
 
 @pytest.mark.fast_cases()
-@pytest.mark.long_cases("row-64-options0", "tiled-64-options2")
+@pytest.mark.long_cases("row-64-options0")
 @pytest.mark.parametrize(("kind", "H", "options"), HIDDEN)
 def test_rows_whose_keys_a_finite_bias_hides(kind, H, options):
     with interpret_mode():

@@ -76,7 +76,7 @@ def test_bits_blocks_and_seen_keys_of_a_mask(shape, lowest, highest):
     [
         (130, 200, 2, 1, 64, jnp.bfloat16, WHOLE, {}),
         slow(200, 133, 2, 1, 64, jnp.float16, KEYS, dict(is_causal=True, query_offset=-20)),
-        long(67, 150, 4, 2, 128, jnp.bfloat16, HEADS, dict(is_causal=True, query_offset=83)),
+        slow(67, 150, 4, 2, 128, jnp.bfloat16, HEADS, dict(is_causal=True, query_offset=83)),
         slow(140, 77, 1, 1, 128, jnp.float16, "bts", dict(local_window_size=(60, 20))),
         long(130, 67, 2, 1, 256, jnp.bfloat16, WHOLE, {}),
         slow(70, 100, 1, 1, 256, jnp.bfloat16, KEYS, dict(is_causal=True)),
@@ -127,7 +127,7 @@ def test_rows_that_see_their_first_key_in_the_last_step():
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases("0.5-64-s-bfloat16-float32", "-0.5-128-nts-bfloat16-float32")
+@pytest.mark.fast_cases("-0.5-128-nts-bfloat16-float32")
 @pytest.mark.parametrize(
     ("H", "axes", "dtype", "bias_dtype"),
     [
@@ -141,12 +141,12 @@ def test_rows_that_see_their_first_key_in_the_last_step():
 def test_bias_that_rises_or_falls(H, axes, dtype, bias_dtype, slope):
     """Over 400 keys, by more than weights may, or by what a row that has settled takes."""
     bias = slope * jnp.arange(400.0).at[300:].add(100.0)
-    bias = jnp.broadcast_to(bias, shape_of(axes, 2, 2, 70, 400)).astype(bias_dtype)
+    bias = jnp.broadcast_to(bias, shape_of(axes, 1, 2, 70, 400)).astype(bias_dtype)
     with interpret_mode():
-        check(inputs(2, 70, 400, 2, 1, H, dtype), bias=bias, config=few_thread_blocks(H, 2))
+        check(inputs(1, 70, 400, 2, 1, H, dtype), bias=bias, config=few_thread_blocks(H, 1))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("H", "hidden"), [(64, -1e9), slow(128, -jnp.inf), slow(64, -1e4)])
 def test_bias_of_keys_that_hides_padding(H, hidden):
     """All keys of the first steps, of one batch entry alone, and some keys of a later one."""
@@ -161,14 +161,14 @@ def test_bias_of_keys_that_hides_padding(H, hidden):
     ("H", "options"),
     [
         (64, with_lengths(key_value_seq_lengths=[150, 0], is_causal=True)),
-        (128, with_lengths(query_seq_lengths=[100, 64], query_offset=[9, -40], is_causal=True)),
+        slow(128, with_lengths(query_seq_lengths=[100, 64], query_offset=[9, -40], is_causal=True)),
         slow(256, with_lengths(query_seq_lengths=[70, 100], key_value_seq_lengths=[0, 99])),
     ],
 )
 def test_mask_with_lengths(H, options):
     mask = random_mask((2, 1, 100, 180))
     with interpret_mode():
-        check(inputs(2, 100, 180, 2, 1, H, jnp.bfloat16), mask=mask, **options)
+        check(inputs(2, 100, 180, 1, 1, H, jnp.bfloat16), mask=mask, **options)
 
 
 @pytest.mark.long
@@ -181,7 +181,7 @@ def test_many_tiles_of_a_thread_block(H):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases("64-nan", "256-nan")
+@pytest.mark.fast_cases("64-nan")
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize("H", [64, 256])
 def test_what_a_mask_hides_does_not_count(H, poison):
@@ -222,7 +222,7 @@ def test_what_a_mask_hides_does_not_count(H, poison):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("axes", [(None, 0, None), (0, None, 0), slow((0, None, None))])
+@pytest.mark.parametrize("axes", [slow((None, 0, None)), (0, None, 0), slow((0, None, None))])
 def test_vmap(axes):
     """Over queries, masks or biases, of which each gets the gradient of its own call."""
     query, key, value, _, _ = inputs(2, 24, 40, 2, 1, 64, jnp.bfloat16)
@@ -254,7 +254,7 @@ def test_vmap(axes):
     [
         (130, 200, 2, 1, 64, jnp.bfloat16, WHOLE, jnp.bfloat16, {}),
         slow(200, 133, 2, 1, 64, jnp.float16, KEYS, jnp.float32, dict(is_causal=True)),
-        long(67, 150, 4, 2, 128, jnp.bfloat16, HEADS, jnp.float32, dict(is_causal=True)),
+        slow(67, 150, 4, 2, 128, jnp.bfloat16, HEADS, jnp.float32, dict(is_causal=True)),
         slow(140, 77, 1, 1, 128, jnp.float16, "bts", jnp.float16, dict(local_window_size=(60, 20))),
         slow(130, 67, 2, 1, 256, jnp.bfloat16, "ns", jnp.bfloat16, {}),
         long(70, 100, 1, 1, 256, jnp.bfloat16, HEADS, jnp.bfloat16, dict(is_causal=True)),
@@ -282,7 +282,7 @@ def test_bias(T, S, N, K, H, dtype, axes, bias_dtype, options):
 @pytest.mark.parametrize(
     ("T", "S", "H", "axes", "bias_dtype", "options"),
     [
-        (130, 264, 64, HEADS, jnp.float16, dict(is_causal=True, query_offset=90)),
+        slow(130, 264, 64, HEADS, jnp.float16, dict(is_causal=True, query_offset=90)),
         slow(70, 8, 64, "ts", jnp.bfloat16, {}),
         (150, 72, 128, HEADS, jnp.bfloat16, dict(local_window_size=(60, 20))),
         slow(70, 136, 96, WHOLE, jnp.float16, dict(logits_soft_cap=5.0)),
@@ -296,7 +296,7 @@ def test_bias_that_comes_in_tiles(T, S, H, axes, bias_dtype, options):
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases("nts-bfloat16-options0-3", "ns-float32-options1-3", "nt-float32-options2-1")
+@pytest.mark.fast_cases("nt-float32-options2-1")
 @pytest.mark.parametrize("thread_blocks", [3, 1])
 @pytest.mark.parametrize(
     ("axes", "bias_dtype", "options"),
@@ -349,7 +349,7 @@ def test_other_widths(H, h, mask_axes, bias_axes, options):
 @pytest.mark.parametrize("H", [64, slow(256)])
 def test_bias_of_keys_over_many_tiles(H):
     """Whose -inf hides all keys of the first steps, and one key of the last stands far above."""
-    arrays = inputs(1, 300, 277, 2, 1, H, jnp.bfloat16)
-    bias = random_bias((1, 2, 1, 277)).at[..., 100:].set(-jnp.inf).at[..., 5].set(200.0)
+    arrays = inputs(1, 300, 277, 1, 1, H, jnp.bfloat16)
+    bias = random_bias((1, 1, 1, 277)).at[..., 100:].set(-jnp.inf).at[..., 5].set(200.0)
     with interpret_mode():
         check(arrays, bias=bias, config=few_thread_blocks(H, 1))

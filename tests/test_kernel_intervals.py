@@ -140,7 +140,7 @@ def test_key_blocks_of_query_tiles(T, S, seen, width):
 
 @pytest.mark.long
 @every_case
-@pytest.mark.parametrize(("block_kv", "block_q"), [slow(128, 128), (128, 64), (64, 64)])
+@pytest.mark.parametrize(("block_kv", "block_q"), [slow(128, 128), (128, 64), slow(64, 64)])
 def test_query_blocks_of_key_tiles(T, S, seen, block_kv, block_q):
     """Blocks left out see no key of a tile, those without a mask all keys of a consumer."""
     tiles = KeyTiles(dynamic(T, S), block_kv, block_q, row_bytes=1)
@@ -244,7 +244,7 @@ def test_deterministic_gradients(H, options):
         check(arrays, **as_arrays(options), deterministic=True)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("H", "thread_blocks", "options"),
     [
@@ -259,7 +259,7 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, options):
         check(arrays, **as_arrays(options), config=few_thread_blocks(H, thread_blocks))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sinks():
     """Also in rows that see nothing, where they take no weight."""
     arrays = inputs(2, 150, 200, 2, 1, 64, jnp.bfloat16)
@@ -268,7 +268,7 @@ def test_sinks():
         check(arrays, **options, sinks=jnp.array([3.0, 40.0]))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_maxima_that_jump_beside_rows_that_see_nothing():
     """A second round, in which such rows take part."""
     query, key, *rest = inputs(2, 64, 512, 1, 1, 64, jnp.bfloat16)
@@ -298,10 +298,7 @@ def test_what_sees_nothing_and_is_not_seen_does_not_count(H, deterministic, pois
     check_that_rows_alone_do_not_count(attention, arrays, no_query, no_key, poison)
 
 
-@pytest.mark.long
-@pytest.mark.fast_cases(
-    "200-264-2-1-64-64-bfloat16-options0-nan",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", [jnp.nan, -jnp.inf])
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "h", "dtype", "options"),
@@ -365,7 +362,7 @@ def test_what_does_not_count_may_be_anything(T, S, N, K, H, h, dtype, options, p
         check(arrays, **options)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("H", "more"),
     [
@@ -392,7 +389,7 @@ def test_what_does_not_count_beside_other_options(H, more):
     check_that_rows_alone_do_not_count(attention, arrays, no_query, no_key, jnp.nan)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, slow(1), slow(2)])
 def test_nan_in_what_counts_stays(which):
     """In all that it is a part of, be it beside rows that see nothing."""
@@ -436,7 +433,7 @@ def test_kernels_take_their_inputs_as_they_are():
     assert not selects(gradients) and selects(gradients, deterministic=True)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [64, slow(128)])
 def test_vmap_over_lengths_and_offsets(width):
     """Where the backward has lists of tiles, and where it draws them."""

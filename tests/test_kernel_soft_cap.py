@@ -11,7 +11,7 @@ import pytest
 import jax_flash
 from pallas_kernels import soft_cap
 from pallas_kernels.problem import Problem
-from tests.support.cases import long, slow
+from tests.support.cases import slow
 from tests.support.elements import random_bias, random_mask, shape_of, with_lengths
 from tests.support.interpret import interpret_mode
 from tests.support.kernel_calls import check, few_thread_blocks, inputs
@@ -48,7 +48,7 @@ def test_tanh(tanh, error):
     [
         (200, 264, 2, 1, 64, jnp.bfloat16, 1.0, dict(is_causal=True)),
         slow(1, 239, 2, 2, 64, jnp.float16, 50.0, dict(deterministic=True)),
-        long(113, 203, 2, 1, 128, jnp.bfloat16, 5.0, dict(is_causal=True, query_offset=90)),
+        slow(113, 203, 2, 1, 128, jnp.bfloat16, 5.0, dict(is_causal=True, query_offset=90)),
         slow(
             90, 80, 1, 1, 128, jnp.float16, 2.0, dict(local_window_size=(40, 9), deterministic=True)
         ),
@@ -103,7 +103,7 @@ def test_rows_at_both_ends_of_the_cap(cap, is_known):
         check((query, key, *rest), logits_soft_cap=cap, is_causal=True)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sinks_where_maxima_jump():
     """A second round over the tiles of a thread block; the sink is a logit that no cap is for."""
     query, key, *rest = inputs(1, 150, 400, 2, 2, 64, jnp.bfloat16)
@@ -117,7 +117,7 @@ def test_sinks_where_maxima_jump():
         )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("H", [64, slow(256)])
 def test_lengths_by_batch_entry(H):
     """Among them rows and keys that nothing sees, whose NaN do no harm."""

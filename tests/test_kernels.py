@@ -33,10 +33,10 @@ from tests.support.nonzero import assert_none_is_zero
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "dtype", "is_causal", "query_offset"),
     [
-        long(256, 256, 1, 1, 64, jnp.bfloat16, False, 0),
+        slow(256, 256, 1, 1, 64, jnp.bfloat16, False, 0),
         (200, 264, 2, 1, 64, jnp.bfloat16, True, 0),
         slow(1, 239, 2, 2, 64, jnp.float16, False, 0),
-        long(256, 256, 1, 1, 128, jnp.bfloat16, True, 0),
+        slow(256, 256, 1, 1, 128, jnp.bfloat16, True, 0),
         long(67, 300, 4, 2, 128, jnp.float16, False, 0),
         slow(113, 203, 2, 1, 128, jnp.bfloat16, True, 90),
         long(200, 70, 1, 1, 128, jnp.bfloat16, True, -50),
@@ -69,7 +69,7 @@ def test_deterministic_gradients(T, S, N, K, H, dtype, is_causal, query_offset):
 @pytest.mark.parametrize(
     ("H", "dtype", "is_causal", "query_offset", "sinks"),
     [
-        (64, jnp.bfloat16, False, 0, (0.0, 3.0)),
+        slow(64, jnp.bfloat16, False, 0, (0.0, 3.0)),
         slow(128, jnp.float16, True, 0, (-5.0, 40.0)),  # one that takes nearly all weight
         (64, jnp.bfloat16, True, -50, (1e4, -1e4)),  # all of it, and none
         slow(256, jnp.bfloat16, True, 10, (2.0, -jnp.inf)),
@@ -91,7 +91,7 @@ def test_sinks_where_maxima_jump():
         )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_vmap_over_sinks():
     query, key, value, _, _ = inputs(1, 40, 48, 2, 2, 64, jnp.bfloat16)
     sinks = jnp.array([[0.0, 1.0], [2.0, -1.0]])
@@ -109,7 +109,7 @@ def test_vmap_over_sinks():
     assert abs(gradients).min() > 1e-3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backward_query",
     [
@@ -141,7 +141,7 @@ def test_deterministic_gradients_take_kernels_of_their_own():
     assert kernels(deterministic=False) == {"cast_dq"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_of_large_logits_and_maxima_that_grow():
     """Each later key block, in the order of the kernel, brings a larger maximum."""
     query, key, value, dout, dlse = inputs(1, 64, 512, 1, 1, 64, jnp.bfloat16)
@@ -153,7 +153,7 @@ def test_rows_of_large_logits_and_maxima_that_grow():
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("H", "dtype", "is_causal"),
-    [(64, jnp.bfloat16, False), (128, jnp.float16, True), slow(256, jnp.bfloat16, False)],
+    [(64, jnp.bfloat16, False), slow(128, jnp.float16, True), slow(256, jnp.bfloat16, False)],
 )
 def test_maxima_that_jump_and_other_heads(H, dtype, is_causal):
     """A second round over the tiles of a thread block, which leaves other heads as they were.
@@ -185,7 +185,7 @@ def test_maxima_that_jump_and_other_heads(H, dtype, is_causal):
 @pytest.mark.parametrize(
     ("H", "thread_blocks", "is_causal", "query_offset", "deterministic"),
     [
-        (64, 2, True, 0, False),
+        slow(64, 2, True, 0, False),
         slow(64, 1, False, 0, False),
         (128, 1, True, -130, False),
         slow(128, 1, True, -290, False),  # tiles of one step, and tiles that nothing sees
@@ -205,7 +205,7 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offs
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases("causal-(2, 1)", "window-(2, 1)")
+@pytest.mark.fast_cases("window-(2, 1)")
 @pytest.mark.parametrize("sections", [(2, 1), (), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize(
     "options", [dict(is_causal=True), dict(local_window_size=(20, 30))], ids=["causal", "window"]
@@ -244,7 +244,7 @@ def test_an_lse_that_nothing_differentiates(H):
     assert_none_is_zero(with_zeros)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("H", "options"),
     [
@@ -294,7 +294,7 @@ def test_settings_other_than_the_default():
         check(inputs(1, 200, 150, 2, 1, 128, jnp.bfloat16), is_causal=True, config=settings)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_keys_that_no_query_sees_at_width_256():
     with interpret_mode():
         check(inputs(1, 70, 200, 1, 1, 256, jnp.bfloat16), is_causal=True, query_offset=-10)
@@ -434,7 +434,7 @@ def test_query_blocks_that_two_consumers_cannot_share():
     ("H", "deterministic", "options"),
     [
         (64, False, {}),
-        (64, True, {}),
+        slow(64, True, {}),
         (64, True, dict(is_causal=True, query_offset=50)),
         (256, False, {}),
         *(
@@ -481,7 +481,7 @@ def test_cotangents_of_rows_that_see_nothing_do_not_count(poison, deterministic)
     chex.assert_trees_all_equal(poisoned, clean)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_other_batch_entries_do_not_leak():
     """NaN in the sequences beside one whose length is no multiple of any tile."""
     arrays = inputs(3, 70, 77, 1, 1, 64, jnp.bfloat16)

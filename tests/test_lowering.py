@@ -72,7 +72,11 @@ def test_lowers_for_cuda(fn, args):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("fn", "args"),
-    [pytest.param(fn, args, id=name) for name, fn, args in kernel_cases() if name in WITH_64_BITS],
+    [
+        pytest.param(fn, args, id=name, marks=[pytest.mark.slow] * (name == WITH_64_BITS[0]))
+        for name, fn, args in kernel_cases()
+        if name in WITH_64_BITS
+    ],
 )
 def test_lowers_for_cuda_where_numbers_have_64_bits(fn, args):
     """Numbers of Python and numpy are int64 then, where those of kernels are int32."""

@@ -95,7 +95,11 @@ def test_products_are_those_of_whole_tiles():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "bias_dtype", [pytest.param(x, id=np.dtype(x).name) for x in (jnp.bfloat16, jnp.float32)]
+    "bias_dtype",
+    [
+        pytest.param(jnp.bfloat16, id="bfloat16"),
+        pytest.param(jnp.float32, id="float32", marks=pytest.mark.slow),
+    ],
 )
 def test_a_bias_and_its_gradient_are_not_copied(bias_dtype):
     """The gradient of a bias that has a value a pair, in the program before it is compiled."""

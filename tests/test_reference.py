@@ -10,7 +10,7 @@ import pytest
 
 from jax_flash import reference
 from tests import oracle
-from tests.support.cases import long
+from tests.support.cases import long, slow
 
 MEMORY = 4 * 8 * 4  # with width 8: tiles of 4 rows and 4 keys
 
@@ -77,7 +77,7 @@ ALGORITHMS = {
 }
 
 # Below, at and beyond the tiles, and not their multiples.
-LENGTHS = [(1, 1), (3, 3), (1, 13), (13, 1), (4, 8), (9, 13), (13, 7)]
+LENGTHS = [(1, 1), slow((3, 3)), (1, 13), slow((13, 1)), (4, 8), (9, 13), (13, 7)]
 
 
 @pytest.mark.long

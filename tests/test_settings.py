@@ -16,7 +16,6 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jax_flash
 from jax_flash import xla
-from tests.support.cases import long
 from tests.support.public_calls import CALLS, NOT_CALLED, PublicCall
 from tests.support.sharded import mesh_of, put
 
@@ -69,13 +68,20 @@ def test_traces_under(setting: str, call: PublicCall, function: Callable):
         jax.jit(function).trace(arrays)
 
 
-@pytest.fixture
-def _little_garbage() -> Iterator[None]:
-    """JAX looks for what holds a tracer among all that Python has, but for what is frozen."""
-    gc.collect()
-    gc.freeze()
+@pytest.fixture(scope="module")
+def _unfrozen() -> Iterator[None]:
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def _little_garbage(_unfrozen) -> None:
+    """JAX looks for what holds a tracer among all that Python has, but for what is frozen.
+
+    What was frozen for one test is so for the next, which looks through what is new alone.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.mark.long
@@ -92,8 +98,15 @@ def test_leaks_no_tracer(call: PublicCall, function: Callable, request):
         jax.jit(function).trace(arrays)
 
 
-@pytest.mark.parametrize(("call", "function"), cases(("xla",), collective=False, long_forward=True))
-@pytest.mark.parametrize("setting", ["debug_nans", long("disable_jit")])
+def runs() -> Iterator:
+    """Settings and what runs under them: without jit in CI, and forward alone not even there."""
+    for case in cases(("xla",), collective=False, long_forward=True):
+        without_jit = pytest.mark.slow if case.marks else pytest.mark.long
+        for setting, marks in (("debug_nans", case.marks), ("disable_jit", without_jit)):
+            yield pytest.param(setting, *case.values, id=f"{setting}-{case.id}", marks=marks)
+
+
+@pytest.mark.parametrize(("setting", "call", "function"), [*runs()])
 def test_runs_under(setting: str, call: PublicCall, function: Callable):
     arrays = call.arrays()
     with RUN[setting]():

@@ -234,7 +234,7 @@ def random_case(rng):
 
 
 @pytest.mark.fast_cases(*map(str, range(4)))
-@pytest.mark.long_cases(*map(str, range(4, 12)))
+@pytest.mark.long_cases(*map(str, range(4, 8)))
 @pytest.mark.parametrize("seed", range(24))
 def test_random_combination(seed, monkeypatch):
     rng = np.random.default_rng(seed)

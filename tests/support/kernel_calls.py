@@ -238,6 +238,7 @@ def check_vmap_over_options(attention, width=64, **options):
     """
     arrays = inputs(1, 40, 48, 1, 1, width, jnp.bfloat16)[:3]
 
+    @jax.jit  # one program for each of them alone
     def gradients(options):
         def loss(*arrays):
             return (attention(*arrays, **options).astype(jnp.float32) ** 2).sum()
