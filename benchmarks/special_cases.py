@@ -19,7 +19,14 @@ import jax
 from benchmarks import attention, reporting, timing
 from benchmarks.rows import Row
 from jax_flash import launch
-from pallas_kernels import backward, backward_plan, defaults, forward, scheduler
+from pallas_kernels import (
+    backward,
+    backward_plan,
+    defaults,
+    forward,
+    key_tiles_shares,
+    scheduler,
+)
 
 Without = Callable[[], contextlib.AbstractContextManager]
 
@@ -156,6 +163,35 @@ SPECIAL = {
         Row(1, 8192, 8, 1, 128, True),
         _changed(defaults.BACKWARD, 128, shares=1),
     ),
+    "shares of more than 256 MB": Special(
+        "both",
+        Row(1, 4828, 35, 7, 256, False),
+        _other(key_tiles_shares, _MOST_BYTES=256 << 20),
+    ),
+    "shares of keys": Special(
+        "forward",
+        Row(1, 64, 8, 8, 128, False, key_length=8192),
+        _changed(defaults.FORWARD, 128, shares=1),
+    ),
+    "shares of keys, width 256": Special(
+        "both",
+        Row(3, 120, 1, 1, 256, False, key_length=994),
+        _changed(defaults.FORWARD, 256, shares=1),
+    ),
+    "sections of dS' of the best size": Special(
+        "both", Row(9, 5376, 11, 11, 192, True), _other(key_tiles_shares, _SIZES=1)
+    ),
+    "whole dQ": Special(
+        "both",
+        Row(22, 9713, 3, 3, 64, False, key_length=67),
+        _other(_PLAN, dq_is_whole=False),
+    ),
+    "whole dQ, width 128": Special(
+        "both", Row(19, 76, 48, 8, 128, False), _other(_PLAN, dq_is_whole=False)
+    ),
+    "whole dQ of a small call": Special(
+        "both", Row(2, 64, 2, 2, 128, False), _other(_PLAN, dq_is_whole=False)
+    ),
     "dQ as a product": Special(
         "both",
         Row(4, 4096, 8, 8, 256, True),
@@ -166,7 +202,13 @@ SPECIAL = {
 
 def _program(special: Special) -> jax.stages.Compiled:
     jax.clear_caches()
-    for cached in (launch._module, forward._build, backward.build):
+    for cached in (
+        launch._module,
+        forward._build,
+        backward.build,
+        key_tiles_shares.dealt_out,
+        key_tiles_shares.d_logits_sections,
+    ):
         cached.cache_clear()
     candidate = attention.jax_flash_with("mosaic_gpu", **special.options())
     programs = attention.build(candidate, special.row, special.passes)

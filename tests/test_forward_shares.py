@@ -41,10 +41,10 @@ def tiles(B, T, S, N, K, H, lowest=None, highest=None, **options) -> Tiles:
         (70, 300, 2, 1, 64, 3, {}),
         long(140, 300, 2, 1, 40, 2, {"is_causal": True}),  # the first tile has one block
         long(300, 300, 1, 1, 80, 3, {"is_causal": True}),
-        long(200, 400, 1, 1, 128, 3, WINDOW),
+        long(140, 400, 1, 1, 128, 3, WINDOW),
         slow(140, 300, 1, 1, 128, 100, {}),
         slow(30, 200, 2, 1, 256, 3, {"is_causal": True}),
-        long(30, 200, 2, 1, 192, 2, {}),
+        slow(30, 200, 2, 1, 192, 2, {}),
         slow(70, 300, 2, 2, 64, 3, {"dropout_rate": 0.25}),
         long(70, 300, 2, 2, 128, 2, {"logits_soft_cap": 5.0, "dropout_rate": 0.25}),
     ],

@@ -456,11 +456,10 @@ def test_deterministic_gradients(kind, H, options):
         check(arrays, **options_of(ids, **options), deterministic=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "H", "deterministic", "options"),
     [
-        ("documents", 64, False, dict(is_causal=True)),
+        long("documents", 64, False, dict(is_causal=True)),
         slow("documents", 128, True, dict(key_value_seq_lengths=jnp.array([150, 0]))),
         slow("of other lengths", 128, False, dict(local_window_size=(100, 30))),
         slow("interleaved", 64, True, {}),

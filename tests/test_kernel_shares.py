@@ -28,7 +28,7 @@ IDS = jnp.arange(140)[None] // 60
     [
         (4, 1, 64, 2, {"is_causal": True}),
         slow(4, 2, 80, 2, {}),
-        slow(8, 1, 128, 8, {"is_causal": True, "deterministic": True}),
+        long(8, 1, 128, 8, {"is_causal": True, "deterministic": True}),
         slow(6, 2, 128, 3, {"local_window_size": (90, 40)}),
         long(4, 1, 40, 2, {"key_value_seq_lengths": jnp.array([130])}),
         slow(4, 1, 128, 2, {"query_segment_ids": IDS, "key_value_segment_ids": IDS}),
@@ -75,7 +75,7 @@ def test_parts_of_tiles(N, K, H, T, options):
         check(arrays, config=with_shares(H, 3 * N // K), **options)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sections_of_shares():
     """dS' of one share at a time."""
     backward = config.BackwardKeyConfig(shares=4, d_logits_bytes=3 * 3 * 64 * 64 * 2)
