@@ -322,7 +322,7 @@ class _Producer:
         head_of_all = kv_head_of_all * self.plan.problem.group + member
         first = (head_of_all * tiles.query_blocks + query_block) * CONSUMERS
         for consumer in range(CONSUMERS):
-            _, columns = block.dq_place(consumer)
+            _, columns = self.plan.dq.place(consumer)
             source = fragment_of(block.dq_smem.at[consumer], columns)
             yield source, fragment_of(block.dq.at[first + consumer], columns)
 
@@ -342,12 +342,12 @@ class _Producer:
         block, problem = self.block, self.plan.problem
         _, kv_head_of_all = place
         batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
-        head = kv_head * problem.group + member
+        head = member + kv_head * problem.group
         for consumer in range(CONSUMERS):
-            row, _ = block.dq_place(consumer)
+            row, _ = self.plan.dq.place(consumer)
             rows = pl.ds(query_block * self.plan.config.block_q + row * DQ_TILE, DQ_TILE)
             block.dq_staged.wait(consumer)
-            store = functools.partial(block.dq_part(consumer).store, block.dq_smem.at[consumer])
+            store = functools.partial(self.plan.dq.part(consumer).store, block.dq_smem[consumer])
             pl.when(there)(functools.partial(store, block.dq.at[batch, rows, head]))
 
     def send_gradients(self, index) -> None:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backward_plan import K_SLOTS, KEYS, Plan
-from pallas_kernels.columns import Columns
 from pallas_kernels.hopper import Ring
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.ptx.barriers import with_twins
@@ -55,15 +54,6 @@ class ThreadBlock:
         self.queries = Ring((q_smem,), q_full, free, (plan.key_columns.load,))
         self.d_outs = Ring((o_smem,), o_full, free, (plan.value_columns.load,))
         self.dq_first = plan.dq_first(self.walk.has_elements_of_queries)
-
-    def dq_place(self, consumer: int) -> tuple[int, slice]:
-        """Which 64 rows of a step's dQ a consumer has, and which columns."""
-        row, column = divmod(consumer, len(self.plan.dq.tiles))
-        return row, self.plan.dq.tiles[column]
-
-    def dq_part(self, consumer: int) -> Columns:
-        """Its columns, where a step's dQ is whole."""
-        return self.plan.dq.parts[consumer % len(self.plan.dq.parts)]
 
     def value_staging(self, n, consumer: int):
         """Where part n of a consumer's dV is staged, as `Columns` take it."""

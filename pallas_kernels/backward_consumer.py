@@ -36,7 +36,7 @@ def consume(block: ThreadBlock, number: int) -> None:
         accumulator(KEYS, block_q),
     ]
     if plan.with_query_gradient:
-        _, dq_columns = block.dq_place(number)
+        _, dq_columns = block.plan.dq.place(number)
         accumulators.append(accumulator(DQ_TILE, size_of(dq_columns)))
     pl.run_scoped(lambda *refs: _Consumer(block, number, *refs).walk(), *accumulators)
 
@@ -245,12 +245,11 @@ class _Consumer(Products):
         block, problem = self.block, self.plan.problem
         dq = plgpu.wgmma_accumulator_load(self.dq_acc, wait_n=0)
         block.sent.wait(self.number)
-        staged = block.dq_smem.at[self.number]
         if self.plan.dq_is_whole:
             dq = (dq * problem.gradient_factor).astype(problem.dtype)
-            block.dq_part(self.number).put(staged, dq, anew=True)
+            self.plan.dq.part(self.number).put(block.dq_smem[self.number], dq, anew=True)
         else:
-            store_fragment(fragment_of(staged, self.dq_columns), dq)
+            store_fragment(fragment_of(block.dq_smem.at[self.number], self.dq_columns), dq)
         fence_async_shared()
         block.dq_staged.arrive(self.number)
 

@@ -61,12 +61,16 @@ class QueryGradient:
     def columns_of_tiles(self) -> tuple[int, ...]:
         return tuple(map(size_of, self.tiles))
 
-    @functools.cached_property
-    def parts(self) -> list[Columns]:
-        """The columns of the array that those of tiles are, for dQ that is not summed."""
-        columns, _ = self.operand_columns
-        size = lambda x: dict(size=size_of(x), first=x.start)
-        return [dataclasses.replace(columns, **size(of_tile)) for of_tile in self.tiles]
+    def place(self, consumer: int) -> tuple[int, slice]:
+        """Which 64 rows of a step's dQ a consumer has, and which columns."""
+        row, column = divmod(consumer, len(self.tiles))
+        return row, self.tiles[column]
+
+    def part(self, consumer: int) -> Columns:
+        """These columns, as dQ that is not summed leaves."""
+        _, columns = self.place(consumer)
+        size, first = size_of(columns), columns.start
+        return dataclasses.replace(self.operand_columns[0], size=size, first=first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,16 +131,16 @@ class Plan:
     def dq_is_whole(self) -> bool:
         """Whether dQ of a step is, and leaves as users get it, with nothing to add up or to cast.
 
-        So it is where one tile has all keys, and sees all queries, and consumers have parts alike.
-        Beside dropout, masks and biases up to 108 bytes would spill.
+        So it is where one tile has all keys, and sees all queries. Beside dropout, masks and biases
+        up to 108 bytes would spill in two boxes.
         """
         p = self.whole
-        crowded = p.by_batch or p.has_lists or p.has_elements or p.has_dropout
-        if crowded or not self.with_query_gradient:
+        if p.by_batch or p.has_lists or not self.with_query_gradient:
+            return False
+        if (p.has_elements or p.has_dropout) and p.widest == 128 and p.width < 128:
             return False
         seeing_blocks = self._whole_tiles.seeing_blocks().T.tolist()
-        sees_all = seeing_blocks == [[0, self._whole_tiles.query_blocks]]
-        return sees_all and len(set(self.dq.columns_of_tiles)) == 1
+        return seeing_blocks == [[0, self._whole_tiles.query_blocks]]
 
     @property
     def sums_dq(self) -> bool:
@@ -400,7 +404,8 @@ class Plan:
         if self.dv_apart:
             found["dv_smem"] = values.smem(1, BLOCK_KV, dtype=dtype)
         if self.dq_is_whole:
-            found["dq_smem"] = self.dq.parts[0].smem(CONSUMERS, DQ_TILE, dtype=dtype)
+            parts = [self.dq.part(consumer) for consumer in range(CONSUMERS)]
+            found["dq_smem"] = [part.smem(DQ_TILE, dtype=dtype) for part in parts]
         elif self.with_query_gradient:
             found["dq_smem"] = plgpu.SMEM((CONSUMERS, *fragment_shape(DQ_TILE)), jnp.float32)
         if interpret:

@@ -33,7 +33,7 @@ class Products:
     def __init__(self, block: ThreadBlock, number: int, dk_acc, dv_acc, s_acc, dp_acc, dq_acc=None):
         self.block, self.plan, self.number = block, block.plan, number
         self.own = pl.ds(KEYS * number, KEYS)
-        self.dq_row, self.dq_columns = block.dq_place(number)
+        self.dq_row, self.dq_columns = block.plan.dq.place(number)
         self.dk_acc, self.dv_acc, self.s_acc, self.dp_acc = dk_acc, dv_acc, s_acc, dp_acc
         self.dq_acc = dq_acc
 

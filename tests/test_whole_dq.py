@@ -29,8 +29,10 @@ def plan(T, S, N, K, H, **options) -> Plan:
         (1, 70, 100, 2, 1, 64, {}),
         long(1, 150, 90, 2, 2, 72, {"is_causal": True}),
         long(1, 200, 128, 1, 1, 128, {}),
+        long(2, 150, 60, 1, 1, 80, {}),  # consumers have 48 columns and 32
         slow(2, 150, 60, 4, 2, 40, {}),
         slow(1, 150, 104, 2, 2, 64, {"logits_soft_cap": 5.0}),
+        long(1, 150, 90, 2, 2, 128, {"dropout_rate": 0.25}),
         slow(2, 150, 60, 4, 2, 64, {"deterministic": True}),
     ],
 )
@@ -53,12 +55,13 @@ def test_whole_where_queries_are_dealt_out():
         ((500, 128, 2, 2, 64), {"highest": 0}, True),
         ((500, 129, 2, 2, 64), {}, False),
         ((500, 100, 8, 1, 128), {"soft_cap": 5.0}, True),
-        ((500, 100, 8, 1, 128), {"dropout": 100}, False),
+        ((500, 100, 8, 1, 128), {"dropout": 100, "has_bias": True}, True),
+        ((500, 100, 8, 1, 80), {"dropout": 100}, False),
         ((500, 100, 2, 2, 64), {"dynamic": True}, False),
         ((500, 100, 2, 2, 64), {"segmented": True}, False),
         ((500, 100, 2, 2, 64), {"highest": -200}, False),  # its first block would be left out
         ((500, 100, 2, 2, 64), {"lowest": -200, "highest": 0}, False),  # and here its last
-        ((500, 100, 2, 2, 80), {}, False),  # consumers have 48 columns and 32
+        ((500, 100, 2, 2, 80), {}, True),
     ],
 )
 def test_when_it_is_whole(sizes, options, is_whole):
@@ -78,10 +81,14 @@ def test_it_is_summed_where_there_is_more_than_a_tile():
         (3, 1001, 128, 4, 2, 64, {}),
         (2, 3000, 67, 8, 1, 64, {"is_causal": True}),
         (2, 333, 100, 2, 2, 40, {}),
+        (2, 1000, 64, 2, 2, 80, {}),
+        (3, 333, 128, 4, 1, 96, {"is_causal": True}),
         (4, 1000, 121, 16, 16, 128, {}),
         (2, 77, 128, 40, 8, 128, {"is_causal": True}),
         (2, 500, 90, 4, 4, 72, {}),
         (1, 700, 104, 4, 4, 128, {"logits_soft_cap": 5.0}),
+        (4, 128, 128, 12, 12, 64, {"dropout_rate": 0.25}),
+        (2, 500, 90, 4, 2, 128, {"dropout_rate": 0.25}),
     ],
 )
 def test_whole_on_a_gpu(B, T, S, N, K, H, options):

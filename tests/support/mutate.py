@@ -256,8 +256,8 @@ MISTAKES = [
         "kernel_shares kernels kernel_dropout kernel_segments",
         (
             "backward: dQ of the step after",
-            "self.add_dq(index, number, t - 1)",
-            "self.add_dq(index, number, t)",
+            "self.send_dq(index, number, t - 1)",
+            "self.send_dq(index, number, t)",
         ),
         (
             "backward: queries of the group's first head",
@@ -268,6 +268,71 @@ MISTAKES = [
             "backward: dQ of the group's first head",
             "head_of_all = kv_head_of_all * self.plan.problem.group + member",
             "head_of_all = kv_head_of_all * self.plan.problem.group",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward",
+        "whole_dq",
+        (
+            "whole dQ: of the group's first head",
+            "head = member + kv_head * problem.group",
+            "head = kv_head * problem.group",
+        ),
+        (
+            "whole dQ: rows of the other consumer",
+            "rows = pl.ds(query_block * self.plan.config.block_q + row * DQ_TILE, DQ_TILE)",
+            "rows = pl.ds(query_block * self.plan.config.block_q + (1 - row) * DQ_TILE, DQ_TILE)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward_consumer",
+        "whole_dq",
+        (
+            "whole dQ: without its scale",
+            "dq = (dq * problem.gradient_factor).astype(problem.dtype)",
+            "dq = dq.astype(problem.dtype)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward_plan",
+        "whole_dq",
+        (
+            "whole dQ: a last block of queries is left out",
+            "return seeing_blocks == [[0, self._whole_tiles.query_blocks]]",
+            "return len(seeing_blocks) == 1",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_tiles",
+        "forward_shares",
+        (
+            "shares: an edge of keys belongs to two",
+            "end - np.minimum(first, end - 1)",
+            "end - np.maximum(first - 1, 0)",
+        ),
+        (
+            "shares: results in the place of the first",
+            "return row + lax.div(tile, jnp.int32(self.whole_per_head)) * self.rows",
+            "return row",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_shares",
+        "forward_shares",
+        (
+            "shares: one without a block counts",
+            "reference = jnp.where(counts, references[:, :, 0], NOTHING_SEEN)",
+            "reference, counts = references[:, :, 0], True",
+        ),
+        (
+            "shares: their sums do not count",
+            "weights = jnp.exp2(reference - highest[:, :, None] + log_sum)",
+            "weights = jnp.exp2(reference - highest[:, :, None])",
         ),
     ),
     *_in(
