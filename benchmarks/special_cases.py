@@ -192,6 +192,17 @@ SPECIAL = {
     "whole dQ of a small call": Special(
         "both", Row(2, 64, 2, 2, 128, False), _other(_PLAN, dq_is_whole=False)
     ),
+    "dQ of each tile apart": Special(
+        "both",
+        Row(31, 2821, 26, 26, 64, False, key_length=157),
+        _other(backward_plan, MOST_APART=0),
+    ),
+    "dQ of each tile apart, width 128": Special(
+        "both", Row(32, 200, 16, 16, 128, True), _other(backward_plan, MOST_APART=0)
+    ),
+    "dQ of each tile apart, a small call": Special(
+        "both", Row(2, 150, 2, 2, 64, False), _other(backward_plan, MOST_APART=0)
+    ),
     "dQ as a product": Special(
         "both",
         Row(4, 4096, 8, 8, 256, True),

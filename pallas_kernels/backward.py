@@ -316,11 +316,14 @@ class _Producer:
     # --- what is sent ---
 
     def dq_parts(self, place, query_block, member) -> Iterator[tuple[Any, Any]]:
-        """Where dQ of each consumer is staged in a step, and what it is added to."""
+        """Where dQ of each consumer is staged in a step, and what it is added to, or stored to."""
         block, tiles = self.block, self.block.tiles
         _, kv_head_of_all = place
         head_of_all = kv_head_of_all * self.plan.problem.group + member
         first = (head_of_all * tiles.query_blocks + query_block) * CONSUMERS
+        if self.plan.dq_is_apart:
+            _, tile, _ = block.walk.keys_of(place)
+            first = first + tile * self.plan.dq_tiles
         for consumer in range(CONSUMERS):
             _, columns = self.plan.dq.place(consumer)
             source = fragment_of(block.dq_smem.at[consumer], columns)
@@ -335,8 +338,9 @@ class _Producer:
             return
         for consumer, (source, target) in enumerate(self.dq_parts(place, query_block, member)):
             self.block.dq_staged.wait(consumer)
-            add = functools.partial(plgpu.copy_smem_to_gmem, source, target)
-            pl.when(t >= 0)(functools.partial(add, reduction_op="add"))
+            reduction_op = "add" if self.plan.sums_dq else None
+            send = functools.partial(plgpu.copy_smem_to_gmem, source, target)
+            pl.when(t >= 0)(functools.partial(send, reduction_op=reduction_op))
 
     def store_dq(self, place, query_block, member, there) -> None:
         block, problem = self.block, self.plan.problem

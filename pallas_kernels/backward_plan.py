@@ -22,6 +22,7 @@ from pallas_kernels.ptx.operands import SharedZeros, operand_form
 CONSUMERS = BACKWARD_CONSUMERS
 KEYS = 64  # of a consumer: the M of a wgmma
 BLOCK_KV = CONSUMERS * KEYS
+MOST_APART = 2  # tiles of keys of a head whose dQ is not added to in global memory
 K_SLOTS = 2
 
 
@@ -93,9 +94,14 @@ class Plan:
         return self.tiles.problem
 
     def key_gradients(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of dK and dV, of shares of whole tiles; before them of dQ, if it is whole."""
+        """Shapes of dK and dV, of shares of whole tiles; before them of dQ, if none adds to it."""
         of_keys = gradients_of_tiles(self.tiles, self.key_columns.size, self.value_columns.size)
-        return (self.whole.query(), *of_keys) if self.dq_is_whole else of_keys
+        if self.dq_is_whole:
+            return self.whole.query(), *of_keys
+        if self.dq_is_apart:
+            shape = self.tiles.whole_per_head * self.dq_tiles, *fragment_shape(DQ_TILE)
+            return jax.ShapeDtypeStruct(shape, jnp.float32), *of_keys
+        return of_keys
 
     @functools.cached_property
     def dq(self) -> QueryGradient:
@@ -123,6 +129,10 @@ class Plan:
         row_bytes = self.whole.pair_bytes + dq_bytes
         return KeyTiles(self.whole, BLOCK_KV, self.config.block_q, row_bytes=row_bytes)
 
+    @property
+    def _seeing_blocks(self) -> list[list[int]]:
+        return self._whole_tiles.seeing_blocks().T.tolist()
+
     @functools.cached_property
     def tiles(self) -> KeyTiles:
         return dealt_out(self._whole_tiles, self.config.shares)
@@ -132,19 +142,44 @@ class Plan:
         """Whether dQ of a step is, and leaves as users get it, with nothing to add up or to cast.
 
         So it is where one tile has all keys, and sees all queries. Beside dropout, masks and biases
-        up to 108 bytes would spill in two boxes.
+        up to 108 bytes would spill where K has two boxes, and 12 beside dropout and a bias.
         """
         p = self.whole
         if p.by_batch or p.has_lists or not self.with_query_gradient:
             return False
-        if (p.has_elements or p.has_dropout) and p.widest == 128 and p.width < 128:
+        has_boxes = self.key_columns.tiles > 1
+        if (p.has_dropout and (has_boxes or p.has_bias)) or (p.has_elements and has_boxes):
             return False
-        seeing_blocks = self._whole_tiles.seeing_blocks().T.tolist()
-        return seeing_blocks == [[0, self._whole_tiles.query_blocks]]
+        return self._seeing_blocks == [[0, self._whole_tiles.query_blocks]]
+
+    @functools.cached_property
+    def dq_is_apart(self) -> bool:
+        """Whether each of a head's tiles of keys stores dQ of its own, and `cast_dq` adds them.
+
+        There are neither zeros nor additions in global memory then, and bits are the same always.
+        Beside dropout, masks and biases up to 44 bytes would spill.
+        """
+        p = self.whole
+        if p.by_batch or p.has_lists or p.has_elements or p.has_dropout:
+            return False
+        if self.dq_is_whole or not self.with_query_gradient:
+            return False
+        return self.tiles.whole_per_head <= MOST_APART
 
     @property
     def sums_dq(self) -> bool:
-        return self.with_query_gradient and not self.dq_is_whole
+        """Whether tiles of keys add to dQ in global memory."""
+        return self.with_query_gradient and not (self.dq_is_whole or self.dq_is_apart)
+
+    @property
+    def dq_tiles(self) -> int:
+        """Tiles of dQ of all heads."""
+        return self.whole.batch * self.whole.heads * self.tiles.query_blocks * CONSUMERS
+
+    def rows_of_dq(self) -> list[tuple[int, int]]:
+        """The first and the end of the queries whose dQ each tile of keys has, in tiles of dQ."""
+        blocks_of_64 = self.config.block_q // DQ_TILE
+        return [(first * blocks_of_64, end * blocks_of_64) for first, end in self._seeing_blocks]
 
     @property
     def one_each(self) -> bool:

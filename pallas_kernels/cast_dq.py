@@ -18,9 +18,13 @@ from pallas_kernels.ptx.loads import load_rows
 
 
 @functools.lru_cache
-def build(problem: Problem, padded_rows: int, interpret: bool):
+def build(
+    problem: Problem, padded_rows: int, rows_of_parts: tuple[tuple[int, int], ...], interpret: bool
+):
     """dQ from fragment order to `[B, T, N, H]`, times scale, in the input dtype.
 
+    If there are rows of parts, dQ is the sum of so many, one after the other in memory, each of
+    rows from the first to the end, in tiles of 64, and anything elsewhere.
     If the problem has `backward_ignores_unseen` it takes the start of rows too: dQ of those that
     see no key is 0, and not 0 times NaN of a key that counts.
     """
@@ -29,6 +33,7 @@ def build(problem: Problem, padded_rows: int, interpret: bool):
     (columns, _), column_tiles = dq.operand_columns, dq.tiles
     row_tiles = -(-problem.query_length // DQ_TILE)
     thread_blocks = problem.batch * problem.heads * row_tiles
+    all_tiles = problem.batch * problem.heads * (padded_rows // DQ_TILE) * len(column_tiles)
 
     def cast_dq(fragments_ref, *refs, dq_smem):
         *start_refs, dq_ref = refs
@@ -37,10 +42,21 @@ def build(problem: Problem, padded_rows: int, interpret: bool):
         head_of_all, row_tile = div_rem(number, row_tiles)
         batch, head = div_rem(head_of_all, problem.heads)
         first = (head_of_all * (padded_rows // DQ_TILE) + row_tile) * len(column_tiles)
-        tiles = [
-            load_fragment(fragment_of(fragments_ref.at[first + n], of_tile), size_of(of_tile))
-            for n, of_tile in enumerate(column_tiles)
-        ]
+
+        def load(first):
+            return [
+                load_fragment(fragment_of(fragments_ref.at[first + n], of_tile), size_of(of_tile))
+                for n, of_tile in enumerate(column_tiles)
+            ]
+
+        tiles = load(first)
+        if rows_of_parts:
+            parts = [tiles, *(load(first + n * all_tiles) for n in range(1, len(rows_of_parts)))]
+            seen = [(row_tile >= rows[0]) & (row_tile < rows[1]) for rows in rows_of_parts]
+            tiles = [
+                sum(jnp.where(s, x, 0.0) for s, x in zip(seen, of_parts, strict=True))
+                for of_parts in zip(*parts, strict=True)
+            ]
         for start_ref in start_refs:
             rows_of_head = start_ref.at[batch, head, 0]
             seeing = load_rows(rows_of_head, row_tile * DQ_TILE, padded_rows - 1) != -jnp.inf

@@ -165,11 +165,15 @@ def attention_gradients(
     if plan.dq_is_whole:
         d_query, *of_keys = main()
         return d_query, *of_shares(of_keys), *others
-    if deterministic:
+    if not plan.with_query_gradient:
         return of_query_alone(), *of_shares(main()), *others
+    if plan.dq_is_apart:
+        of_tiles, *of_keys = main()
+        cast = cast_dq.build(problem, padded_rows, tuple(plan.rows_of_dq()), interpreting())
+        return cast(of_tiles), *of_shares(of_keys), *others
     dq_ref = jax.new_ref(*zeros)
     gradients = of_shares(main(dq_ref))
-    cast = cast_dq.build(problem, padded_rows, interpreting())
+    cast = cast_dq.build(problem, padded_rows, (), interpreting())
     starts = (start,) if problem.backward_ignores_unseen else ()  # then there is no dropout
     return cast(jax.freeze(dq_ref), *starts), *gradients, *others
 
