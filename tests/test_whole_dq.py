@@ -14,7 +14,7 @@ from pallas_kernels.defaults import default
 from pallas_kernels.problem import Problem
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
-from tests.support.kernel_calls import check, inputs, with_shares
+from tests.support.kernel_calls import DROPOUT_KEY, check, inputs, with_shares
 
 
 def plan(T, S, N, K, H, **options) -> Plan:
@@ -131,7 +131,9 @@ def test_no_tile_adds_on_a_gpu(B, T, S, N, K, H, options):
     arrays = inputs(B, T, S, N, K, H, jnp.bfloat16)
     check(arrays, **options)
     query, key, value, d_out, _ = arrays
-    attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu", **options)
+    attention = functools.partial(
+        jax_flash.attention, implementation="mosaic_gpu", dropout_key=DROPOUT_KEY, **options
+    )
     gradients = jax.jit(lambda *x: jax.vjp(attention, *x)[1](d_out))
     first = gradients(query, key, value)
     for _ in range(100):
