@@ -20,7 +20,8 @@ For deterministic gradients dQ comes from `backward_query.py`, and this kernel g
 alone, as `backward_key.py` does at widths above 128.
 
 Where one tile has all keys of its head, dQ of a step is whole. It leaves in the input dtype, as K's
-gradient does, and there is nothing to add to or to cast.
+gradient does, and there is nothing to add to or to cast. Where a head has two, each stores dQ of
+its own, in float32, and the cast adds the two.
 
 The zeros that dQ begins with come from `row_statistics.py` too, but where thread blocks draw their
 tiles those of the first heads alone: each tile zeros a part of dQ of the section of heads after its

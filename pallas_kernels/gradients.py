@@ -1,7 +1,7 @@
 """Gradients of attention on Hopper GPUs: which kernels make them, in the order in which they run.
 
 row_statistics.py          delta, the starts of rows and the zeros of dQ
-backward.py                dK and dV, and to dQ adds what each tile of keys gives
+backward.py                dK and dV, and to dQ adds what each tile of keys gives, or makes it whole
 cast_dq.py                 what is left of dQ, the factor scale and the cast
 backward_query.py          dQ alone, the same bit by bit from run to run
 backward_key.py            dK, dV and dS' above width 128, of which
