@@ -297,12 +297,22 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
+        "cast_dq",
+        "whole_dq",
+        (
+            "dQ apart: a tile of rows that none of the keys has made",
+            "(row_tile >= rows[0])",
+            "(row_tile >= rows[0] - 1)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
         "backward_plan",
         "whole_dq",
         (
             "whole dQ: a last block of queries is left out",
-            "return seeing_blocks == [[0, self._whole_tiles.query_blocks]]",
-            "return len(seeing_blocks) == 1",
+            "return self._seeing_blocks == [[0, self._whole_tiles.query_blocks]]",
+            "return len(self._seeing_blocks) == 1",
         ),
     ),
     *_in(
