@@ -295,5 +295,9 @@ LAYERS = [
     _drawn(Row(1, 128, 12, 12, 64, True), "one short sequence"),
     _drawn(Row(32, 4864, 16, 16, 40, False, key_length=165), "few and odd keys of 40"),
     _drawn(Row(2, 4648, 8, 4, 192, True), "192 columns"),
+    _drawn(Row(3, 120, 1, 1, 256, False, key_length=994), "three tiles of queries"),
+    _drawn(Row(1, 4828, 35, 7, 256, False), "sections of seven key heads"),
+    _drawn(Row(2, 6656, 6, 2, 192, True), "two key heads of 192"),
+    _drawn(Row(2, 152, 37, 37, 64, True), "37 short heads"),
 ]
 # fmt: on
