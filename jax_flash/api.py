@@ -179,7 +179,8 @@ def attention(
         (key, b, n, i, j) alone, so it is the same on every implementation. Under vmap b counts
         within one mapped call: map the key too. Keys of four words (rbg) are folded to two.
       deterministic: gradients are the same bit by bit from run to run. On "mosaic_gpu" the backward
-        pass then takes seven products of work for five; at widths above 128 they always are.
+        pass then takes seven products of work for five, if there are more than 256 keys or more
+        than bounds that are static; at widths above 128 they always are.
       config: settings of the kernels (`pallas_kernels.config`), read by "mosaic_gpu" alone; None
         for the tuned ones.
       mask_mod: a function (b, h, q_idx, kv_idx) that gives bool, True is visible. It is traced with

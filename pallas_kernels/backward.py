@@ -13,14 +13,14 @@ products for dV and dK read them from:
                dP' = V dO';  dV += P' dO
                dS' = P' * (dP' - delta)                         while dV is computed
                dK += dS' Q;  dS' to shared memory
-    producer   adds dQ to global memory in float32              TMA reduction
+    producer   adds dQ to global memory in float32, or stores   TMA reduction
 
 delta = rowsum(dO * O) - dLSE comes from `row_statistics.py`. `cast_dq.py` does what is left of dQ.
-For deterministic gradients dQ comes from `backward_query.py`, and this kernel gives dK and dV
-alone, as `backward_key.py` does at widths above 128.
+For deterministic gradients of many keys dQ comes from `backward_query.py`, and this kernel gives
+dK and dV alone, as `backward_key.py` does at widths above 128.
 
-Where one tile has all keys of its head, dQ of a step is whole. It leaves in the input dtype, as K's
-gradient does, and there is nothing to add to or to cast. Where a head has two, each stores dQ of
+Where one tile has all keys of its head, dQ of a step is whole. It leaves in the input dtype, as
+dK does, and there is nothing to add to or to cast. Where a head has two, each stores dQ of
 its own, in float32, and the cast adds the two.
 
 The zeros that dQ begins with come from `row_statistics.py` too, but where thread blocks draw their
@@ -113,7 +113,7 @@ def build(
     return gradient_kernel(
         plan.tiles,
         attention_backward,
-        plan.key_gradients(),
+        plan.results(),
         config.thread_blocks,
         plan.scratch(interpret),
         from_end=True,
@@ -352,7 +352,9 @@ class _Producer:
             row, _ = self.plan.dq.place(consumer)
             rows = pl.ds(query_block * self.plan.config.block_q + row * DQ_TILE, DQ_TILE)
             block.dq_staged.wait(consumer)
-            store = functools.partial(self.plan.dq.part(consumer).store, block.dq_smem[consumer])
+            store = functools.partial(
+                self.plan.dq.whole_part(consumer).store, block.dq_smem[consumer]
+            )
             pl.when(there)(functools.partial(store, block.dq.at[batch, rows, head]))
 
     def send_gradients(self, index) -> None:

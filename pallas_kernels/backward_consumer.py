@@ -247,7 +247,7 @@ class _Consumer(Products):
         block.sent.wait(self.number)
         if self.plan.dq_is_whole:
             dq = (dq * problem.gradient_factor).astype(problem.dtype)
-            self.plan.dq.part(self.number).put(block.dq_smem[self.number], dq, anew=True)
+            self.plan.dq.whole_part(self.number).put(block.dq_smem[self.number], dq, anew=True)
         else:
             store_fragment(fragment_of(block.dq_smem.at[self.number], self.dq_columns), dq)
         fence_async_shared()

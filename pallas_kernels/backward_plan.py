@@ -22,13 +22,14 @@ from pallas_kernels.ptx.operands import SharedZeros, operand_form
 CONSUMERS = BACKWARD_CONSUMERS
 KEYS = 64  # of a consumer: the M of a wgmma
 BLOCK_KV = CONSUMERS * KEYS
-MOST_APART = 2  # tiles of keys of a head whose dQ is not added to in global memory
+# Tiles of keys of a head whose dQ is not added to in global memory, and bytes that it may take.
+MOST_APART, _MOST_APART_BYTES = 2, 2 << 30
 K_SLOTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class QueryGradient:
-    """How dQ is summed: in tiles of 64 rows, in float32 and in fragment order.
+    """How dQ is made: in tiles of 64 rows, and if it is summed in float32 and in fragment order.
 
     Attributes:
       problem: static description.
@@ -67,8 +68,8 @@ class QueryGradient:
         row, column = divmod(consumer, len(self.tiles))
         return row, self.tiles[column]
 
-    def part(self, consumer: int) -> Columns:
-        """These columns, as dQ that is not summed leaves."""
+    def whole_part(self, consumer: int) -> Columns:
+        """These columns, as whole dQ leaves."""
         _, columns = self.place(consumer)
         size, first = size_of(columns), columns.start
         return dataclasses.replace(self.operand_columns[0], size=size, first=first)
@@ -93,8 +94,8 @@ class Plan:
         """The same with a key head for each share of a group."""
         return self.tiles.problem
 
-    def key_gradients(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of dK and dV, of shares of whole tiles; before them of dQ, if none adds to it."""
+    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of dQ, if no tile adds to it, and of dK and dV, of shares of whole tiles."""
         of_keys = gradients_of_tiles(self.tiles, self.key_columns.size, self.value_columns.size)
         if self.dq_is_whole:
             return self.whole.query(), *of_keys
@@ -142,13 +143,13 @@ class Plan:
         """Whether dQ of a step is, and leaves as users get it, with nothing to add up or to cast.
 
         So it is where one tile has all keys, and sees all queries. Beside dropout, masks and biases
-        up to 108 bytes would spill where K has two boxes, and 12 beside dropout and a bias.
+        up to 108 bytes would spill where K has two boxes, and 12 beside dropout and one of these.
         """
         p = self.whole
         if p.by_batch or p.has_lists or not self.with_query_gradient:
             return False
-        has_boxes = self.key_columns.tiles > 1
-        if (p.has_dropout and (has_boxes or p.has_bias)) or (p.has_elements and has_boxes):
+        crowds = int(p.has_dropout) + int(p.has_elements) + int(self.key_columns.tiles > 1)
+        if crowds > 1:
             return False
         return self._seeing_blocks == [[0, self._whole_tiles.query_blocks]]
 
@@ -164,7 +165,8 @@ class Plan:
             return False
         if self.dq_is_whole or not self.with_query_gradient:
             return False
-        return self.tiles.whole_per_head <= MOST_APART
+        tiles = self.tiles.whole_per_head
+        return tiles <= MOST_APART and tiles * self.dq_tiles * 4 * DQ_TILE**2 <= _MOST_APART_BYTES
 
     @property
     def sums_dq(self) -> bool:
@@ -371,8 +373,8 @@ class Plan:
     @property
     def registers(self) -> tuple[int, int]:
         p = self.problem
-        has_slope = p.has_slope and p.by_batch and self.with_query_gradient
-        if p.widest == 128 and (has_slope or (self.dq_is_whole and p.has_odd_rows)):
+        draws_beside_slope = p.has_slope and p.by_batch and self.with_query_gradient
+        if p.widest == 128 and (draws_beside_slope or (self.dq_is_whole and p.has_odd_rows)):
             return 232, 40  # the producer spills with fewer
         return self.config.registers
 
@@ -439,7 +441,7 @@ class Plan:
         if self.dv_apart:
             found["dv_smem"] = values.smem(1, BLOCK_KV, dtype=dtype)
         if self.dq_is_whole:
-            parts = [self.dq.part(consumer) for consumer in range(CONSUMERS)]
+            parts = [self.dq.whole_part(consumer) for consumer in range(CONSUMERS)]
             found["dq_smem"] = [part.smem(DQ_TILE, dtype=dtype) for part in parts]
         elif self.with_query_gradient:
             found["dq_smem"] = plgpu.SMEM((CONSUMERS, *fragment_shape(DQ_TILE)), jnp.float32)

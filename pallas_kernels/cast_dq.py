@@ -1,4 +1,4 @@
-"""dQ as the backward sums it, in float32 and in fragment order, to what users get."""
+"""dQ in float32 and in fragment order, a sum or its parts, to what users get."""
 
 import functools
 

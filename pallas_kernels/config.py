@@ -118,6 +118,7 @@ class ForwardFP8Config(ForwardConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        need(self.shares in (None, 1), "shares", self.shares, "None, as FP8 has none")
         need(self.block_kv <= 256, "block_kv", self.block_kv, "at most 256, what TMA loads")
         need(self.value_stages >= 2, "value_stages", self.value_stages, "at least 2")
 

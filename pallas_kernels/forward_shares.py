@@ -13,7 +13,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.config import SM_COUNT
 from pallas_kernels.element_arrays import expanded
 from pallas_kernels.forward_tiles import BLOCKS, Tiles
 from pallas_kernels.online_softmax import NOTHING_SEEN, normalised
@@ -36,7 +35,7 @@ def dealt_out(whole: Tiles, wanted: int | None) -> Tiles:
     if not whole.one_each:
         return whole
     blocks = int(whole.key_blocks()[:, BLOCKS].max())
-    most = min(blocks, SM_COUNT // whole.count, wanted or blocks)
+    most = min(blocks, whole.config.thread_blocks // whole.count, wanted or blocks)
     possible = [dataclasses.replace(whole, shares=shares) for shares in range(1, most + 1)]
     if wanted is not None:
         return possible[-1]
@@ -81,5 +80,5 @@ def combined(
     end = normalised(highest, weights.sum(2), sink, in_nats)
     weights = (weights * end.inverse[:, :, None])[..., : p.query_length]
     weights = weights.transpose(0, 2, 3, 1)[..., None]  # as the output is
-    output = jnp.where(weights == 0.0, 0.0, weights * parts).sum(1).astype(p.dtype)
+    output = (weights * parts).sum(1).astype(p.dtype)
     return output, end.lse, jnp.stack([highest, end.log_sum], axis=2)

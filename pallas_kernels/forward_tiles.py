@@ -170,7 +170,7 @@ class Tiles:
         share = np.arange(self.shares)[:, None]
         first, stop = (n * blocks // self.shares for n in (share, share + 1))  # steps
         count = stop - first
-        needs = np.maximum(count, 1), exact - first, near - first, end - np.minimum(first, end - 1)
+        needs = np.maximum(count, 1), exact - first, near - first, end - first
         columns = [np.clip(x, 0, needs[0]) for x in needs[:3]] + [needs[3]]
         table = np.stack([x.ravel() for x in columns], axis=1)
         return table.astype(np.int32), count.ravel()

@@ -1,7 +1,7 @@
 """Gradients of attention on Hopper GPUs: which kernels make them, in the order in which they run.
 
 row_statistics.py          delta, the starts of rows and the zeros of dQ
-backward.py                dK and dV, and to dQ adds what each tile of keys gives, or makes it whole
+backward.py                dK and dV, and to dQ adds what each tile of keys gives, or makes one
 cast_dq.py                 what is left of dQ, the factor scale and the cast
 backward_query.py          dQ alone, the same bit by bit from run to run
 backward_key.py            dK, dV and dS' above width 128, of which
@@ -81,7 +81,7 @@ def attention_gradients(
       config: tile sizes; a `BackwardKeyConfig` where query or value is wider than 128.
       deterministic: gradients are the same bit by bit from run to run: dQ is made by a kernel of
         its own (`backward_query.py`), not summed in the order in which thread blocks end. At widths
-        above 128 they always are.
+        above 128, and where plan.sums_dq is not, they always are.
       query_config: that kernel's tile sizes; None for those of `BACKWARD_QUERY`.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
         problem that is dynamic (`intervals.py`).
@@ -100,7 +100,7 @@ def attention_gradients(
     check_backward(config, problem.widest)
     query_config = query_config or BACKWARD_QUERY[problem.widest]
     is_wide = isinstance(config, BackwardKeyConfig)
-    # The main kernel adds to dQ in the order in which thread blocks end, or makes it whole.
+    # Where its tiles add to dQ in global memory, it is in the order in which thread blocks end.
     plan = Plan(problem, config) if isinstance(config, BackwardConfig) else None
     if plan is not None and deterministic and plan.sums_dq:
         plan = dataclasses.replace(plan, with_query_gradient=False)

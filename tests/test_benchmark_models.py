@@ -212,7 +212,7 @@ def test_drawn_rows_are_of_every_sort_and_bounded():
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("suite", "rows", "count"),
-    [slow("models", "DETR, decoder|one short sequence", 2), slow("random", "/(2|3):", 2)],
+    [("models", "DETR, decoder|one short sequence", 2), slow("random", "/(2|3):", 2)],
 )
 def test_suites_are_checked_timed_and_summed_up(suite, rows, count, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(attention, "BATCH", 1)  # a batch after another

@@ -298,7 +298,8 @@ def test_what_sees_nothing_and_is_not_seen_does_not_count(H, deterministic, pois
     check_that_rows_alone_do_not_count(attention, arrays, no_query, no_key, poison)
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.fast_cases("200-264-2-1-64-64-bfloat16-options0-nan")
 @pytest.mark.parametrize("poison", [jnp.nan, -jnp.inf])
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "h", "dtype", "options"),

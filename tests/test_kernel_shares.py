@@ -13,7 +13,7 @@ from pallas_kernels.backward_plan import Plan
 from pallas_kernels.config import BackwardKeyConfig
 from pallas_kernels.defaults import BACKWARD
 from pallas_kernels.key_tiles import KeyTiles, Shares
-from pallas_kernels.key_tiles_shares import gradients_of_tiles, summed
+from pallas_kernels.key_tiles_shares import d_logits_sections, gradients_of_tiles, summed
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.problem import Problem
 from tests.support.cases import long, slow
@@ -73,6 +73,15 @@ def test_parts_of_tiles(N, K, H, T, options):
     with interpret_mode():
         arrays = inputs(1, T, 140, N, K, H, jnp.bfloat16)
         check(arrays, config=with_shares(H, 3 * N // K), **options)
+
+
+def test_sections_of_heads_end_early():
+    """The last is half as large, where even ones of 9 leave more SMs without a tile."""
+    tiles = key_tiles(
+        problem(1, 4828, 4828, 35, 7, 256), dataclasses.replace(BACKWARD[256], shares=5)
+    )
+    sections = d_logits_sections(tiles, BACKWARD[256].d_logits_bytes)
+    assert [len(section.kv_heads) for section in sections] == [10, 10, 10, 5]
 
 
 @pytest.mark.long

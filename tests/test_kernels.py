@@ -481,7 +481,7 @@ def test_cotangents_of_rows_that_see_nothing_do_not_count(poison, deterministic)
     chex.assert_trees_all_equal(poisoned, clean)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_batch_entries_do_not_leak():
     """NaN in the sequences beside one whose length is no multiple of any tile."""
     arrays = inputs(3, 70, 77, 1, 1, 64, jnp.bfloat16)

@@ -262,6 +262,21 @@ SHORT = [
 ]
 
 
+# The same beside one more.
+SHORT_BESIDE = [
+    (64, "full", "one", "cap"),
+    (64, "causal", "one", "dropout"),
+    (64, "full", "single", "bias"),
+    (128, "causal", "one", "cap"),
+    (128, "full", "single", "dropout"),
+    (64, "full", "few", "cap"),
+    (128, "causal", "few", "cap"),
+    (128, "full", "far", "bias"),
+    (128, "full", "far", "dropout"),
+    (256, "causal", "alone", "cap"),
+]
+
+
 def kernel_cases() -> list[tuple[str, Callable, Any]]:
     """`(id, fn, args)`: fn calls kernels, args are pytrees of `jax.ShapeDtypeStruct`."""
     cases = []
@@ -338,6 +353,12 @@ def _cases_of_short() -> list[tuple[str, Callable, Any]]:
         args = _args_of(width, width, mask, None, None, None, shape=shape)
         name = f"H{width}-{mask}-{shape}"
         cases.append((name, _forward_and_backward(options, deterministic=False), args))
+    for width, mask, shape, beside in SHORT_BESIDE:
+        more = {"cap": {"logits_soft_cap": 30.0}, "dropout": {"dropout_rate": 0.1}}
+        fn = _forward_and_backward(MASKS[mask] | more.get(beside, {}), deterministic=False)
+        bias_axes = "nts" if beside == "bias" else None
+        args = _args_of(width, width, mask, None, bias_axes, jnp.float32, shape=shape)
+        cases.append((f"H{width}-{mask}-{shape}-{beside}", fn, args))
     return cases
 
 

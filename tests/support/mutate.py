@@ -321,8 +321,8 @@ MISTAKES = [
         "forward_shares",
         (
             "shares: an edge of keys belongs to two",
-            "end - np.minimum(first, end - 1)",
-            "end - np.maximum(first - 1, 0)",
+            "near - first, end - first",
+            "near - first, end - np.maximum(first - 1, 0)",
         ),
         (
             "shares: results in the place of the first",
@@ -338,6 +338,11 @@ MISTAKES = [
             "shares: one without a block counts",
             "reference = jnp.where(counts, references[:, :, 0], NOTHING_SEEN)",
             "reference, counts = references[:, :, 0], True",
+        ),
+        (
+            "shares: the backward does not know their sums",
+            "jnp.stack([highest, end.log_sum], axis=2)",
+            "jnp.stack([highest, log_sum[:, :, 0]], axis=2)",
         ),
         (
             "shares: their sums do not count",
