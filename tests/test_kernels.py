@@ -124,8 +124,16 @@ def test_deterministic_settings_other_than_the_default(backward_query):
         check(arrays, is_causal=True, query_offset=60, config=settings, deterministic=True)
 
 
-def test_deterministic_gradients_take_kernels_of_their_own():
-    arrays = inputs(1, 64, 64, 1, 1, 64, jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("S", "deterministic_alone", "other"),
+    [
+        (300, {"attention_backward_query"}, {"cast_dq"}),
+        (200, {"cast_dq"}, {"cast_dq"}),  # each of two tiles of keys has dQ of its own
+        (64, set(), set()),  # one has it whole
+    ],
+)
+def test_deterministic_gradients_take_kernels_of_their_own(S, deterministic_alone, other):
+    arrays = inputs(1, 64, S, 1, 1, 64, jnp.bfloat16)
 
     def kernels(deterministic: bool) -> set[str]:
         def gradients(query, key, value, dout):
@@ -137,8 +145,8 @@ def test_deterministic_gradients_take_kernels_of_their_own():
         traced = launches.kernels(gradients, *arrays[:4])
         return {name for name in ("attention_backward_query", "cast_dq") if name in traced}
 
-    assert kernels(deterministic=True) == {"attention_backward_query"}
-    assert kernels(deterministic=False) == {"cast_dq"}
+    assert kernels(deterministic=True) == deterministic_alone
+    assert kernels(deterministic=False) == other
 
 
 @pytest.mark.slow
