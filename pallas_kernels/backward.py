@@ -74,10 +74,9 @@ from pallas_kernels.backward_block import ThreadBlock
 from pallas_kernels.backward_consumer import consume
 from pallas_kernels.backward_plan import BLOCK_KV, CONSUMERS, K_SLOTS, KEYS, Plan, fragment_of
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import DQ_TILE, BackwardConfig
+from pallas_kernels.config import DQ_TILE
 from pallas_kernels.hopper import Ring
 from pallas_kernels.key_tiles_kernel import gradient_kernel
-from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.compiler import code_fence, fresh_zero, own_warpgroup
 from pallas_kernels.ptx.counters import add_when_stored, await_count
@@ -86,18 +85,12 @@ from pallas_kernels.ptx.loads import prefetch
 
 
 @functools.lru_cache
-def build(
-    problem: Problem,
-    config: BackwardConfig,
-    with_query_gradient: bool,
-    interpret: bool,
-):
+def build(plan: Plan, interpret: bool):
     """The main kernel, or without dQ one that gives dK and dV alone.
 
     Where the queries of tiles are dealt out, it gives dK and dV of each share, in float32, as
     `key_tiles_shares.gradients_of_tiles` has them.
     """
-    plan = Plan(problem, config, with_query_gradient)
 
     def attention_backward(*refs, **scratch):
         block = ThreadBlock(plan, refs, **scratch)
@@ -114,7 +107,7 @@ def build(
         plan.tiles,
         attention_backward,
         plan.results(),
-        config.thread_blocks,
+        plan.config.thread_blocks,
         plan.scratch(interpret),
         from_end=True,
         draws=plan.draws,

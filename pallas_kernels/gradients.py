@@ -154,28 +154,38 @@ def attention_gradients(
         d_query, *of_both = _by_sections(sections, of_keys, of_query)
         return d_query, *of_shares(of_both), *others
     assert plan is not None
-    main = backward.build(problem, config, plan.with_query_gradient, interpreting())
-    elements_of_keys = elements.operands(transposed=True)
     main = functools.partial(
-        main, intervals, ids, dropout_words, *elements_of_keys, *operands_of_keys
+        backward.build(plan, interpreting()),
+        intervals,
+        ids,
+        dropout_words,
+        *elements.operands(transposed=True),
+        *operands_of_keys,
     )
     if blocks is not None:
         main = functools.partial(main, blocks=blocks)
-    of_shares = functools.partial(_summed, (key, value), plan.tiles)
+    if plan.with_query_gradient:
+        d_query, *of_both = _by_main_kernel(plan, main, zeros, start, padded_rows)
+    else:
+        d_query, of_both = of_query_alone(), list(main())
+    return d_query, *_summed((key, value), plan.tiles, of_both), *others
+
+
+def _by_main_kernel(
+    plan: Plan, main: Callable, zeros: list[jax.Array], start: jax.Array, padded_rows: int
+) -> tuple[jax.Array, ...]:
+    """Gradient of query, and what of key and value the main kernel gives."""
     if plan.dq_is_whole:
-        d_query, *of_keys = main()
-        return d_query, *of_shares(of_keys), *others
-    if not plan.with_query_gradient:
-        return of_query_alone(), *of_shares(main()), *others
+        return main()
+    rows_of_parts = tuple(plan.rows_of_dq()) if plan.dq_is_apart else ()
+    cast = cast_dq.build(plan.whole, padded_rows, rows_of_parts, interpreting())
     if plan.dq_is_apart:
         of_tiles, *of_keys = main()
-        cast = cast_dq.build(problem, padded_rows, tuple(plan.rows_of_dq()), interpreting())
-        return cast(of_tiles), *of_shares(of_keys), *others
+        return cast(of_tiles), *of_keys
     dq_ref = jax.new_ref(*zeros)
-    gradients = of_shares(main(dq_ref))
-    cast = cast_dq.build(problem, padded_rows, (), interpreting())
-    starts = (start,) if problem.backward_ignores_unseen else ()  # then there is no dropout
-    return cast(jax.freeze(dq_ref), *starts), *gradients, *others
+    of_keys = main(dq_ref)
+    starts = (start,) if plan.whole.backward_ignores_unseen else ()  # then there is no dropout
+    return cast(jax.freeze(dq_ref), *starts), *of_keys
 
 
 def _of_reads(
