@@ -19,8 +19,9 @@ _LONG_TILE, _LONG_UNKNOWN_TILE = 256, 96
 _COUNTED = 1024  # tiles of a head, to find whose places each is compared with each
 # Guesses of how costs fall: from 1 to 0.05, to these powers.
 _POWERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
-# As many times the bytes of a section, where its tiles end earlier so, by more than this.
-_LONGEST_SECTION, _AS_EARLY = 3, 1.03
+# As many times the bytes of a section, where its tiles end earlier so, by more than this; and how
+# many sections are compared.
+_LONGEST_SECTION, _AS_EARLY, _COMPARED = 3, 1.03, 8
 
 
 def heads_per_section(
@@ -42,13 +43,11 @@ def heads_per_section(
       group: query heads a key head.
 
     Returns:
-      A whole number of groups that divides all heads.
+      A whole number of groups. Where it does not divide all heads, the last section is longer.
     """
-    sharing = max(1, section_bytes // bytes_per_kv_head, slots // tiles_per_kv_head)
-    sharing = min(sharing, kv_heads)
-    while kv_heads % sharing:
-        sharing -= 1
-    return sharing * group
+    most = max(1, section_bytes // bytes_per_kv_head, slots // tiles_per_kv_head)
+    sections = -(-kv_heads // most)
+    return kv_heads // sections * group
 
 
 def section_that_ends_early(cost: np.ndarray, section_bytes: int, **sizes: int) -> int:
@@ -62,15 +61,13 @@ def section_that_ends_early(cost: np.ndarray, section_bytes: int, **sizes: int) 
     least = heads_per_section(section_bytes, **sizes)
     longest = heads_per_section(_LONGEST_SECTION * section_bytes, **sizes)
     heads, blocks = sizes["kv_heads"] * sizes["group"], sizes["slots"]
-    possible = range(least, longest + 1, sizes["group"])
-    first, *others = (n for n in possible if heads % n == 0)
-    if not others or heads * len(cost) > _GREEDY_LIMIT:
-        return first
-    sizes_and_ends = [
-        (n, time_of_deal(cost[tile_order(cost, heads, n)[0]], blocks)) for n in (first, *others)
-    ]
-    earliest = min(end for _, end in sizes_and_ends)
-    return next(n for n, end in sizes_and_ends if end <= _AS_EARLY * earliest)
+    if least == longest or heads * len(cost) > _GREEDY_LIMIT:
+        return least
+    groups = np.linspace(least, longest, _COMPARED).astype(int) // sizes["group"]
+    possible = [n * sizes["group"] for n in np.unique(groups).tolist()]
+    ends = [time_of_deal(cost[tile_order(cost, heads, n)[0]], blocks) for n in possible]
+    early = _AS_EARLY * min(ends)
+    return next(n for n, end in zip(possible, ends, strict=True) if end <= early)
 
 
 def tile_order(
@@ -81,7 +78,7 @@ def tile_order(
     Args:
       cost: `[tiles]`, the work of each tile of one head.
       heads: heads in all, of every batch entry.
-      section: heads that are worked on together; divides heads.
+      section: heads that are worked on together, and in the last one up to twice as many.
       last_section: tiles; so many last ones, or a few more, are in one section.
 
     Returns:

@@ -684,7 +684,7 @@ def test_an_explicit_number_of_thread_blocks_is_kept(H, kernel, block_kv):
         (1, 16384, 16384, 16, {"highest": 0, "lowest": -1000}, {}, 15),
         (3, 5000, 7000, 7, {}, {}, 20),
         (1, 16384, 16384, 16, {"highest": 0}, {"segmented": True}, 11),
-        (16, 1024, 1024, 16, {}, {"dynamic": True}, 176),
+        (16, 1024, 1024, 16, {}, {"dynamic": True}, 187),
         (1, 4096, 4096, 4, {}, {}, 0),
     ],
 )
@@ -704,9 +704,10 @@ def test_tiles_prepare_for_the_section_after_their_own(B, T, S, K, bounds, optio
 @pytest.mark.parametrize(
     ("section_bytes", "tiles", "kv_heads", "expected"),
     [
-        (1000, 500, 32, 8 * 3),  # L2 holds 10 heads, 8 divide 32
+        (1000, 500, 32, 8 * 3),  # L2 holds 10 heads, which are 4 sections
         (0, 500, 32, 1 * 3),
         (0, 33, 32, 4 * 3),  # 132 slots are 4 heads
+        (1000, 500, 34, 8 * 3),  # the last of 4 sections has 10
         (0, 1, 7, 7 * 3),
     ],
 )
