@@ -172,7 +172,9 @@ def _raised_where(is_low, reference, maximum, allowed):
         # Far from 0 a difference would have bits of neither.
         is_apart = is_far(reference, allowed) | is_far(maximum, allowed)
         new = jnp.where(is_apart, maximum, raised)
-    return jnp.where(is_low, _reference_of(new, allowed), reference)
+    # No lower than it was: far from 0 one that is no higher than the rounding may look too low.
+    raised = jnp.maximum(reference, _reference_of(new, allowed))
+    return jnp.where(is_low, raised, reference)
 
 
 def _reference_of(maximum: jax.Array, allowed: Range) -> jax.Array:
