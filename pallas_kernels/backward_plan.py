@@ -230,6 +230,11 @@ class Plan:
         return self.tiles.prepared(self.thread_blocks)
 
     @property
+    def counters(self) -> int:
+        """How many there are in global memory: whether any row is far from 0, and what is drawn."""
+        return 1 + (self.tiles.counters_to_draw(self.thread_blocks) if self.draws else 0)
+
+    @property
     def dq_tiles_of_kv_head(self) -> int:
         """Tiles of dQ of all query heads of a key head: one for each consumer in a step."""
         return self.problem.group * self.tiles.query_blocks * CONSUMERS

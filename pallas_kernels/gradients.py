@@ -112,14 +112,14 @@ def attention_gradients(
     padded_rows = rows_of_statistics = in_whole(block_q)
     if with_bias_gradient or reads:  # with more, dQ has tiles at its end that nothing uses
         rows_of_statistics = max(padded_rows, in_whole(bias_gradient.BLOCK_Q))
-    any_far_ref = jax.new_ref(jnp.zeros(1, jnp.int32))
+    counters = jax.new_ref(jnp.zeros(1 if plan is None else plan.counters, jnp.int32))
     start, minus_delta, far, *zeros = row_statistics.row_statistics(
         out,
         lse,
         d_out,
         d_lse,
         references,
-        any_far_ref,
+        counters,
         problem=problem,
         padded_rows=rows_of_statistics,
         dq_columns=QueryGradient(problem).columns_of_tiles if adds else (),
@@ -132,14 +132,14 @@ def attention_gradients(
         others = [bias_gradient.bias_gradient(operands, masks, problem=problem), *others]
     statistics = (start,) if is_wide else (start, minus_delta)
     start = with_words(dropout_words, *statistics)
-    any_far = jax.freeze(any_far_ref)
-    operands_of_keys = any_far, query, key, value, d_out, start, minus_delta, far
+    operands_of_keys = query, key, value, d_out, start, minus_delta, far
     of_query_alone = functools.partial(
         backward_query.query_gradient, *operands, *masks, problem=problem, config=query_config
     )
     if isinstance(config, BackwardKeyConfig):
         of_keys = functools.partial(
             backward_key.key_value_gradients,
+            jax.freeze(counters),
             *operands_of_keys,
             *masks,
             problem=problem,
@@ -160,6 +160,7 @@ def attention_gradients(
         ids,
         dropout_words,
         *elements.operands(transposed=True),
+        counters,
         *operands_of_keys,
     )
     if blocks is not None:

@@ -7,7 +7,7 @@ query heads as a tile of another key head, one of the query blocks as another ti
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -378,10 +378,8 @@ class KeyTiles:
         tile, kv_head = scheduler.tile_order(cost, len(kv_heads), section, last_section)
         return (kv_heads.start + kv_head) * self.per_head + tile, tile, cost[tile]
 
-    def tables_to_draw(
-        self, thread_blocks: int, cost: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        """The order and, in a ref, what is drawn, as `Walk.of_refs` takes them.
+    def table_to_draw(self, thread_blocks: int, cost: jax.Array | None = None) -> jax.Array:
+        """The numbers of tiles in the order to draw them, as `tickets.Tickets` takes them.
 
         Args:
           cost: `[B, tiles]`, or `[B * key heads, tiles]`, where costs are known at run time only.
@@ -392,10 +390,12 @@ class KeyTiles:
         # Behind the last stands what is no tile. Static numbers that go up by one to the end would
         # be made by XLA in a kernel of its own.
         none = self.count if cost is not None else self.count + 1
-        order = jnp.pad(jnp.asarray(order), (0, 1), constant_values=none)
+        return jnp.pad(jnp.asarray(order), (0, 1), constant_values=none)
+
+    def counters_to_draw(self, thread_blocks: int) -> int:
+        """How many counters a kernel that draws has: of tickets, then of each section's tiles."""
         section, _ = self.prepared(thread_blocks)
-        counts = len(self.kv_heads) // section
-        return order, jax.new_ref(jnp.zeros(1 + counts, jnp.int32))
+        return 1 + len(self.kv_heads) // section
 
     def locate(self, number):
         """Tile and key head, of every batch entry, of a tile's number."""

@@ -71,13 +71,13 @@ def gradient_kernel(
             return cost[:, 0] + TILE_OVERHEAD
         return cost.reshape(-1, tiles.per_head) + TILE_OVERHEAD
 
-    def tables_by_cost(cost, thread_blocks, kv_heads) -> tuple[Any, ...]:
+    def table_by_cost(cost, thread_blocks, kv_heads) -> jax.Array:
         """What there is to draw, or lists, by costs that are known at run time."""
         if draws:
-            return tiles.tables_to_draw(thread_blocks, cost)
+            return tiles.table_to_draw(thread_blocks, cost)
         schedule = tiles.schedule(thread_blocks, from_end, kv_heads)
         sharing = len(tiles.kv_heads) // cost.shape[0]
-        return (scheduler.longest_first(schedule, cost, sharing),)
+        return scheduler.longest_first(schedule, cost, sharing)
 
     def run(intervals, ids, words: Words | None, *operands, blocks=None, kv_heads=None, results=()):
         thread_blocks = tiles.thread_blocks(most_thread_blocks, kv_heads, draws)
@@ -85,20 +85,19 @@ def gradient_kernel(
         operands = (*operands, *results)
         if words is not None:  # those of queries come with their start
             operands = (words[1], *operands)
-        tables: tuple[Any, ...]
         if blocks is not None:
             lists = tiles.given_lists(blocks.kinds)
-            tables = tables_by_cost(cost_of_lists(lists), thread_blocks, kv_heads)
+            table = table_by_cost(cost_of_lists(lists), thread_blocks, kv_heads)
             seen: tuple[jax.Array, ...] = ()
             if p.has_dense_lists:
                 seen = seen_keys(blocks.seen, tiles.block_kv, (p.kv_heads, p.group))
-            return kernel(*tables, lists, *blocks.operands, *seen, *operands)
+            return kernel(table, lists, *blocks.operands, *seen, *operands)
         if not p.by_batch:
             if draws:
-                tables = tiles.tables_to_draw(thread_blocks)
+                table = tiles.table_to_draw(thread_blocks)
             else:
-                tables = (jnp.asarray(tiles.schedule(thread_blocks, from_end, kv_heads)),)
-            return kernel(*tables, jnp.asarray(seeing_blocks), *operands)
+                table = jnp.asarray(tiles.schedule(thread_blocks, from_end, kv_heads))
+            return kernel(table, jnp.asarray(seeing_blocks), *operands)
         seeing = bounds = tiles.seeing(intervals)
         ids_are_sorted = None
         if ids is not None:
@@ -109,8 +108,7 @@ def gradient_kernel(
         blocks = tiles.seeing_blocks_of(seeing, ids, ids_are_sorted)
         steps = p.group * (blocks[:-1, :, 1] - blocks[:-1, :, 0])
         cost = steps.astype(jnp.float32) + TILE_OVERHEAD
-        tables = tables_by_cost(cost, thread_blocks, kv_heads)
-        tables = (*tables, blocks, jnp.asarray(bounds))
+        tables = table_by_cost(cost, thread_blocks, kv_heads), blocks, jnp.asarray(bounds)
         if ids is not None:
             tables = (*tables, segments.padded(query_ids, tiles.block_q), key_ids)
         return kernel(*tables, *operands)

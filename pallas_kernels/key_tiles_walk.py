@@ -37,11 +37,12 @@ class Walk:
         all blocks and tiles.
       elements: mask and bias, with rows of keys, of a problem that has them.
       key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
-      any_far_ref: in global memory, `[1]`: more than 0 if any row is far from 0 (`far_rows.py`).
+      counters_ref: int32 in global memory: the first is more than 0 if any row is far from 0
+        (`far_rows.py`). Where tiles are drawn the next is that of tickets, and others are what
+        `prepared_tiles` counts (`KeyTiles.counters_to_draw`).
       lists: of tiles, with the mask function, in the place of seeing_blocks_ref; None without.
       seen: of a dense mask what `mask_functions.seen_keys` gives.
-      drawn: the tickets of a thread block that draws its tiles. Behind the next ticket,
-        `drawn.drawn_ref` has what `prepared_tiles` counts.
+      drawn: the tickets of a thread block that draws its tiles.
       one_each: each thread block has one tile, that of its number.
     """
 
@@ -53,7 +54,7 @@ class Walk:
     elements: ElementRefs | None = None
     key_words_ref: Any = None
     drawn: tickets.Tickets | None = None
-    any_far_ref: Any = None
+    counters_ref: Any = None
     lists: MaskRefs | None = None
     seen: tuple[Any, ...] = ()
     one_each: bool = False
@@ -76,20 +77,7 @@ class Walk:
             `tickets.Tickets` takes.
           one_each: see above.
         """
-        drawn = None
         schedule_ref, *refs = refs
-        if entries is not None:
-            order_ref, schedule_ref = schedule_ref, None
-            drawn_ref, *refs = refs
-            drawn = tickets.Tickets(
-                order_ref,
-                drawn_ref,
-                entries,
-                tiles.count,
-                thread_blocks,
-                functools.partial(lax.axis_index, "block"),
-                first_full,
-            )
         lists, seeing_blocks_ref, seen = None, None, ()
         if tiles.problem.has_lists:
             lists, refs = MaskRefs.split(tiles.problem, refs)
@@ -103,7 +91,19 @@ class Walk:
         if tiles.problem.has_dropout:
             key_words_ref, count = refs[count], count + 1
         elements, operands = ElementRefs.split(tiles.problem, refs[count:], transposed=True)
-        any_far_ref, *operands = operands
+        counters_ref, *operands = operands
+        drawn = None
+        if entries is not None:
+            order_ref, schedule_ref = schedule_ref, None
+            drawn = tickets.Tickets(
+                order_ref,
+                counters_ref.at[1:],
+                entries,
+                tiles.count,
+                thread_blocks,
+                functools.partial(lax.axis_index, "block"),
+                first_full,
+            )
         walk = cls(
             tiles,
             schedule_ref,
@@ -113,7 +113,7 @@ class Walk:
             elements,
             key_words_ref,
             drawn,
-            any_far_ref,
+            counters_ref,
             lists,
             seen,
             one_each,
@@ -140,8 +140,7 @@ class Walk:
 
     def prepared_tiles(self, section):
         """Counter of the tiles that are prepared of a section of `KeyTiles.prepared`, from 1 on."""
-        assert self.drawn is not None
-        return self.drawn.drawn_ref.at[section]
+        return self.counters_ref.at[1 + section]
 
     def batch_of(self, place):
         """Batch entry of what `locate` gives."""
@@ -363,7 +362,7 @@ class Walk:
 
     def are_any_far(self) -> Callable[[], jax.Array]:
         """What tells whether any row of all is far from 0; with dropout read anew each time."""
-        read = lambda: any_positive(self.any_far_ref.at[0])
+        read = lambda: any_positive(self.counters_ref.at[0])
         if self.tiles.problem.has_dropout or self.tiles.problem.has_cap:
             return read
         is_far = read()

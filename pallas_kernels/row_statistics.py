@@ -46,7 +46,7 @@ def row_statistics(
     d_out: jax.Array,
     d_lse: jax.Array | None,
     references: jax.Array | None,
-    any_far: Any,
+    counters: Any,
     *,
     problem: Problem,
     padded_rows: int,
@@ -65,8 +65,8 @@ def row_statistics(
       d_lse: `[B, N, >= query_length]` float32; None for zeros.
       references: `[B, N, 2, >= query_length]` float32 of `forward.py`; None where lse is of more
         keys than these.
-      any_far: a ref to an int32, `[1]`, which is more than 0 then if any row is far from 0, and as
-        it is else.
+      counters: a ref to int32, of which the first is more than 0 then if any row is far from 0,
+        and as it is else.
       problem: static description.
       padded_rows: rows of the results.
       dq_columns: of each tile of 64 rows of dQ, up to 64, for a main kernel that adds to it.
@@ -90,7 +90,7 @@ def row_statistics(
     has = d_lse is not None, references is not None
     kernel = _build(problem, padded_rows, dq_columns, zeroed_later, *has, interpreting())
     optional = [x for x in (d_lse, references) if x is not None]
-    return kernel(out, lse, d_out, *optional, any_far)
+    return kernel(out, lse, d_out, *optional, counters)
 
 
 @functools.lru_cache
@@ -109,7 +109,7 @@ def _build(
     def row_statistics(out_ref, lse_ref, do_ref, *refs):
         d_lse_refs, refs = refs[: int(has_d_lse)], refs[int(has_d_lse) :]
         reference_refs, refs = refs[: int(has_references)], refs[int(has_references) :]
-        any_far_ref, start_ref, minus_delta_ref, far_ref, *dq_refs = refs
+        counters_ref, start_ref, minus_delta_ref, far_ref, *dq_refs = refs
         # From the end on, as the forward may have left O there in L2.
         tile_of_all, head = div_rem(thread_blocks - 1 - lax.axis_index("block"), problem.heads)
         batch, tile = div_rem(tile_of_all, tiles)
@@ -126,7 +126,7 @@ def _build(
         start = lse * (-1.0 / problem.logit_unit)
         is_far = counts & far_rows.is_far_in_backward(lse)
         if not problem.has_cap:  # which bounds logits
-            pl.when(any_row(is_far))(lambda: add_to(any_far_ref.at[0]))
+            pl.when(any_row(is_far))(lambda: add_to(counters_ref.at[0]))
 
         def reference_and_log_sum():
             given = [
