@@ -137,8 +137,7 @@ class _Producer:
             for n in range(K_SLOTS):
                 self.load_key(block.first_index() - n)
         self.load_value(block.first_index())
-        # Step, index and number of its tile, and step in the tile.
-        following = zero, block.first_index(), block.walk.number(block.first_index()), zero
+        following = zero, block.first_index(), zero  # step, index of its tile, and step in that
         following = lax.fori_loop(
             zero,
             self.plan.config.stages,
@@ -159,11 +158,10 @@ class _Producer:
 
         def one_step(t, following):
             if plan.with_query_gradient:
-                self.send_dq(index, number, t - 1)
+                self.send_dq(index, t - 1)
                 self.let_stage()
             return self.load_step(following, index)
 
-        number = walk.number(index)
         steps = walk.steps(index)
         following = lax.fori_loop(jnp.int32(0), steps, one_step, following)
         block.v_free.wait(0)
@@ -171,7 +169,7 @@ class _Producer:
         if plan.with_query_gradient:
             if plan.keeps_nothing:
                 steps = walk.steps(index + fresh_zero())
-            self.send_dq(index, walk.number(index), steps - 1)
+            self.send_dq(index, steps - 1)
         self.send_gradients(index)
         self.let_stage()
         if block.drawn:  # if it is drawn by now, else when it is
@@ -183,10 +181,8 @@ class _Producer:
             self.let_start(following[0] - plan.config.stages)
         return following
 
-    def place_of(self, index, number):
-        """What `walk.locate` gives, of the number at hand or read anew."""
-        if self.plan.keeps_numbers:
-            return self.block.tiles.locate(number)
+    def locate(self, index):
+        """What `walk.locate` gives, all of it read anew where registers are short."""
         return self.block.walk.locate(index + fresh_zero() if self.plan.keeps_nothing else index)
 
     # --- loads ---
@@ -201,9 +197,9 @@ class _Producer:
         """
         block, plan, walk, drawn = self.block, self.plan, self.block.walk, self.block.drawn
         problem, block_q = plan.problem, plan.config.block_q
-        j, index, number, t = carry
-        place = _, kv_head_of_all = self.place_of(index, number)
-        there = number < block.tiles.count if drawn else index >= 0
+        j, index, t = carry
+        place = _, kv_head_of_all = self.locate(index)
+        there = block.is_tile(index)
         batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
         query_block, member = walk.step_of(place, t)
         rows = pl.ds(query_block * block_q, block_q)
@@ -211,7 +207,7 @@ class _Producer:
         slot = block.queries.slot(j)
 
         def is_last():  # made anew: kept it would take a register
-            return (t + 1 == walk.steps_of(self.place_of(index, number))) & there
+            return (t + 1 == walk.steps_of(self.locate(index))) & there
 
         if drawn:
             # Late, as who is free first should have the next tile, but before the last step of this
@@ -236,8 +232,8 @@ class _Producer:
         zero, after = jnp.int32(0), block.after
         following = lax.cond(
             is_last(),
-            lambda: (after(index), walk.number(after(index)), zero),
-            lambda: (index, number, t + 1),
+            lambda: (after(index), zero),
+            lambda: (index, t + 1),
         )
         return j + 1, *following
 
@@ -323,9 +319,9 @@ class _Producer:
             source = fragment_of(block.dq_smem.at[consumer], columns)
             yield source, fragment_of(block.dq.at[first + consumer], columns)
 
-    def send_dq(self, index, number, t) -> None:
+    def send_dq(self, index, t) -> None:
         """Adds dQ of step t of a tile, staged in the next one, or stores it; none for t = -1."""
-        place = self.place_of(index, number)
+        place = self.locate(index)
         query_block, member = self.block.walk.step_of(place, t)
         if self.plan.dq_is_whole:
             self.store_dq(place, query_block, member, t >= 0)
