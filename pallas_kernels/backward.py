@@ -137,7 +137,8 @@ class _Producer:
             for n in range(K_SLOTS):
                 self.load_key(block.first_index() - n)
         self.load_value(block.first_index())
-        following = zero, block.first_index(), zero  # step, index of its tile, and step in that
+        # Step, index and number of its tile, and step in the tile.
+        following = zero, block.first_index(), block.walk.number(block.first_index()), zero
         following = lax.fori_loop(
             zero,
             self.plan.config.stages,
@@ -158,10 +159,11 @@ class _Producer:
 
         def one_step(t, following):
             if plan.with_query_gradient:
-                self.send_dq(index, t - 1)
+                self.send_dq(index, number, t - 1)
                 self.let_stage()
             return self.load_step(following, index)
 
+        number = walk.number(index)
         steps = walk.steps(index)
         following = lax.fori_loop(jnp.int32(0), steps, one_step, following)
         block.v_free.wait(0)
@@ -169,7 +171,7 @@ class _Producer:
         if plan.with_query_gradient:
             if plan.keeps_nothing:
                 steps = walk.steps(index + fresh_zero())
-            self.send_dq(index, steps - 1)
+            self.send_dq(index, walk.number(index), steps - 1)
         self.send_gradients(index)
         self.let_stage()
         if block.drawn:  # if it is drawn by now, else when it is
@@ -181,8 +183,10 @@ class _Producer:
             self.let_start(following[0] - plan.config.stages)
         return following
 
-    def locate(self, index):
-        """What `walk.locate` gives, all of it read anew where registers are short."""
+    def place_of(self, index, number):
+        """What `walk.locate` gives, of the number at hand or read anew."""
+        if self.plan.keeps_numbers:
+            return self.block.tiles.locate(number)
         return self.block.walk.locate(index + fresh_zero() if self.plan.keeps_nothing else index)
 
     # --- loads ---
@@ -197,9 +201,9 @@ class _Producer:
         """
         block, plan, walk, drawn = self.block, self.plan, self.block.walk, self.block.drawn
         problem, block_q = plan.problem, plan.config.block_q
-        j, index, t = carry
-        place = _, kv_head_of_all = self.locate(index)
-        there = block.is_tile(index)
+        j, index, number, t = carry
+        place = _, kv_head_of_all = self.place_of(index, number)
+        there = number < block.tiles.count if drawn else index >= 0
         batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
         query_block, member = walk.step_of(place, t)
         rows = pl.ds(query_block * block_q, block_q)
@@ -207,7 +211,7 @@ class _Producer:
         slot = block.queries.slot(j)
 
         def is_last():  # made anew: kept it would take a register
-            return (t + 1 == walk.steps_of(self.locate(index))) & there
+            return (t + 1 == walk.steps_of(self.place_of(index, number))) & there
 
         if drawn:
             # Late, as who is free first should have the next tile, but before the last step of this
@@ -232,8 +236,8 @@ class _Producer:
         zero, after = jnp.int32(0), block.after
         following = lax.cond(
             is_last(),
-            lambda: (after(index), zero),
-            lambda: (index, t + 1),
+            lambda: (after(index), walk.number(after(index)), zero),
+            lambda: (index, number, t + 1),
         )
         return j + 1, *following
 
@@ -319,9 +323,9 @@ class _Producer:
             source = fragment_of(block.dq_smem.at[consumer], columns)
             yield source, fragment_of(block.dq.at[first + consumer], columns)
 
-    def send_dq(self, index, t) -> None:
+    def send_dq(self, index, number, t) -> None:
         """Adds dQ of step t of a tile, staged in the next one, or stores it; none for t = -1."""
-        place = self.locate(index)
+        place = self.place_of(index, number)
         query_block, member = self.block.walk.step_of(place, t)
         if self.plan.dq_is_whole:
             self.store_dq(place, query_block, member, t >= 0)

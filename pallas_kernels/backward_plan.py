@@ -264,6 +264,16 @@ class Plan:
     # --- registers ---
 
     @property
+    def keeps_numbers(self) -> bool:
+        """Whether the producer keeps numbers of tiles, or reads them anew.
+
+        With dropout, and at width 64 under a mask where query heads share keys, it would spill.
+        """
+        p = self.problem
+        has_room = self.is_wide or p.by_batch or p.group == 1
+        return has_room and not self.keeps_nothing
+
+    @property
     def keeps_nothing(self) -> bool:
         """Whether the producer reads all of a tile anew: with dropout it would spill."""
         return self.problem.has_dropout
