@@ -9,6 +9,7 @@ from jax import lax
 
 from pallas_kernels.backward_plan import K_SLOTS, KEYS, Plan
 from pallas_kernels.hopper import Ring
+from pallas_kernels.key_tiles_shares import split_gradients
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.ptx.barriers import with_twins
 
@@ -45,8 +46,8 @@ class ThreadBlock:
         )
         self.drawn = self.walk.drawn
         self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, *results = refs
-        *dq, self.dk, self.dv = results
-        self.dq: Any = dq[0] if dq else None
+        self.dq: Any = results.pop(0) if plan.with_query_gradient else None
+        self.dk, self.dv = split_gradients(plan.tiles, results)
         (
             self.ds_stored, free, self.v_free, self.dq_staged, self.gradients_staged, self.sent,
             self.unseen_rows,

@@ -298,5 +298,5 @@ class _Consumer(Products):
         tile, kv_head_of_all = block.walk.locate(index)
         batch, share = div_rem(kv_head_of_all, self.plan.problem.kv_heads)
         rows = pl.ds(tile * BLOCK_KV + KEYS * self.number, KEYS)
-        store_tile(block.dk.at[batch, rows, share], dk)
-        store_tile(block.dv.at[batch, rows, share], dv)
+        for ref, gradient in ((block.dk, dk), (block.dv, dv)):
+            store_tile(ref.at[batch, rows, share, pl.ds(0, gradient.shape[1])], gradient)

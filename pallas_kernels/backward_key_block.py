@@ -6,6 +6,7 @@ from jax import lax
 
 from pallas_kernels.backward_key_plan import STAGES, Plan
 from pallas_kernels.hopper import Ring
+from pallas_kernels.key_tiles_shares import split_gradients
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.ptx.barriers import with_twins
 from pallas_kernels.ptx.mail import mail_shape
@@ -41,7 +42,7 @@ class ThreadBlock:
         self.d_outs = Ring(tuple(o_smem), o_full, o_free)
         self.walk, refs = Walk.of_refs(plan.tiles, lax.axis_index("block"), refs)
         self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, *results = refs
-        self.dk, self.dv, *self.ds = results
+        self.dk, self.dv, *self.ds = split_gradients(plan.tiles, results)
         self.weights_mail = mail
         self.ds_mail = mail.at[pl.ds(0, mail_shape(plan.config.block_q, plan.problem.dtype)[0])]
 

@@ -11,7 +11,7 @@ bias_gradient.py           the gradient of a bias, and of what a score function 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +146,7 @@ def attention_gradients(
             config=config,
         )
         tiles = key_tiles(problem, config)
-        of_shares = functools.partial(_summed, (key, value), tiles)
+        of_shares = functools.partial(summed, key, value, tiles=tiles)
         sections = d_logits_sections(tiles, config.d_logits_bytes)
         if not sections:
             return of_query_alone(), *of_shares(of_keys()), *others
@@ -169,7 +169,7 @@ def attention_gradients(
         d_query, *of_both = _by_main_kernel(plan, main, zeros, start, padded_rows)
     else:
         d_query, of_both = of_query_alone(), list(main())
-    return d_query, *_summed((key, value), plan.tiles, of_both), *others
+    return d_query, *summed(key, value, of_both, plan.tiles), *others
 
 
 def _by_main_kernel(
@@ -199,27 +199,18 @@ def _of_reads(
     return [gradient(read=problem.score_function.reads[number]) for number in reads]
 
 
-def _summed(
-    operands: tuple[jax.Array, ...], tiles: KeyTiles, gradients: Iterable[jax.Array]
-) -> tuple[jax.Array, ...]:
-    """dK and dV, of those of shares where tiles are dealt out in more than one."""
-    if not tiles.are_shared:
-        return tuple(gradients)
-    return tuple(summed(*each, tiles) for each in zip(operands, gradients, strict=True))
-
-
 def _by_sections(
     sections: list[Section], of_keys: Callable, of_query: Callable
 ) -> tuple[jax.Array, ...]:
     """Gradients of query, key and value, with dS' of one section at a time in memory."""
     first, *others = sections
-    d_key, d_value, d_logits = of_keys(section=first)
+    *gradients, d_logits = of_keys(section=first)
     if not others:
-        return of_query(d_logits, section=first), d_key, d_value
+        return of_query(d_logits, section=first), *gradients
     # All in one place: refs, so that no kernel begins before the one before it has ended.
-    results = d_key, d_value, d_logits = tuple(map(jax.new_ref, (d_key, d_value, d_logits)))
+    results = *gradients, d_logits = tuple(map(jax.new_ref, (*gradients, d_logits)))
     d_query = jax.new_ref(of_query(d_logits, section=first))
     for section in others:
         of_keys(section=section, results=results)
         of_query(d_logits, d_query=d_query, section=section)
-    return tuple(map(jax.freeze, (d_query, d_key, d_value)))
+    return tuple(map(jax.freeze, (d_query, *gradients)))

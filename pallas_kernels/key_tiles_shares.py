@@ -11,7 +11,8 @@ Sections are for dS', which is in memory for so many key heads at a time.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,31 +119,53 @@ def d_logits_sections(tiles: KeyTiles, most_bytes: int) -> list[Section]:
 
 
 def gradients_of_tiles(tiles: KeyTiles, *columns: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of dK and dV; of each share, where there are more, of so many columns each."""
+    """Shapes of dK and dV, or of what `split_gradients` takes for those of shares.
+
+    Args:
+      columns: of shares of dK and dV.
+    """
     if not tiles.are_shared:
         return key_gradients(tiles.problem)
     batch, kv_heads = tiles.problem.batch, tiles.problem.kv_heads
-    rows = tiles.per_head * tiles.block_kv
-    return tuple(jax.ShapeDtypeStruct((batch, rows, kv_heads, x), jnp.float32) for x in columns)
+    shape = (2, batch, tiles.per_head * tiles.block_kv, kv_heads, max(columns))
+    return (jax.ShapeDtypeStruct(shape, jnp.float32),)
 
 
-def summed(like: jax.Array, gradient: jax.Array, tiles: KeyTiles) -> jax.Array:
-    """dK or dV, like this key or value, from those of shares."""
-    batch, rows, kv_heads, width = like.shape
-    gradient = gradient.reshape(*gradient.shape[:2], kv_heads, -1, gradient.shape[3]).sum(3)
+def split_gradients(tiles: KeyTiles, refs: Sequence[Any]) -> tuple[Any, ...]:
+    """Refs of dK and dV, and of more results that come behind them.
+
+    Those of shares are one array, first dK, so that XLA adds up both in one kernel.
+    """
+    if not tiles.are_shared:
+        return tuple(refs)
+    both, *more = refs
+    return both.at[0], both.at[1], *more
+
+
+def summed(
+    key: jax.Array, value: jax.Array, gradients: Sequence[jax.Array], tiles: KeyTiles
+) -> tuple[jax.Array, ...]:
+    """dK and dV, like key and value, of those of shares where there are more than one."""
+    if not tiles.are_shared:
+        return tuple(gradients)
+    (both,) = gradients
+    _, batch, _, _, columns = both.shape
+    _, rows, kv_heads, _ = key.shape
+    both = both.reshape(2, batch, -1, kv_heads, tiles.problem.kv_heads // kv_heads, columns).sum(4)
     if tiles.shares.parts > 1:
-        of_tiles = gradient.reshape(batch, tiles.per_head, tiles.block_kv, *gradient.shape[2:])
-        gradient = _summed_parts(of_tiles, tiles).reshape(batch, -1, *gradient.shape[2:])
-    return gradient[:, :rows, :, :width].astype(like.dtype)
+        of_tiles = both.reshape(2, batch, tiles.per_head, tiles.block_kv, kv_heads, columns)
+        both = _summed_parts(of_tiles, tiles).reshape(2, batch, -1, kv_heads, columns)
+    of_each = zip((key, value), both, strict=True)
+    return tuple(x[:, :rows, :, : like.shape[3]].astype(like.dtype) for like, x in of_each)
 
 
 def _summed_parts(gradient: jax.Array, tiles: KeyTiles) -> jax.Array:
-    """`[B, whole tiles, ...]` of what the parts of tiles gave, `[B, tiles, ...]`."""
+    """`[2, B, whole tiles, ...]` of what the parts of tiles gave, `[2, B, tiles, ...]`."""
     count = np.bincount(tiles.seeing_blocks()[2])
-    batch, _, *tile = gradient.shape
+    _, batch, _, *tile = gradient.shape
     if (count == count[0]).all():
-        return gradient.reshape(batch, len(count), count[0], *tile).sum(2)
+        return gradient.reshape(2, batch, len(count), count[0], *tile).sum(3)
     number = np.arange(count.max())
     place = (count.cumsum() - count)[:, None] + np.minimum(number, count[:, None] - 1)
     is_there = (number < count[:, None]).reshape(*place.shape, *(1 for _ in tile))
-    return jnp.where(is_there, gradient[:, place], 0.0).sum(2)
+    return jnp.where(is_there, gradient[:, :, place], 0.0).sum(3)

@@ -114,7 +114,7 @@ def dealt(described: Problem, shares: int | None = None):
         ((1, 8192, 8192, 8, 1, 128, True), (4, 1)),  # of 64 tiles the longest takes a quarter
         ((1, 656, 656, 16, 2, 64), (8, 1)),
         ((4, 256, 256, 28, 4, 64, True), (7, 1)),  # a group that is a prime number
-        ((11, 2048, 2048, 7, 1, 24, True), (7, 1)),
+        ((11, 2048, 2048, 7, 1, 24, True), (1, 1)),  # 176 long tiles, longest first
         ((4, 4096, 4096, 32, 8, 128, True), (1, 1)),
         ((1, 16384, 16384, 32, 8, 128, True), (1, 1)),
         ((1, 256, 256, 16, 16, 64), (1, 1)),  # nothing to deal out
@@ -174,15 +174,16 @@ def test_gradients_of_shares_are_added_up(bounds):
     whole = dataclasses.replace(problem(2, 512, 250, 6, 3, 64), lowest=lowest, highest=highest)
     own = dataclasses.replace(whole, kv_heads=6)
     tiles = KeyTiles(own, 128, 64, row_bytes=1, shares=Shares(2, 3))
-    (shape,) = gradients_of_tiles(tiles, 64)
-    gradient = np.random.default_rng(0).standard_normal(shape.shape, np.float32)
-    expected = np.zeros((2, 256, 3, 64))
+    (shape,) = gradients_of_tiles(tiles, 64, 40)
+    both = np.random.default_rng(0).standard_normal(shape.shape, np.float32)
+    expected = np.zeros((2, 2, 256, 3, 64))
     for piece, tile in enumerate(tiles.seeing_blocks()[2]):
-        rows = gradient[:, 128 * piece : 128 * (piece + 1)].reshape(2, 128, 3, 2, 64)
-        expected[:, 128 * tile : 128 * (tile + 1)] += rows.sum(3)
-    like = jax.ShapeDtypeStruct((2, 250, 3, 40), jnp.float32)
-    found = summed(like, jnp.asarray(gradient), tiles)
-    np.testing.assert_allclose(found, expected[:, :250, :, :40], rtol=1e-5, atol=1e-5)
+        rows = both[:, :, 128 * piece : 128 * (piece + 1)].reshape(2, 2, 128, 3, 2, 64)
+        expected[:, :, 128 * tile : 128 * (tile + 1)] += rows.sum(4)
+    key, value = (jax.ShapeDtypeStruct((2, 250, 3, width), jnp.float32) for width in (64, 40))
+    found = summed(key, value, [jnp.asarray(both)], tiles)
+    for x, y in zip(found, (expected[0, :, :250], expected[1, :, :250, :, :40]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [64, 256])
@@ -202,7 +203,7 @@ def test_time_of_a_deal_is_that_of_its_longest_list():
     ("sizes", "of_one_section"),
     [
         ((11, 2048, 2048, 1, 1, 64, True), 11),  # else sections would be of one head: 11 is prime
-        ((3, 1840, 1840, 7, 7, 64, True), 21),
+        ((3, 1840, 1840, 7, 7, 64, True), 10),  # the last one has 11
         ((4, 4096, 4096, 32, 8, 128, True), 4),  # ends no earlier in longer ones
         ((2, 65536, 65536, 2, 2, 128, True), 1),  # two heads would not stay in L2
     ],
