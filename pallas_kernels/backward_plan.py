@@ -25,6 +25,7 @@ BLOCK_KV = CONSUMERS * KEYS
 # Tiles of keys of a head whose dQ is not added to in global memory, and bytes that it may take.
 MOST_APART, _MOST_APART_BYTES = 2, 2 << 30
 K_SLOTS = 2
+_SHORT_TILE = 3  # steps in the mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,15 +185,25 @@ class Plan:
         return [(first * blocks_of_64, end * blocks_of_64) for first, end in self._seeing_blocks]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether costs of tiles are known, and registers do for any schedule."""
+        p = self.problem
+        beside = p.by_batch or p.has_lists or p.has_elements or p.has_cap or p.has_dropout
+        return self.with_query_gradient and not beside
+
+    @property
     def one_each(self) -> bool:
         """Whether each thread block has one tile, that of its number, and nothing to draw.
 
-        Lists are as fast where nothing is drawn anyway, and beside elements this would spill.
+        Lists are as fast where nothing is drawn anyway.
         """
-        p = self.problem
-        is_plain = not (p.by_batch or p.has_lists or p.has_elements or p.has_cap or p.has_dropout)
-        most = self.config.thread_blocks or SM_COUNT
-        return is_plain and self.with_query_gradient and self.tiles.count <= most
+        return self.is_plain and self.tiles.count <= (self.config.thread_blocks or SM_COUNT)
+
+    @functools.cached_property
+    def deals_short_tiles(self) -> bool:
+        """Whether a draw would take as long as a tile, so that lists are better."""
+        is_short = self.is_plain and self.tiles.steps().mean() <= _SHORT_TILE
+        return is_short and not self.one_each
 
     @property
     def draws(self) -> bool:
@@ -200,6 +211,8 @@ class Plan:
         p = self.problem
         if self.one_each or p.has_slope or p.has_dropout:
             return False  # nothing to draw, or registers are too short
+        if self.deals_short_tiles:
+            return False
         if p.by_batch and self.is_wide:
             return True
         # At width 64 tiles of documents are so short that what a draw takes counts. A draw would
@@ -213,7 +226,7 @@ class Plan:
         The number would be spilled for them in a consumer. Yet beside lists a switch would spill,
         with a cap or dropout.
         """
-        return self.draws or self.one_each
+        return self.draws or self.is_plain
 
     @functools.cached_property
     def thread_blocks(self) -> int:
@@ -306,7 +319,9 @@ class Plan:
         beside_dropout = self.problem.has_dropout and (self.is_wide or (p.has_bias and p.has_mask))
         beside_ids = p.has_bias and (p.segmented or (p.dynamic and self.is_wide))
         beside_elements = has_elements_of_queries and (beside_dropout or beside_ids)
-        return self.problem.has_slope or beside_elements
+        # H64-full-many would spill 136 bytes.
+        is_bare = not (self.is_wide or self.tiles.any_mask or self.one_each)
+        return self.problem.has_slope or beside_elements or (self.dq_is_whole and is_bare)
 
     @property
     def far_after_dq(self) -> bool:
@@ -342,7 +357,7 @@ class Plan:
         p = self.problem
         if p.has_slope or p.has_dropout or p.segmented or p.has_bias:
             return True
-        if p.has_given_lists:
+        if p.has_given_lists or (self.deals_short_tiles and not self.is_wide):
             return True
         if self.is_wide or not self.tiles.any_mask:
             return False

@@ -112,6 +112,35 @@ def test_bias_of_all_kinds(dtype, deterministic):
         check(inputs(1, 40, 136, 2, 1, 64), bias, deterministic=deterministic)
 
 
+def check_weights_of_hidden_rows(T, S, H, N=1):
+    """They add up to 1, also where the first step's largest logit is a rounding above others."""
+    query = jnp.ones((1, T, N, H), jnp.bfloat16)
+    key = jnp.zeros((1, S, N, H), jnp.bfloat16).at[:, -1].set(60 * H**-0.5)  # a logit of 60
+    bias = jnp.zeros((1, 1, T, 1)).at[:, :, ::2].set(-1e9)  # floats are 64 apart there
+
+    def attention(*arrays):
+        return jax_flash.attention(
+            *arrays, bias=bias, return_residual=True, implementation="mosaic_gpu"
+        )
+
+    (out, lse), vjp = jax.vjp(attention, query, key, jnp.ones_like(key))
+    np.testing.assert_allclose(out.astype(jnp.float32), 1.0, rtol=2**-7)
+    np.testing.assert_allclose(lse[:, ::2], -1e9, rtol=1e-6)
+    chex.assert_tree_all_finite((lse, vjp((out, lse))))
+
+
+@pytest.mark.long
+def test_weights_of_rows_that_a_bias_hides_over_several_steps():
+    with interpret_mode():
+        check_weights_of_hidden_rows(16, 384, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_weights_of_rows_that_a_bias_hides_over_several_steps_on_a_gpu(H):
+    check_weights_of_hidden_rows(300, 1500, H, N=4)
+
+
 def alike(T, S, H, size=133120.0, dtype=jnp.bfloat16):
     query, key, value = (jnp.full((1, n, 1, H), size, dtype) for n in (T, S, S))
     return query, key, value, jnp.ones_like(query), jnp.zeros((1, T, 1))

@@ -229,6 +229,10 @@ SHAPES = {
     # One tile of keys, which makes dQ whole: of many tiles, and of one for each thread block.
     "one": (1001, 121, 256, 64, jnp.float16),
     "single": (1000, 128, 4, 4, jnp.bfloat16),
+    # Of many even tiles, drawn; and tiles so short that they are not.
+    "whole": (1000, 128, 256, 256, jnp.bfloat16),
+    "many": (128, 128, 256, 256, jnp.bfloat16),
+    "brief": (152, 152, 256, 256, jnp.bfloat16),
     # So few queries that the keys of the forward are dealt out in shares.
     "far": (197, 4099, 4, 2, jnp.bfloat16),
     "alone": (2997, 2997, 1, 1, jnp.bfloat16),
@@ -254,6 +258,11 @@ SHORT = [
     (256, "causal", "long"),
     *((width, mask, "one") for width in (64, 72, 80, 128) for mask in ("full", "causal")),
     *((width, "full", "single") for width in (32, 64, 96, 128)),
+    *((width, "full", "whole") for width in (64, 128)),
+    *((width, mask, "many") for width in (64, 128) for mask in ("full", "causal")),
+    (96, "causal", "many"),
+    *((width, "causal", "brief") for width in (40, 64, 72, 128)),
+    (64, "window", "brief"),
     *((width, "full", "far") for width in (64, 80, 128, 256)),
     *((width, mask, "alone") for width in (64, 128) for mask in ("causal", "window")),
     (72, "causal", "alone"),
