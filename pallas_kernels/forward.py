@@ -55,7 +55,7 @@ from pallas_kernels.columns import as_rows
 from pallas_kernels.config import ForwardConfig
 from pallas_kernels.dropout import Words
 from pallas_kernels.dropout import operands as dropout_operands
-from pallas_kernels.element_arrays import NO_ELEMENTS, Blocks, Elements
+from pallas_kernels.element_arrays import NO_ELEMENTS, Blocks, Elements, compressed
 from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_consumer import consume
 from pallas_kernels.forward_plan import BIAS_BOX, Plan
@@ -120,7 +120,7 @@ def attention(
     words = dropout_operands(dropout_words, keys=config.block_kv)
     optional = *words, *elements.forward_operands(problem)
     if sinks is not None:
-        sinks = sinks * LOG2E
+        sinks = (compressed(sinks, problem) if problem.unbounded else sinks) * LOG2E
     if tiles.are_shared:
         return combined(kernel(query, key, value, *optional), sinks, tiles)
     if sinks is not None:

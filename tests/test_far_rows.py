@@ -188,6 +188,25 @@ def test_infinite_sinks():
     chex.assert_tree_all_finite(gradients)
 
 
+@pytest.mark.long
+def test_sinks_far_from_0_beside_a_bias():
+    query, key, value, *_ = inputs(1, 8, 64, 4, 1, 64)
+    sinks = jnp.array([2e37, 3e38, -3e38, 1.0])
+    bias = jnp.zeros((1, 1, 8, 1))
+
+    def attention(implementation, *arrays):
+        return jax_flash.attention(
+            *arrays, bias=bias, sinks=sinks, return_residual=True, implementation=implementation
+        )
+
+    with interpret_mode():
+        out, lse = attention("mosaic_gpu", query, key, value)
+    widened = (x.astype(jnp.float32) for x in (query, key, value))
+    expected, expected_lse = attention("xla", *widened)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=0.02)
+
+
 @pytest.mark.parametrize("scale", [1e4, 1.0, 0.125, 0.0625, 1e-3, 1e-9])
 def test_compressed_biases_keep_their_order(scale):
     problem = Problem(1, 8, 8, 1, 1, 64, np.dtype(jnp.bfloat16), scale, has_bias=True)
