@@ -25,7 +25,7 @@ BLOCK_KV = CONSUMERS * KEYS
 # Tiles of keys of a head whose dQ is not added to in global memory, and bytes that it may take.
 MOST_APART, _MOST_APART_BYTES = 2, 2 << 30
 K_SLOTS = 2
-_SHORT_TILE = 3  # steps in the mean
+_FEW_TILES, _SHORT_TILE = 4, 3  # of an SM; steps in the mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,10 +200,11 @@ class Plan:
         return self.is_plain and self.tiles.count <= (self.config.thread_blocks or SM_COUNT)
 
     @functools.cached_property
-    def deals_short_tiles(self) -> bool:
-        """Whether a draw would take as long as a tile, so that lists are better."""
-        is_short = self.is_plain and self.tiles.steps().mean() <= _SHORT_TILE
-        return is_short and not self.one_each
+    def deals_few_steps(self) -> bool:
+        """Whether there is little to even out by draws, each of which takes as long as a step."""
+        if not self.is_plain or self.one_each or self.tiles.count > _FEW_TILES * SM_COUNT:
+            return False
+        return self.tiles.steps().mean() <= _SHORT_TILE
 
     @property
     def draws(self) -> bool:
@@ -211,7 +212,7 @@ class Plan:
         p = self.problem
         if self.one_each or p.has_slope or p.has_dropout:
             return False  # nothing to draw, or registers are too short
-        if self.deals_short_tiles:
+        if self.deals_few_steps:
             return False
         if p.by_batch and self.is_wide:
             return True
@@ -319,14 +320,15 @@ class Plan:
         beside_dropout = self.problem.has_dropout and (self.is_wide or (p.has_bias and p.has_mask))
         beside_ids = p.has_bias and (p.segmented or (p.dynamic and self.is_wide))
         beside_elements = has_elements_of_queries and (beside_dropout or beside_ids)
-        # H64-full-many would spill 136 bytes.
-        is_bare = not (self.is_wide or self.tiles.any_mask or self.one_each)
-        return self.problem.has_slope or beside_elements or (self.dq_is_whole and is_bare)
+        return self.problem.has_slope or beside_elements
 
     @property
     def far_after_dq(self) -> bool:
         """Whether there are none in steps that rows far from 0 may be in."""
-        return self.problem.has_bias and self.problem.has_dropout
+        p = self.problem
+        # H64-full-whole would spill 136 bytes.
+        is_whole = self.dq_is_whole and not (self.is_wide or self.tiles.any_mask or self.one_each)
+        return (p.has_bias and p.has_dropout) or is_whole
 
     @property
     def ids_first(self) -> bool:
@@ -357,7 +359,7 @@ class Plan:
         p = self.problem
         if p.has_slope or p.has_dropout or p.segmented or p.has_bias:
             return True
-        if p.has_given_lists or (self.deals_short_tiles and not self.is_wide):
+        if p.has_given_lists or (self.deals_few_steps and not self.is_wide):
             return True
         if self.is_wide or not self.tiles.any_mask:
             return False
