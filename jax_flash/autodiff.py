@@ -174,6 +174,7 @@ def _prepared(call: Call):
             keys=call.key.shape[1] if mask_function is None else None,
             causal=highest is not None,
             window=window,
+            dynamic=bool(intervals),
             segmented=bool(ids),
             has_elements=has_mask or has_bias or has_score,
             forward_loads_elements=has_mask

@@ -18,6 +18,7 @@ from pallas_kernels.config import (
     ForwardConfig,
     ForwardFP8Config,
 )
+from pallas_kernels.forward_times import Timed, fastest
 from pallas_kernels.problem import SUPPORTED_WIDTHS, box_width, need, whole_tiles
 
 _TWO_CONSUMERS = ForwardConfig(
@@ -75,6 +76,21 @@ FORWARD_NARROW = {64: _TWO_CONSUMERS}
 # by how many times the rows tiles of three have: b64 s197 52.6 and 62.9 (1.5), b16 s640 causal 47.0
 # and 51.7 (1.2), b32 s577 125 and 124 (1.2), b32 s1024 289 and 264 (1.125).
 _THREE_BY_TWO = 1.2
+
+# Width 64 where all but the shape is as simple as can be: what ends earliest. Four consumers have
+# tiles of 256 rows that read keys once. us*, with these and with the fastest of the others: b8 s256
+# 7.7 and 9.4, b4 s512 11.3 and 14.1, b2 s1024 18.1 and 22.3, b1 s1500 24.9 and 30.5, b16 s512
+# 33.3 and 36.9; b4 s4096 454 and 438.
+_FOUR_CONSUMERS = ForwardConfig(
+    consumers=4, block_kv=64, stages=2, query_buffers=1, registers=(112, 24)
+)
+FORWARD_TIMED = (
+    Timed(FORWARD[64], launch=4.0, tile=1.37, causal_tile=0.92, step=1.21),
+    Timed(FORWARD_SHORT[64], launch=2.7, tile=1.13, causal_tile=0.92, step=0.72),
+    Timed(_TWO_CONSUMERS, launch=2.5, tile=1.24, causal_tile=0.63, step=1.01),
+    Timed(_TWO_OF_64_KEYS, launch=2.1, tile=1.03, causal_tile=0.75, step=0.58),
+    Timed(_FOUR_CONSUMERS, launch=1.8, tile=2.25, causal_tile=1.84, step=0.90),
+)
 
 # The same in FP8, whose operands have 64, 128 or 256 columns.
 FORWARD_FP8 = {
@@ -202,6 +218,7 @@ class _Call:
     keys: int | None
     causal: bool
     window: int | None
+    dynamic: bool
     segmented: bool
     has_elements: bool
     loads_elements: bool
@@ -221,6 +238,12 @@ class _Call:
     def is_plain(self) -> bool:
         """Whether there is nothing but bounds."""
         return not (self.segmented or self.has_elements or self.soft_cap or self.dropout)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether `forward_times.py` knows how long it takes."""
+        is_static = self.keys is not None and self.window is None and not self.dynamic
+        return self.widest == 64 and self.is_plain and is_static
 
     @property
     def is_partial(self) -> bool:
@@ -269,6 +292,9 @@ _FORWARD_ROWS = [
 def _forward(call: _Call, queries: tuple[int, int] | None) -> ForwardConfig:
     found = next(x.settings for x in _FORWARD_ROWS if x.fits(call) and call.widest in x.settings)
     forward = found[call.widest]
+    if queries is not None and call.is_timed and found in (FORWARD, FORWARD_SHORT):
+        assert call.keys is not None
+        return fastest(FORWARD_TIMED, queries, call.keys, call.causal)
     if queries is not None and forward.consumers == 3:
         are_few = call.widest == 64 and forward.block_kv == 64
         of_two = _TWO_OF_64_KEYS if are_few else _TWO_CONSUMERS
@@ -298,6 +324,7 @@ def default(
     keys: int | None = None,
     causal: bool = False,
     window: int | None = None,
+    dynamic: bool = False,
     segmented: bool = False,
     has_elements: bool = False,
     forward_loads_elements: bool = False,
@@ -314,6 +341,7 @@ def default(
       keys: how many; None for many, and beside a mask function.
       causal: whether tiles see the fewer keys the earlier they are.
       window: how many keys a query sees at most, where both bounds are static.
+      dynamic: what a query sees is known at run time only, apart from segment ids.
       segmented: there are segment ids.
       has_elements: there is a bias or a dense mask.
       forward_loads_elements: and it is not just a bias of one value a key.
@@ -325,7 +353,7 @@ def default(
     for name, got in (("width", width), ("value_width", value_width)):
         need(got in SUPPORTED_WIDTHS, name, got, "a multiple of 8 up to 256")
     call = _Call(
-        width, value_width, keys, causal, window, segmented, has_elements,
+        width, value_width, keys, causal, window, dynamic, segmented, has_elements,
         forward_loads_elements, tiled_bias, soft_cap, dropout,
     )  # fmt: skip
     backward_query = BACKWARD_QUERY_ELEMENTS if has_elements else BACKWARD_QUERY
