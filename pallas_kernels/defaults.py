@@ -81,7 +81,7 @@ _THREE_BY_TWO = 1.2
 # tiles of 256 rows that read keys once. us*, with these and with the fastest of the others: b8 s256
 # 7.7 and 9.4, b4 s512 11.3 and 14.1, b2 s1024 18.1 and 22.3, b1 s1500 24.9 and 30.5, b16 s512
 # 33.3 and 36.9; b4 s4096 454 and 438.
-_FOUR_CONSUMERS = ForwardConfig(
+FOUR_CONSUMERS = ForwardConfig(
     consumers=4, block_kv=64, stages=2, query_buffers=1, registers=(112, 24)
 )
 FORWARD_TIMED = (
@@ -89,7 +89,7 @@ FORWARD_TIMED = (
     Timed(FORWARD_SHORT[64], launch=2.7, tile=1.13, causal_tile=0.92, step=0.72),
     Timed(_TWO_CONSUMERS, launch=2.5, tile=1.24, causal_tile=0.63, step=1.01),
     Timed(_TWO_OF_64_KEYS, launch=2.1, tile=1.03, causal_tile=0.75, step=0.58),
-    Timed(_FOUR_CONSUMERS, launch=1.8, tile=2.25, causal_tile=1.84, step=0.90),
+    Timed(FOUR_CONSUMERS, launch=1.8, tile=2.25, causal_tile=1.84, step=0.90),
 )
 
 # The same in FP8, whose operands have 64, 128 or 256 columns.

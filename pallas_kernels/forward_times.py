@@ -36,14 +36,17 @@ class Timed:
     def time(self, queries: tuple[int, int], keys: int, causal: bool) -> float:
         """How long a forward takes; arguments are those of `defaults.default`."""
         length, heads = queries
-        ends = np.minimum(np.arange(0, length, self.config.block_q) + self.config.block_q, length)
-        seen = np.minimum(keys, ends + max(0, keys - length)) if causal else np.full(len(ends), keys)
-        steps = -(-seen // self.config.block_kv)
-        of_tiles = self.step * steps + self.tile + (self.causal_tile if causal else 0.0)
-        if heads * len(of_tiles) > _MANY_TILES * SM_COUNT:
-            return self.launch + heads * of_tiles.sum() / SM_COUNT
-        longest_first = np.repeat(-np.sort(-of_tiles), heads)
-        return self.launch + scheduler.time_of_deal(longest_first, SM_COUNT)
+        block_q, block_kv = self.config.block_q, self.config.block_kv
+        tiles = -(-length // block_q)
+        if not causal:
+            rounds = -(-tiles * heads // SM_COUNT)
+            return self.launch + rounds * (self.tile + self.step * -(-keys // block_kv))
+        # Aligned at the last key, where there are more keys than queries.
+        seen = np.minimum(keys, np.arange(tiles, 0, -1) * block_q + max(0, keys - length))
+        longest_first = self.tile + self.causal_tile + self.step * -(-seen // block_kv)
+        if heads * tiles > _MANY_TILES * SM_COUNT:
+            return self.launch + heads * longest_first.sum() / SM_COUNT
+        return self.launch + scheduler.time_of_deal(np.repeat(longest_first, heads), SM_COUNT)
 
 
 @functools.lru_cache

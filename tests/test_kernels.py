@@ -302,6 +302,19 @@ def test_settings_other_than_the_default():
         check(inputs(1, 200, 150, 2, 1, 128, jnp.bfloat16), is_causal=True, config=settings)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("is_causal", [False, slow(True)])
+def test_four_consumers(is_causal):
+    settings = dataclasses.replace(defaults.default(64), forward=defaults.FOUR_CONSUMERS)
+    with interpret_mode():
+        check(
+            inputs(1, 300, 140, 2, 1, 64, jnp.bfloat16),
+            is_causal=is_causal,
+            sinks=jnp.array([0.5, -1.0]),
+            config=settings,
+        )
+
+
 @pytest.mark.slow
 def test_keys_that_no_query_sees_at_width_256():
     with interpret_mode():
@@ -413,7 +426,7 @@ def test_no_settings_of_widths_that_kernels_do_not_take(widths, name):
         (64, 200, {}, 3, 128),  # as many in either steps
         (64, 576, {}, 3, 64),
         (64, 577, {}, 3, 128),
-        (64, 157, dict(queries=(197, 768)), 2, 64),
+        (64, 157, dict(queries=(197, 768), dynamic=True), 2, 64),
         (64, 157, dict(queries=(197, 768), dropout=True), 2, 128),
         (64, 157, dict(soft_cap=True), 2, 128),
         (40, 157, {}, 3, 64),
@@ -428,6 +441,41 @@ def test_no_settings_of_widths_that_kernels_do_not_take(widths, name):
 def test_few_keys_take_steps_of_64(width, keys, options, consumers, block_kv):
     forward = defaults.default(width, keys=keys, **options).forward
     assert (forward.consumers, forward.block_kv) == (consumers, block_kv)
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "keys", "causal", "consumers", "block_kv"),
+    [
+        (4096, 128, 4096, False, 3, 128),  # many rounds: the one with most products a second
+        (4096, 128, 4096, True, 3, 128),
+        (2048, 8, 2048, False, 2, 128),  # one round: the one with the shortest tiles
+        (256, 128, 256, False, 4, 64),  # 128 tiles for 132 SMs, of which 256 would take two rounds
+        (1024, 32, 1024, False, 4, 64),
+        (1024, 32, 1024, True, 2, 128),
+        (197, 768, 197, False, 4, 64),
+        (64, 1536, 64, False, 2, 64),
+    ],
+)
+def test_settings_of_width_64_are_those_that_end_earliest(
+    length, heads, keys, causal, consumers, block_kv
+):
+    settings = defaults.default(64, queries=(length, heads), keys=keys, causal=causal).forward
+    assert (settings.consumers, settings.block_kv) == (consumers, block_kv)
+    (own,) = (x for x in defaults.FORWARD_TIMED if x.config == settings)
+    times = [x.time((length, heads), keys, causal) for x in defaults.FORWARD_TIMED]
+    assert own.time((length, heads), keys, causal) == min(times) > 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_times_are_those_of_tiles(causal):
+    """Of 44 heads of 3 tiles, one for each SM, and of 88; of 5 steps or causal of 5, 5 and 4."""
+    timed = dataclasses.replace(
+        defaults.FORWARD_TIMED[2], launch=100.0, tile=10.0, causal_tile=7.0, step=1.0
+    )
+    longest = 22 if causal else 15
+    assert timed.time((300, 44), 600, causal) == 100 + longest
+    assert timed.time((300, 88), 600, causal) == 100 + 2 * longest
+    assert timed.time((300, 48), 600, causal) == 100 + (2 * 21 if causal else 2 * 15)
 
 
 def test_query_blocks_that_two_consumers_cannot_share():
