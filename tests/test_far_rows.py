@@ -276,11 +276,17 @@ def test_finite_inputs_have_finite_results_on_a_gpu(H, options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [30.0, 1e3, 1e5, 1e9])
-@pytest.mark.parametrize("H", [64, 128, 256])
-def test_large_logits_on_a_gpu(H, size):
+@pytest.mark.parametrize(
+    ("H", "B", "T", "S", "N", "K"),
+    [
+        *((H, 2, 200, 700, 2, 1) for H in (64, 128, 256)),
+        (64, 140, 700, 128, 2, 1),  # dQ is whole, of tiles that are drawn
+    ],
+)
+def test_large_logits_on_a_gpu(H, B, T, S, N, K, size):
     """One key has a row's weight: as a rule that of plain JAX; and no gradient is NaN."""
-    query, key, value, dout, _ = inputs(2, 200, 700, 2, 1, H)
-    arrays = query * size, key * size, value, dout, jnp.zeros((2, 200, 2))
+    query, key, value, dout, _ = inputs(B, T, S, N, K, H)
+    arrays = query * size, key * size, value, dout, jnp.zeros((B, T, N))
     got = results(arrays, None, "mosaic_gpu")
     expected = results([x.astype(jnp.float32) for x in arrays], None, "xla")
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-5)

@@ -199,6 +199,42 @@ def test_heads(H, N, K, dtype):
     check(inputs(2, 300, 413, N, K, H, dtype), is_causal=True, query_offset=413 - 300)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("B", "T", "S", "N", "K", "H"), [(3, 1000, 1013, 4, 2, 64), (2, 333, 77, 3, 3, 40)]
+)
+def test_four_consumers(B, T, S, N, K, H, is_causal):
+    settings = dataclasses.replace(defaults.default(H), forward=defaults.FOUR_CONSUMERS)
+    arrays = inputs(B, T, S, N, K, H, jnp.float16)
+    check(arrays, is_causal=is_causal, config=settings)
+    check(arrays, is_causal=is_causal, config=settings, sinks=jnp.linspace(-1.0, 3.0, N))
+    forward = functools.partial(attention, *arrays[:3], is_causal=is_causal, config=settings)
+    chex.assert_trees_all_equal(forward(), forward())
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "N", "K", "H", "is_causal"),
+    [
+        (40, 152, 8, 4, 64, True),
+        (20, 128, 16, 16, 64, False),
+        (20, 128, 16, 8, 128, True),
+        (30, 256, 8, 8, 96, True),
+        (50, 64, 8, 8, 128, False),
+    ],
+)
+def test_few_short_tiles(B, T, N, K, H, is_causal):
+    """Of the backward, which come from lists, a few for each SM."""
+    arrays = inputs(B, T, T, N, K, H, jnp.bfloat16)
+    check(arrays, is_causal=is_causal)
+
+    @jax.jit
+    def gradients(query, key, value, dout):
+        function = functools.partial(attention, is_causal=is_causal)
+        return jax.vjp(function, query, key, value)[1](dout)
+
+    chex.assert_trees_all_equal(gradients(*arrays[:4]), gradients(*arrays[:4]))
+
+
 @pytest.mark.parametrize(
     "query_offset", [-1000, slow(-450), slow(-77), 1, slow(63), slow(500), slow(10**9)]
 )
