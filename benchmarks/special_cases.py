@@ -27,6 +27,9 @@ from pallas_kernels import (
     key_tiles_shares,
     scheduler,
 )
+from pallas_kernels.config import ForwardConfig
+
+_TIMED = defaults.FORWARD_TIMED
 
 Without = Callable[[], contextlib.AbstractContextManager]
 
@@ -44,6 +47,11 @@ def _changed(table: dict, width: int, **changes: Any) -> Without:
 def _as_in(other: dict, table: dict, width: int) -> Without:
     """With the settings of a width that another table has."""
     return lambda: mock.patch.dict(table, {width: other[width]})
+
+
+def _with_timed(fits: Callable[[ForwardConfig], bool]) -> Without:
+    """With those settings alone of width 64 that fit."""
+    return _other(defaults, FORWARD_TIMED=tuple(x for x in _TIMED if fits(x.config)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Special:
 
 _PLAN = backward_plan.Plan
 _DROPOUT = lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
+_without_four = _with_timed(lambda config: config.consumers < 4)
 _64, _128 = Row(4, 4096, 32, 32, 64, True), Row(4, 4096, 16, 16, 128, True)
 
 SPECIAL = {
@@ -78,7 +87,11 @@ SPECIAL = {
         "forward", _64, _as_in(defaults.FORWARD_NARROW, defaults.FORWARD, 64)
     ),
     "two of few rows": Special(
-        "forward", Row(64, 197, 12, 12, 64, False), _other(defaults, _THREE_BY_TWO=9.0)
+        "forward", Row(64, 197, 12, 12, 80, False), _other(defaults, _THREE_BY_TWO=9.0)
+    ),
+    "four consumers": Special("forward", Row(8, 256, 16, 16, 64, False), _without_four),
+    "four consumers, long rows": Special(
+        "forward", Row(2, 1024, 16, 16, 64, False), _without_four
     ),
     "narrow windows": Special(
         "forward",
@@ -103,7 +116,7 @@ SPECIAL = {
     "few keys": Special(
         "forward",
         Row(32, 257, 12, 12, 64, False),
-        _as_in(defaults.FORWARD, defaults.FORWARD_SHORT, 64),
+        _with_timed(lambda config: config.block_kv == 128),
     ),
     "few keys, width 128": Special(
         "forward",
@@ -136,6 +149,9 @@ SPECIAL = {
     "a tile for each block": Special(
         "both", Row(2, 512, 16, 16, 64, False), _other(_PLAN, one_each=False)
     ),
+    "lists of few short tiles": Special(
+        "both", Row(5, 256, 26, 26, 64, True), _other(_PLAN, deals_few_steps=False)
+    ),
     "tickets": Special("both", _128, _other(_PLAN, draws=False)),
     "blank steps": Special(
         "both", Row(1, 16384, 16, 16, 128, True, 1024), _other(_PLAN, has_blank_steps=False)
@@ -143,7 +159,9 @@ SPECIAL = {
     "blank steps beyond the end": Special(
         "both", Row(8, 300, 12, 12, 64, False), _other(_PLAN, has_blank_steps=False)
     ),
-    "numbers kept": Special("both", _64, _other(_PLAN, keeps_numbers=False)),
+    "numbers kept": Special(
+        "both", Row(4, 4096, 32, 8, 128, True), _other(_PLAN, keeps_numbers=False)
+    ),
     "early weights": Special("both", _64, _other(_PLAN, early_weights=False)),
     "early weights, width 128": Special(
         "both", dataclasses.replace(_128, causal=False), _other(_PLAN, early_weights=False)
@@ -162,6 +180,9 @@ SPECIAL = {
         "both",
         Row(1, 8192, 8, 1, 128, True),
         _changed(defaults.BACKWARD, 128, shares=1),
+    ),
+    "shares of unlike tiles, width 192": Special(
+        "both", Row(2, 6656, 6, 2, 192, True), _other(key_tiles_shares, _APART=1.0)
     ),
     "shares of more than 256 MB": Special(
         "both",

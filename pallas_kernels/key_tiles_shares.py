@@ -22,21 +22,25 @@ from pallas_kernels import scheduler
 from pallas_kernels.config import SM_COUNT
 from pallas_kernels.key_tiles import KeyTiles, Section, Shares
 from pallas_kernels.key_tiles_kernel import key_gradients
-from pallas_kernels.problem import whole_tiles
+from pallas_kernels.problem import Problem, whole_tiles
 
-_MOST_BYTES = 512 << 20  # of dK and dV of all shares
+_MOST_BYTES = 512 << 20  # of dK and dV of all shares, unless all arrays take more
 _SIZES = 8  # of sections that are compared
 _AS_EARLY = 1.03  # how much later fewer shares may end
 # Microseconds: of what adds shares up, and of a megabyte that is stored and added up; of 1e6
 # multiplications and additions, and of 1000 logits, of which a step takes the longer.
 _SUM, _MEGABYTE, _PRODUCTS, _LOGITS = 2.5, 0.5, 0.4, 0.12
+# How much longer tiles of unlike length take above width 128 that go through several query heads:
+# they are at other heads at a time, whose rows do not all stay in L2.
+_APART = 1.08
 
 
 @functools.lru_cache
 def dealt_out(whole: KeyTiles, wanted: int | None, d_logits_bytes: int = 0) -> KeyTiles:
     """The tiles in as few shares as end early: where there are many, in one.
 
-    At most in so many that dK and dV of all take `_MOST_BYTES`.
+    At most in so many that dK and dV of all take `_MOST_BYTES`, or as much as what attention gets
+    and gives and its gradients.
 
     Args:
       whole: the tiles in one share.
@@ -44,7 +48,8 @@ def dealt_out(whole: KeyTiles, wanted: int | None, d_logits_bytes: int = 0) -> K
       d_logits_bytes: as for `d_logits_sections`, one after the other; 0 for all heads together.
     """
     if wanted is None:
-        is_few = lambda tiles: _stored_bytes(tiles) <= _MOST_BYTES
+        most = max(_MOST_BYTES, _bytes_of_arrays(whole.problem))
+        is_few = lambda tiles: _stored_bytes(tiles) <= most
     else:
         is_few = lambda tiles: tiles.shares.total <= wanted
     possible = [whole, *itertools.takewhile(is_few, _possible(whole))]
@@ -75,6 +80,9 @@ def _end(tiles: KeyTiles, d_logits_bytes: int) -> float:
     """When the last SM ends, and dK and dV are added up, in steps."""
     sections = d_logits_sections(tiles, d_logits_bytes)
     end = _end_of_sections(tiles, [x.kv_heads for x in sections] or [tiles.kv_heads])
+    steps = tiles.steps()
+    if d_logits_bytes and tiles.problem.group > 1 and steps.min() < steps.max():
+        end *= _APART
     if not tiles.are_shared:
         return end
     logits = tiles.block_q * tiles.block_kv
@@ -92,6 +100,13 @@ def _stored_bytes(tiles: KeyTiles) -> int:
     """Of dK and dV of all shares, in float32."""
     columns = whole_tiles(tiles.problem.width) + whole_tiles(tiles.problem.value_width)
     return tiles.count * tiles.block_kv * columns * 4
+
+
+def _bytes_of_arrays(problem: Problem) -> int:
+    """Of query, key, value and output, and their gradients."""
+    p = problem
+    rows = p.batch * (p.query_length * p.heads + p.key_length * p.kv_heads)
+    return 2 * rows * (p.width + p.value_width) * p.dtype.itemsize
 
 
 @functools.lru_cache
