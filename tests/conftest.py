@@ -54,6 +54,8 @@ else:
     _XLA_FLAGS["--xla_cpu_parallel_codegen_split_count"] = 1  # a tenth less
     # Those make an MLIR context for each fusion, of which programs here have hundreds: two fifths.
     _XLA_FLAGS["--xla_backend_extra_options"] = "xla_cpu_disable_new_fusion_emitters"
+    # One looks for mistakes of XLA, one makes loops carry all that is constant in them: a fifth.
+    _XLA_FLAGS["--xla_disable_hlo_passes"] = "hlo-verifier,while-loop-invariant-code-motion"
 for flag, setting in _XLA_FLAGS.items():
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={setting}"

@@ -70,6 +70,7 @@ def test_batches_hold_the_text_once_before_repeating():
     np.testing.assert_array_equal(epoch[:2], next(train_lm.batches(text, 2, 9)))
 
 
+@pytest.mark.extras
 def test_plain_adam_is_that_of_optax():
     pytest.importorskip("optax", reason="needs the extra benchmarks")
     params = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([[0.5]])}

@@ -32,8 +32,9 @@ ALWAYS = ("H64-causal-ragged", "fp8-H128-causal-ragged", "decode-H128-splits")
 )
 def test_kernel_compiles_without_faults(name, fn, args):
     if name in ALWAYS:
-        now = fingerprint.fingerprint(fn, args)
-        assert fingerprint.found(name, fn, args)[1] == now  # what is not lowered is known
+        # What is not traced is known, and what is not lowered.
+        now = fingerprint.outline(fn, args), fingerprint.fingerprint(fn, args)
+        assert fingerprint.found(name, fn, args) == now
     elif fingerprint.golden().get(name) == fingerprint.found(name, fn, args)[1]:
         return  # as it was compiled before, and had none
     reports = support.compile_kernels(fn, args, sass=False)
@@ -84,6 +85,31 @@ def test_an_outline_is_of_what_functions_close_over():
         described(object())
 
 
+def test_what_is_traced_is_of_sources_that_count():
+    allowed = {path.stem for path in fingerprint.TRACED if path.parent.name == "support"}
+    for path in (path for path in fingerprint.TRACED if path.stem in allowed):
+        text = path.read_text()
+        imported = re.findall(
+            r"^from tests\.support(?:\.(\w+) import .+| import (\w+))$", text, re.M
+        )
+        assert len(imported) == len(re.findall(r"^(?:from|import) tests\b", text, re.M)), path
+        assert {module or name for module, name in imported} <= allowed, path
+
+
+def test_sources_are_code_and_not_what_is_said_of_it(monkeypatch, tmp_path):
+    path = tmp_path / "kernel.py"
+    monkeypatch.setattr(fingerprint, "TRACED", [path])
+    monkeypatch.setattr(fingerprint, "_ROOT", tmp_path)
+
+    def of(text):
+        path.write_text(text)
+        return fingerprint.sources.__wrapped__()
+
+    own = of('"""A kernel."""\n\ndef f(x):\n    """Twice."""\n    return 2 * x\n')
+    assert of("def f(x):\n    # Doubled.\n    return 2 * x\n") == own
+    assert of("def f(x):\n    return 3 * x\n") != own
+
+
 def test_functions_that_write_ptx_are_of_sources_that_count():
     """And import nothing else of `pallas_kernels`, but for what tells whether to write any."""
     allowed = {path.stem for path in fingerprint.SOURCES} | {"interpret"}
@@ -97,8 +123,9 @@ def file(monkeypatch, tmp_path):
     """Writes what fingerprints.json is to hold."""
     monkeypatch.setattr(fingerprint, "GOLDEN", tmp_path / "golden.json")
 
-    def write(fingerprints, versions=None):
+    def write(fingerprints, versions=None, sources=None):
         record = {"versions": versions or fingerprint.versions(), "fingerprints": fingerprints}
+        record |= {"sources": sources} if sources else {}
         record["outlines"] = {name: f"of {name}" for name in fingerprints}
         fingerprint.GOLDEN.write_text(json.dumps(record))
 
@@ -115,6 +142,17 @@ def test_what_other_versions_compiled_is_not_known(file, capsys):
         for arguments in ([], ["--update"]):
             assert fingerprint.main(arguments) == 2
             assert "nothing can be compared" in capsys.readouterr().out
+
+
+def test_where_no_source_has_changed_nothing_is_traced(file, monkeypatch):
+    case = "a", *decoding()
+    file({"a": {"kernel": "1"}})  # of no sources that are known
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda *_: {"kernel": "2"})
+    assert fingerprint.found(*case) == (fingerprint.outline(*case[1:]), {"kernel": "2"})
+    file({"a": {"kernel": "1"}}, sources=fingerprint.sources())
+    assert fingerprint.found(*case) == ("of a", {"kernel": "1"})
+    monkeypatch.setattr(fingerprint, "sources", lambda: "others")
+    assert fingerprint.found(*case) == (fingerprint.outline(*case[1:]), {"kernel": "2"})
 
 
 @pytest.fixture
@@ -152,6 +190,7 @@ def test_what_compiles_is_kept(compiled, capsys):
     kept = {"changed": "2", "new": "2", "same": "1"}
     assert fingerprint.golden() == {name: {"kernel": x} for name, x in kept.items()}
     assert fingerprint.golden("outlines") == {name: f"now of {name}" for name in kept}
+    assert fingerprint.outlines_of_these_sources() == fingerprint.golden("outlines")
 
 
 def test_other_cases_stay_as_they_are(compiled, capsys):
@@ -162,6 +201,7 @@ def test_other_cases_stay_as_they_are(compiled, capsys):
     assert fingerprint.golden("outlines") == {
         name: f"now of {name}" if name == "changed" else f"of {name}" for name in kept
     }
+    assert fingerprint.outlines_of_these_sources() == {}  # as others are of other sources
 
 
 def matmul(width: int, accumulators: int, wait_n: int):
@@ -255,13 +295,13 @@ def gradients(width: int):
     ("fn", "args", "kernel"),
     [
         pytest.param(*forward(128), "attention_forward", id="forward-H128"),
-        pytest.param(*gradients(64), "attention_backward-", id="backward-H64"),
+        pytest.param(*gradients(64), "attention_backward", id="backward-H64"),
     ],
 )
 def test_exponentials_stand_before_the_wait_for_an_earlier_product(fn, args, kernel, tmp_path):
     # ptxas is free to put them behind it, which costs 3 to 6%.
-    support.compile_kernels(fn, args, keep=tmp_path)
-    (path,) = tmp_path.glob(f"{kernel}*.sass")
+    support.compile_kernels(fn, args, keep=tmp_path, sass=kernel)
+    (path,) = tmp_path.glob("*.sass")
     step = support.wgmma_loops(path.read_text())[0]
     waits = [n for n, text in enumerate(step) if re.match(r"WARPGROUP\.DEPBAR.*0x0", text)]
     exponentials = [n for n, text in enumerate(step) if text.startswith("MUFU.EX2")]
@@ -273,8 +313,8 @@ def test_exponentials_stand_before_the_wait_for_an_earlier_product(fn, args, ker
 @pytest.mark.skipif(support.find_tool("nvdisasm") is None, reason="nvdisasm is not installed")
 @pytest.mark.parametrize(("width", "is_prefetched"), [(120, True), (56, False)])
 def test_what_dq_is_added_to_first_is_prefetched(width, is_prefetched, tmp_path):
-    support.compile_kernels(*gradients(width), keep=tmp_path)
-    (path,) = tmp_path.glob("attention_backward-*.sass")
+    support.compile_kernels(*gradients(width), keep=tmp_path, sass="attention_backward")
+    (path,) = tmp_path.glob("*.sass")
     assert ("UBLKPF.L2" in path.read_text()) == is_prefetched
 
 
@@ -303,14 +343,14 @@ def _without_places(ptx: str) -> str:
 @pytest.mark.compiler
 def test_spills_are_a_fault():
     # 2 * 256 * 64 float32 are 256 registers in each of 128 threads, which have 255.
-    (report,) = support.compile_kernels(*matmul(width=256, accumulators=2, wait_n=0))
+    (report,) = support.compile_kernels(*matmul(width=256, accumulators=2, wait_n=0), sass=False)
     assert report.resources.spill_store_bytes > 0
     assert any("spills" in fault for fault in report.faults())
 
 
 @pytest.mark.compiler
 def test_serialised_wgmma_is_a_fault():
-    (report,) = support.compile_kernels(*matmul(width=64, accumulators=1, wait_n=1))
+    (report,) = support.compile_kernels(*matmul(width=64, accumulators=1, wait_n=1), sass=False)
     assert any("C7514" in fault for fault in report.faults())
 
 
@@ -323,8 +363,8 @@ def test_function_without_kernels_is_refused():
 @pytest.mark.compiler
 def test_kernel_compiled_before_is_not_reported_again():
     kernel = matmul(width=192, accumulators=1, wait_n=0)
-    assert len(support.compile_kernels(*kernel)) == 1
-    assert support.compile_kernels(*kernel) == []
+    assert len(support.compile_kernels(*kernel, sass=False)) == 1
+    assert support.compile_kernels(*kernel, sass=False) == []
 
 
 LOG = """\

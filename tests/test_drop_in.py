@@ -17,6 +17,8 @@ import jax_flash
 from jax_flash import cudnn, drop_in
 from tests.support.parity import PARITY, B, H, K, N, S, T, draw, qkv, random_mask
 
+pytestmark = pytest.mark.extras
+
 ORIGINAL = jax.nn.dot_product_attention
 QUERY, KEY, VALUE = qkv()
 

@@ -13,6 +13,8 @@ import equinox as eqx
 from jax_flash.equinox import MultiheadAttention
 from tests.support.pages import block_that_imports
 
+pytestmark = pytest.mark.extras
+
 T, S, N, WIDTH = 7, 12, 4, 32
 X = jax.random.normal(jax.random.key(0), (S, WIDTH))
 VISIBLE = np.tril(np.ones((T, S), bool), 2)

@@ -15,6 +15,8 @@ from flax import linen, nnx
 from jax_flash.flax import attention_fn
 from tests.support.pages import block_that_imports
 
+pytestmark = pytest.mark.extras
+
 B, T, N, WIDTH = 2, 12, 4, 32
 X = jax.random.normal(jax.random.key(0), (B, T, WIDTH))
 VISIBLE = np.tril(np.ones((T, T)), 2)

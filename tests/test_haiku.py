@@ -12,6 +12,8 @@ import haiku as hk
 
 from tests.support.pages import block_that_imports
 
+pytestmark = pytest.mark.extras
+
 B, T, S, N = 2, 7, 12, 4
 VISIBLE = np.tril(np.ones((T, S)), 2)
 MASKS = {

@@ -16,6 +16,8 @@ import jax_flash
 from jax_flash import drop_in
 from tests.support.pages import block_that_imports
 
+pytestmark = pytest.mark.extras
+
 B, T, S, WIDTH = 2, 7, 12, 32
 QUERY = jax.random.normal(jax.random.key(0), (B, T, WIDTH))
 VALUE = jax.random.normal(jax.random.key(1), (B, S, WIDTH))

@@ -16,6 +16,8 @@ import pytest
 
 import jax_flash
 
+pytestmark = pytest.mark.extras
+
 AUTO = (jax.sharding.AxisType.Auto,) * 2
 
 BATCH, LAYERS, HEADS, WIDTH = 2, 2, 4, 32

@@ -515,10 +515,11 @@ def test_examples_of_the_guide():
 
 # --- compiled for GPUs ----------------------------------------------------------------------------
 
+# Each device has a batch of 4, so that kernels that were compiled for one layout serve another.
 GPU_LAYOUTS = {
-    "batch": ((4,), P("x"), P("x"), (2, 1)),
-    "heads": ((2,), P(None, None, "x"), P(None, None, "x"), (4, 2)),
-    "shared keys": ((4,), P(None, None, "x"), P(), (4, 2)),
+    "batch": ((4,), P("x"), P("x"), 16, (2, 1)),
+    "heads": ((2,), P(None, None, "x"), P(None, None, "x"), 4, (4, 2)),
+    "shared keys": ((4,), P(None, None, "x"), P(), 4, (4, 2)),
 }
 
 
@@ -533,7 +534,7 @@ GPU_LAYOUTS = {
     ],
 )
 def test_compiled_for_gpus_nothing_is_gathered(layout, axis_type):
-    shape, query_spec, key_spec, (N, K) = GPU_LAYOUTS[layout]
+    shape, query_spec, key_spec, B, (N, K) = GPU_LAYOUTS[layout]
     mesh = mesh_of(shape, axis_type, support.compile_only_devices(*shape))
 
     def run(query, key, value, d_out):
@@ -545,7 +546,7 @@ def test_compiled_for_gpus_nothing_is_gathered(layout, axis_type):
 
     def shape_of(heads, spec):
         return jax.ShapeDtypeStruct(
-            (4, 128, heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, spec)
+            (B, 128, heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, spec)
         )
 
     query, key = shape_of(N, query_spec), shape_of(K, key_spec)

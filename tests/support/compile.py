@@ -172,7 +172,7 @@ def compile_kernels(
     fn: Callable,
     args: Any,
     keep: str | None = None,
-    sass: bool = True,
+    sass: bool | str = True,
 ) -> list[Report]:
     """Compiles `fn(*args)` for an H100 and reports on every Mosaic kernel in it.
 
@@ -183,7 +183,7 @@ def compile_kernels(
       fn: function to jit, with Mosaic GPU kernels in it.
       args: its arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
       keep: directory to leave the PTX, the output of ptxas, cubin and SASS in.
-      sass: count instructions too, which assembles every kernel once more.
+      sass: count instructions too, which assembles every kernel once more, or the one of a name.
 
     Raises:
       ValueError: `fn` has no Mosaic kernel.
@@ -307,7 +307,7 @@ def wgmma_loops(sass: str) -> list[list[str]]:
     return [[code[n] for n in loop] for loop in innermost]
 
 
-def _report(printed: str, folder: pathlib.Path, sass: bool) -> Report:
+def _report(printed: str, folder: pathlib.Path, sass: bool | str) -> Report:
     """Reads PTX with the output of ptxas behind it, and leaves both in a folder."""
     text, log = re.split(r"^(?=ptxas )", printed, maxsplit=1, flags=re.M)
     name = re.search(r"\.entry (\w+)", text)[1].removesuffix("_mosaic_gpu_kernel")
@@ -322,7 +322,7 @@ def _report(printed: str, folder: pathlib.Path, sass: bool) -> Report:
             for action, count in re.findall(r"setmaxnreg\.(inc|dec)\S*\s+(\d+)", text)
         ),
         resources=parse_ptxas_log(log),
-        sass=_disassemble(ptx) if sass else None,
+        sass=_disassemble(ptx) if sass in (True, name) else None,
     )
 
 

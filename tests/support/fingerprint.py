@@ -4,7 +4,8 @@ A fingerprint is of what Mosaic makes of a kernel before it compiles it, its PTX
 lines of the sources. Equal fingerprints compile to equal machine code. `fingerprints.json` has
 those of every case of `kernel_cases.py` as it was last compiled, without a spill and without a
 serialised wgmma; tests/test_compile.py compiles the others. It has outlines too, of what is traced:
-a case whose outline is known is not lowered. After a change of a kernel,
+a case whose outline is known is not lowered. And one hash of all sources that outlines are made by:
+while it is the same, no case is traced. After a change of a kernel, or of what calls it,
 
     python -m tests.support.fingerprint                 lists what it touched, in two minutes and
                                                         what lowering that takes
@@ -46,6 +47,14 @@ GOLDEN = pathlib.Path(__file__).parent / "fingerprints.json"
 _KERNELS = pathlib.Path(__file__).parents[2] / "pallas_kernels"
 _OTHERS = ("bit_words.py", "dropout_words.py", "canonicalize.py", "joined.py")
 SOURCES = [*_KERNELS.glob("ptx/*.py"), *(_KERNELS / name for name in _OTHERS)]
+# All that decides what is traced of a case, but for the packages below.
+_ROOT = _KERNELS.parent
+_HERE = pathlib.Path(__file__)
+TRACED = [
+    *_KERNELS.rglob("*.py"),
+    *(_ROOT / "jax_flash").rglob("*.py"),
+    *(_HERE.with_name(f"{name}.py") for name in ("kernel_cases", "launches", _HERE.stem)),
+]
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
 
@@ -117,6 +126,21 @@ def _sources_of_ptx() -> str:
     return "\n".join(ast.dump(ast.parse(path.read_text())) for path in sorted(SOURCES))
 
 
+@functools.cache
+def sources() -> str:
+    """A hash of TRACED, without comments, docstrings and lines."""
+    digest = hashlib.sha256()
+    for path in sorted(TRACED):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                first = node.body[0] if node.body else None
+                if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                    del node.body[0]
+        digest.update(f"{path.relative_to(_ROOT)} {ast.dump(tree)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
 def versions() -> dict[str, str]:
     """Of what compiles."""
     found = {}
@@ -138,13 +162,26 @@ def golden(of: str = "fingerprints") -> dict[str, Any]:
     return record[of] if record["versions"] == versions() else {}
 
 
+def outlines_of_these_sources() -> dict[str, str]:
+    """Outlines by case, none where sources have changed since all were traced."""
+    return golden("outlines") if _sources_of_file() == sources() else {}
+
+
+def _sources_of_file() -> str | None:
+    """None where some cases were traced later than others."""
+    return json.loads(GOLDEN.read_text()).get("sources")
+
+
 def cases() -> dict[str, tuple[Callable, Any]]:
     return {name: (fn, args) for name, fn, args in kernel_cases() + decode_cases()}
 
 
 def found(name: str, fn: Callable, args: Any) -> tuple[str, dict[str, str]]:
-    """Outline and fingerprint of a case, which is lowered where the outline is not known."""
-    of_case = outline(fn, args)
+    """Outline and fingerprint of a case, which is lowered where the outline is not known.
+
+    Nor is it traced where the sources are those that it was traced of.
+    """
+    of_case = outlines_of_these_sources().get(name) or outline(fn, args)
     if of_case == golden("outlines").get(name):
         return of_case, golden()[name]
     return of_case, fingerprint(fn, args)
@@ -228,6 +265,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, lines in bad.items():
         print("\n  ".join([name, *lines]))
     record: dict[str, Any] = {"versions": here}
+    if not options.words or _sources_of_file() == sources():
+        record["sources"] = sources()
     of_cases = {"fingerprints": known | now, "outlines": golden("outlines") | outlines}
     for of, each in of_cases.items():
         record[of] = {name: each[name] for name in sorted(each) if name not in {*bad, *gone}}

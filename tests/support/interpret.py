@@ -23,9 +23,9 @@ new version of JAX broke it.
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import threading
-import types
 from collections.abc import Iterator
 
 import jax
@@ -58,6 +58,7 @@ class RaceError(AssertionError):
     """Two threads of a kernel touched the same memory without a barrier between them."""
 
 
+_logger = logging.getLogger(__name__)
 _race_states: list = []  # one for each kernel interpreted since the context was entered
 _read_modify_write = threading.RLock()
 _this_thread = threading.local()
@@ -364,14 +365,23 @@ def _deallocate(original):
     return deallocate
 
 
-def _api(original):
+def _io_callback_impl(original):
     """Callbacks get copies in NumPy: operands put on a device take half of the time."""
 
-    def device_put(operands, device):
-        del device
-        return tuple(map(np.array, operands))
+    @functools.wraps(original)
+    def run(*args, callback, **_):
+        try:
+            return [np.asarray(x) for x in callback(*map(np.array, args))]
+        except BaseException:
+            _logger.exception("a callback of interpret mode failed")
+            raise
 
-    return types.SimpleNamespace(**{**vars(original), "device_put": device_put})
+    return run
+
+
+def _shape_and_dtype(original):
+    """Of a class, which has one: it is asked for at every access."""
+    return classmethod(functools.cache(original.__func__))
 
 
 def _to_int(original):
@@ -402,7 +412,8 @@ def _install() -> None:
     def patch(owner, name, wrap):
         setattr(owner, name, wrap(getattr(owner, name)))
 
-    patch(callback, "api", _api)
+    patch(callback, "io_callback_impl", _io_callback_impl)
+    patch(memory.HostAllocationRequest, "shape_and_dtype", _shape_and_dtype)
     patch(memory, "_to_int", _to_int)
     patch(thread_map, "_thread_map_callback", _on_the_last_device)
     patch(thread_map, "_run_jaxpr", _on_the_last_device)  # on threads of the callback's
