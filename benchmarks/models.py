@@ -299,5 +299,8 @@ LAYERS = [
     _drawn(Row(1, 4828, 35, 7, 256, False), "sections of seven key heads"),
     _drawn(Row(2, 6656, 6, 2, 192, True), "two key heads of 192"),
     _drawn(Row(2, 152, 37, 37, 64, True), "37 short heads"),
+    _drawn(Row(3, 264, 32, 4, 24, False, key_length=200), "key heads of 24, short"),
+    _drawn(Row(3, 3922, 42, 6, 192, True), "seven query heads a key head of 192"),
+    _drawn(Row(2, 128, 2, 2, 256, True), "two short heads of 256"),
 ]
 # fmt: on

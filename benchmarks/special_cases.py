@@ -90,9 +90,7 @@ SPECIAL = {
         "forward", Row(64, 197, 12, 12, 80, False), _other(defaults, _THREE_BY_TWO=9.0)
     ),
     "four consumers": Special("forward", Row(8, 256, 16, 16, 64, False), _without_four),
-    "four consumers, long rows": Special(
-        "forward", Row(2, 1024, 16, 16, 64, False), _without_four
-    ),
+    "four consumers, long rows": Special("forward", Row(2, 1024, 16, 16, 64, False), _without_four),
     "narrow windows": Special(
         "forward",
         Row(1, 16384, 16, 16, 64, True, 256),

@@ -204,7 +204,7 @@ class Plan:
         """Whether there is little to even out by draws, each of which takes as long as a step."""
         if not self.is_plain or self.one_each or self.tiles.count > _FEW_TILES * SM_COUNT:
             return False
-        return self.tiles.steps().mean() <= _SHORT_TILE
+        return float(self.tiles.steps().mean()) <= _SHORT_TILE
 
     @property
     def draws(self) -> bool:

@@ -1,7 +1,7 @@
 """Which settings of the forward end earliest, where tiles of one size or another fill SMs better.
 
 A model: a thread block takes as long as its tiles, a tile so long beside its steps, and a launch so
-long beside its thread blocks. Times are fitted to 44 shapes of width 64 (notes/forward-tile-sizes.md).
+long beside its thread blocks. Times are fitted to 41 shapes (notes/forward-tile-sizes.md).
 """
 
 import dataclasses

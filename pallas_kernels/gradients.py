@@ -37,7 +37,7 @@ from pallas_kernels.defaults import BACKWARD_QUERY
 from pallas_kernels.dropout import Words
 from pallas_kernels.element_arrays import NO_ELEMENTS, Blocks, Elements
 from pallas_kernels.interpret import interpreting
-from pallas_kernels.key_tiles import KeyTiles, Section
+from pallas_kernels.key_tiles import Section
 from pallas_kernels.key_tiles_kernel import with_words
 from pallas_kernels.key_tiles_shares import d_logits_sections, summed
 from pallas_kernels.problem import Problem

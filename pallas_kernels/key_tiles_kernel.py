@@ -108,10 +108,10 @@ def gradient_kernel(
         blocks = tiles.seeing_blocks_of(seeing, ids, ids_are_sorted)
         steps = p.group * (blocks[:-1, :, 1] - blocks[:-1, :, 0])
         cost = steps.astype(jnp.float32) + TILE_OVERHEAD
-        tables = table_by_cost(cost, thread_blocks, kv_heads), blocks, jnp.asarray(bounds)
+        table = table_by_cost(cost, thread_blocks, kv_heads)
         if ids is not None:
-            tables = (*tables, segments.padded(query_ids, tiles.block_q), key_ids)
-        return kernel(*tables, *operands)
+            operands = (segments.padded(query_ids, tiles.block_q), key_ids, *operands)
+        return kernel(table, blocks, jnp.asarray(bounds), *operands)
 
     return run
 

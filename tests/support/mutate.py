@@ -186,6 +186,61 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
+        "online_softmax",
+        "far_rows",
+        (
+            "softmax: a reference far from 0 falls",
+            "raised = jnp.maximum(reference, _reference_of(new, allowed))",
+            "raised = _reference_of(new, allowed)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward",
+        "far_rows",
+        (
+            "sinks: not compressed beside a bias",
+            "(compressed(sinks, problem) if problem.unbounded else sinks)",
+            "sinks",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_times",
+        "kernels",
+        (
+            "times: no tile is longer under a causal mask",
+            "longest_first = self.tile + self.causal_tile +",
+            "longest_first = self.tile +",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "key_tiles_shares",
+        "kernel_shares",
+        (
+            "shares: dV of dK",
+            "return both.at[0], both.at[1], *more",
+            "return both.at[0], both.at[0], *more",
+        ),
+        (
+            "shares: a bound of no arrays",
+            "most = max(_MOST_BYTES, _bytes_of_arrays(whole.problem))",
+            "most = _MOST_BYTES",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "scheduler",
+        "kernels",
+        (
+            "sections: of too many heads",
+            "sections = -(-kv_heads // most)",
+            "sections = max(1, kv_heads // most)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
         "row_masks",
         "kernels kernel_windows kernel_segments",
         (
