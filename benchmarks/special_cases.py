@@ -21,13 +21,16 @@ from benchmarks.rows import Row
 from jax_flash import launch
 from pallas_kernels import (
     backward,
+    backward_key,
     backward_plan,
+    backward_query_product,
     defaults,
     forward,
     key_tiles_shares,
     scheduler,
 )
 from pallas_kernels.config import ForwardConfig
+from pallas_kernels.key_tiles import KeyTiles
 
 _TIMED = defaults.FORWARD_TIMED
 
@@ -73,6 +76,10 @@ class Special:
 
 _PLAN = backward_plan.Plan
 _DROPOUT = lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
+_PRODUCTS_LATE = tuple(
+    dataclasses.replace(x, config=dataclasses.replace(x.config, products_first=False))
+    for x in _TIMED
+)
 _without_four = _with_timed(lambda config: config.consumers < 4)
 _64, _128 = Row(4, 4096, 32, 32, 64, True), Row(4, 4096, 16, 16, 128, True)
 
@@ -82,10 +89,8 @@ SPECIAL = {
         dataclasses.replace(_128, causal=False),
         _changed(defaults.FORWARD, 128, early_values=False),
     ),
-    "products first": Special("forward", _64, _changed(defaults.FORWARD, 64, products_first=False)),
-    "three consumers": Special(
-        "forward", _64, _as_in(defaults.FORWARD_NARROW, defaults.FORWARD, 64)
-    ),
+    "products first": Special("forward", _64, _other(defaults, FORWARD_TIMED=_PRODUCTS_LATE)),
+    "three consumers": Special("forward", _64, _with_timed(lambda config: config.consumers == 2)),
     "two of few rows": Special(
         "forward", Row(64, 197, 12, 12, 80, False), _other(defaults, _THREE_BY_TWO=9.0)
     ),
@@ -238,6 +243,9 @@ def _program(special: Special) -> jax.stages.Compiled:
         backward.build,
         key_tiles_shares.dealt_out,
         key_tiles_shares.d_logits_sections,
+        KeyTiles._section,
+        backward_key._build,
+        backward_query_product._build,
     ):
         cached.cache_clear()
     candidate = attention.jax_flash_with("mosaic_gpu", **special.options())

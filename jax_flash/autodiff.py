@@ -172,7 +172,7 @@ def _prepared(call: Call):
             value_width,
             queries=(call.query.shape[1], call.query.shape[0] * call.query.shape[2]),
             keys=call.key.shape[1] if mask_function is None else None,
-            causal=highest is not None,
+            highest=highest,
             window=window,
             dynamic=bool(intervals),
             segmented=bool(ids),
@@ -377,7 +377,7 @@ def _sink_gradient(sink, out, lse, d_out, d_lse):
     lse = of_rows(lse, out)
     products = d_out.astype(jnp.float32) * out.astype(jnp.float32)
     d_logits = sum(d_lse, -products.sum(-1).transpose(0, 2, 1))
-    weights = jnp.exp(sink[:, :, None] - lse)
+    weights = jnp.exp(jnp.minimum(sink[:, :, None] - lse, 0.0))  # far from 0 an LSE is rounded
     return jnp.where(jnp.isinf(lse), 0.0, weights * d_logits).sum(-1)
 
 

@@ -25,7 +25,7 @@ BLOCK_KV = CONSUMERS * KEYS
 # Tiles of keys of a head whose dQ is not added to in global memory, and bytes that it may take.
 MOST_APART, _MOST_APART_BYTES = 2, 2 << 30
 K_SLOTS = 2
-_FEW_TILES, _SHORT_TILE = 4, 3  # of an SM; steps in the mean
+_FEW_TILES, _SHORT_TILE = 4, 3  # of a thread block; steps in the mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,10 +186,14 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether costs of tiles are known, and registers do for any schedule."""
+        """Whether it makes dQ of tiles whose costs are known, and registers do for any schedule."""
         p = self.problem
         beside = p.by_batch or p.has_lists or p.has_elements or p.has_cap or p.has_dropout
         return self.with_query_gradient and not beside
+
+    @property
+    def _most_thread_blocks(self) -> int:
+        return self.config.thread_blocks or SM_COUNT
 
     @property
     def one_each(self) -> bool:
@@ -197,12 +201,13 @@ class Plan:
 
         Lists are as fast where nothing is drawn anyway.
         """
-        return self.is_plain and self.tiles.count <= (self.config.thread_blocks or SM_COUNT)
+        return self.is_plain and self.tiles.count <= self._most_thread_blocks
 
     @functools.cached_property
     def deals_few_steps(self) -> bool:
         """Whether there is little to even out by draws, each of which takes as long as a step."""
-        if not self.is_plain or self.one_each or self.tiles.count > _FEW_TILES * SM_COUNT:
+        are_many = self.tiles.count > _FEW_TILES * self._most_thread_blocks
+        if not self.is_plain or self.one_each or are_many:
             return False
         return float(self.tiles.steps().mean()) <= _SHORT_TILE
 
@@ -360,7 +365,7 @@ class Plan:
         if p.has_slope or p.has_dropout or p.segmented or p.has_bias:
             return True
         if p.has_given_lists or (self.deals_few_steps and not self.is_wide):
-            return True
+            return True  # the latter would spill 8 to 16 bytes
         if self.is_wide or not self.tiles.any_mask:
             return False
         # H64-full-ragged would spill 40 bytes.

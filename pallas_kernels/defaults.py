@@ -216,7 +216,7 @@ class _Call:
     width: int
     value_width: int
     keys: int | None
-    causal: bool
+    highest: int | None
     window: int | None
     dynamic: bool
     segmented: bool
@@ -241,8 +241,8 @@ class _Call:
 
     @property
     def is_timed(self) -> bool:
-        """Whether `forward_times.py` knows how long it takes."""
-        is_static = self.keys is not None and self.window is None and not self.dynamic
+        """Whether `forward_times.py` knows how long it takes, where there are so many keys."""
+        is_static = self.window is None and not self.dynamic
         return self.widest == 64 and self.is_plain and is_static
 
     @property
@@ -290,15 +290,15 @@ _FORWARD_ROWS = [
 
 
 def _forward(call: _Call, queries: tuple[int, int] | None) -> ForwardConfig:
+    if queries is not None and call.keys is not None and call.is_timed:
+        return fastest(FORWARD_TIMED, queries, call.keys, call.highest)
     found = next(x.settings for x in _FORWARD_ROWS if x.fits(call) and call.widest in x.settings)
     forward = found[call.widest]
-    if queries is not None and call.is_timed and found in (FORWARD, FORWARD_SHORT):
-        assert call.keys is not None
-        return fastest(FORWARD_TIMED, queries, call.keys, call.causal)
     if queries is not None and forward.consumers == 3:
         are_few = call.widest == 64 and forward.block_kv == 64
         of_two = _TWO_OF_64_KEYS if are_few else _TWO_CONSUMERS
-        three, two = (_rows_an_sm(x, *queries, call.causal) for x in (forward, of_two))
+        is_causal = call.highest is not None
+        three, two = (_rows_an_sm(x, *queries, is_causal) for x in (forward, of_two))
         forward = of_two if three >= _THREE_BY_TWO * two else forward
     if call.widest > 128 and all(box_width(w) == 32 for w in call.widths):
         # As one: in parts of 32, H160 718 TFLOP/s* for 729 at b4 s4096 causal, H224 725 for 739.
@@ -322,7 +322,7 @@ def default(
     *,
     queries: tuple[int, int] | None = None,
     keys: int | None = None,
-    causal: bool = False,
+    highest: int | None = None,
     window: int | None = None,
     dynamic: bool = False,
     segmented: bool = False,
@@ -339,7 +339,7 @@ def default(
       value_width: as width if it is 0.
       queries: how many rows, and of how many heads of all batch entries; None for many.
       keys: how many; None for many, and beside a mask function.
-      causal: whether tiles see the fewer keys the earlier they are.
+      highest: None, or where it is static how far above its own number a query sees keys.
       window: how many keys a query sees at most, where both bounds are static.
       dynamic: what a query sees is known at run time only, apart from segment ids.
       segmented: there are segment ids.
@@ -353,7 +353,7 @@ def default(
     for name, got in (("width", width), ("value_width", value_width)):
         need(got in SUPPORTED_WIDTHS, name, got, "a multiple of 8 up to 256")
     call = _Call(
-        width, value_width, keys, causal, window, dynamic, segmented, has_elements,
+        width, value_width, keys, highest, window, dynamic, segmented, has_elements,
         forward_loads_elements, tiled_bias, soft_cap, dropout,
     )  # fmt: skip
     backward_query = BACKWARD_QUERY_ELEMENTS if has_elements else BACKWARD_QUERY

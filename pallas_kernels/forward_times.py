@@ -6,7 +6,6 @@ long beside its thread blocks. Times are fitted to 41 shapes (notes/forward-tile
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -33,16 +32,15 @@ class Timed:
     causal_tile: float
     step: float
 
-    def time(self, queries: tuple[int, int], keys: int, causal: bool) -> float:
+    def time(self, queries: tuple[int, int], keys: int, highest: int | None) -> float:
         """How long a forward takes; arguments are those of `defaults.default`."""
         length, heads = queries
         block_q, block_kv = self.config.block_q, self.config.block_kv
         tiles = -(-length // block_q)
-        if not causal:
+        if highest is None:
             rounds = -(-tiles * heads // SM_COUNT)
             return self.launch + rounds * (self.tile + self.step * -(-keys // block_kv))
-        # Aligned at the last key, where there are more keys than queries.
-        seen = np.minimum(keys, np.arange(tiles, 0, -1) * block_q + max(0, keys - length))
+        seen = np.clip(np.arange(tiles, 0, -1) * block_q + highest, 1, keys)
         longest_first = self.tile + self.causal_tile + self.step * -(-seen // block_kv)
         if heads * tiles > _MANY_TILES * SM_COUNT:
             return self.launch + heads * longest_first.sum() / SM_COUNT
@@ -51,7 +49,7 @@ class Timed:
 
 @functools.lru_cache
 def fastest(
-    timed: Sequence[Timed], queries: tuple[int, int], keys: int, causal: bool
+    timed: tuple[Timed, ...], queries: tuple[int, int], keys: int, highest: int | None
 ) -> ForwardConfig:
     """The settings that end earliest."""
-    return min(timed, key=lambda x: x.time(queries, keys, causal)).config
+    return min(timed, key=lambda x: x.time(queries, keys, highest)).config

@@ -335,6 +335,7 @@ class KeyTiles:
         last_section = tickets.LAST_TILES * thread_blocks if p.by_batch else 0
         return self._section(self.kv_heads, longer), last_section
 
+    @functools.lru_cache  # noqa: B019
     def _section(self, kv_heads: range, longer: int) -> int:
         """Key heads of a section, of so many times `BACKWARD_SECTION_BYTES`.
 

@@ -22,9 +22,9 @@ from pallas_kernels import scheduler
 from pallas_kernels.config import SM_COUNT
 from pallas_kernels.key_tiles import KeyTiles, Section, Shares
 from pallas_kernels.key_tiles_kernel import key_gradients
-from pallas_kernels.problem import Problem, whole_tiles
+from pallas_kernels.problem import whole_tiles
 
-_MOST_BYTES = 512 << 20  # of dK and dV of all shares, unless all arrays take more
+_MOST_BYTES = 768 << 20  # of dK and dV of all shares
 _SIZES = 8  # of sections that are compared
 _AS_EARLY = 1.03  # how much later fewer shares may end
 # Microseconds: of what adds shares up, and of a megabyte that is stored and added up; of 1e6
@@ -39,8 +39,7 @@ _APART = 1.08
 def dealt_out(whole: KeyTiles, wanted: int | None, d_logits_bytes: int = 0) -> KeyTiles:
     """The tiles in as few shares as end early: where there are many, in one.
 
-    At most in so many that dK and dV of all take `_MOST_BYTES`, or as much as what attention gets
-    and gives and its gradients.
+    At most in so many that dK and dV of all take `_MOST_BYTES`.
 
     Args:
       whole: the tiles in one share.
@@ -48,8 +47,7 @@ def dealt_out(whole: KeyTiles, wanted: int | None, d_logits_bytes: int = 0) -> K
       d_logits_bytes: as for `d_logits_sections`, one after the other; 0 for all heads together.
     """
     if wanted is None:
-        most = max(_MOST_BYTES, _bytes_of_arrays(whole.problem))
-        is_few = lambda tiles: _stored_bytes(tiles) <= most
+        is_few = lambda tiles: _stored_bytes(tiles) <= _MOST_BYTES
     else:
         is_few = lambda tiles: tiles.shares.total <= wanted
     possible = [whole, *itertools.takewhile(is_few, _possible(whole))]
@@ -81,7 +79,8 @@ def _end(tiles: KeyTiles, d_logits_bytes: int) -> float:
     sections = d_logits_sections(tiles, d_logits_bytes)
     end = _end_of_sections(tiles, [x.kv_heads for x in sections] or [tiles.kv_heads])
     steps = tiles.steps()
-    if d_logits_bytes and tiles.problem.group > 1 and steps.min() < steps.max():
+    is_wide = tiles.problem.widest > 128
+    if is_wide and tiles.problem.group > 1 and steps.min() < steps.max():
         end *= _APART
     if not tiles.are_shared:
         return end
@@ -98,15 +97,7 @@ def _end_of_sections(tiles: KeyTiles, sections: Iterable[range]) -> float:
 
 def _stored_bytes(tiles: KeyTiles) -> int:
     """Of dK and dV of all shares, in float32."""
-    columns = whole_tiles(tiles.problem.width) + whole_tiles(tiles.problem.value_width)
-    return tiles.count * tiles.block_kv * columns * 4
-
-
-def _bytes_of_arrays(problem: Problem) -> int:
-    """Of query, key, value and output, and their gradients."""
-    p = problem
-    rows = p.batch * (p.query_length * p.heads + p.key_length * p.kv_heads)
-    return 2 * rows * (p.width + p.value_width) * p.dtype.itemsize
+    return tiles.count * tiles.block_kv * 2 * whole_tiles(tiles.problem.widest) * 4
 
 
 @functools.lru_cache
@@ -137,7 +128,7 @@ def gradients_of_tiles(tiles: KeyTiles, *columns: int) -> tuple[jax.ShapeDtypeSt
     """Shapes of dK and dV, or of what `split_gradients` takes for those of shares.
 
     Args:
-      columns: of shares of dK and dV.
+      columns: of shares of dK and dV; what one of them has more is anything in the other.
     """
     if not tiles.are_shared:
         return key_gradients(tiles.problem)

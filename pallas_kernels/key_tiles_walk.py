@@ -38,8 +38,9 @@ class Walk:
       elements: mask and bias, with rows of keys, of a problem that has them.
       key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
       counters_ref: int32 in global memory: the first is more than 0 if any row is far from 0
-        (`far_rows.py`). Where tiles are drawn the next is that of tickets, and others are what
-        `prepared_tiles` counts (`KeyTiles.counters_to_draw`).
+        (`far_rows.py`), and is read as what no kernel writes meanwhile. Where tiles are drawn the
+        next is that of tickets, and others are what `prepared_tiles` counts
+        (`KeyTiles.counters_to_draw`).
       lists: of tiles, with the mask function, in the place of seeing_blocks_ref; None without.
       seen: of a dense mask what `mask_functions.seen_keys` gives.
       drawn: the tickets of a thread block that draws its tiles.

@@ -43,7 +43,8 @@ def heads_per_section(
       group: query heads a key head.
 
     Returns:
-      A whole number of groups. Where it does not divide all heads, the last section is longer.
+      A whole number of groups. Where it does not divide all heads, the last section is longer, by
+      less than as much again.
     """
     most = max(1, section_bytes // bytes_per_kv_head, slots // tiles_per_kv_head)
     sections = -(-kv_heads // most)

@@ -81,6 +81,33 @@ def test_what_a_special_case_is_without_is_there(name):
     assert settings == before
 
 
+@pytest.mark.parametrize("name", special_cases.SPECIAL)
+def test_a_special_case_of_settings_changes_those_of_its_row(name):
+    special = special_cases.SPECIAL[name]
+    row = special.row
+    options = dict(dropout=True) if special.options() else {}
+    if row.biased:
+        options |= dict(has_elements=True, forward_loads_elements=True, tiled_bias=True)
+
+    def settings():
+        return defaults.default(
+            row.width,
+            queries=(row.length, row.batch * row.heads),
+            keys=row.key_length or row.length,
+            highest=0 if row.causal else None,
+            window=row.window,
+            soft_cap=row.soft_cap is not None,
+            **options,
+        )
+
+    def constants():
+        return {name: copy.copy(x) for name, x in vars(defaults).items() if name.isupper()}
+
+    own, own_constants = settings(), constants()
+    with special.without():
+        assert (settings() != own) == (constants() != own_constants)
+
+
 def test_special_cases_need_a_gpu():
     with pytest.raises(SystemExit, match="NVIDIA GPU"):
         special_cases.main(["shares"])

@@ -190,21 +190,28 @@ def test_infinite_sinks():
 
 @pytest.mark.long
 def test_sinks_far_from_0_beside_a_bias():
-    query, key, value, *_ = inputs(1, 8, 64, 4, 1, 64)
-    sinks = jnp.array([2e37, 3e38, -3e38, 1.0])
+    sinks = jnp.array([2e37, 2.1e37, 2.2e37, 1e38, 3e38, -3e38, 1.0])
+    query, key, value, dout, dlse = inputs(1, 8, 64, len(sinks), 1, 64)
     bias = jnp.zeros((1, 1, 8, 1))
 
-    def attention(implementation, *arrays):
-        return jax_flash.attention(
-            *arrays, bias=bias, sinks=sinks, return_residual=True, implementation=implementation
+    def results(implementation, *arrays):
+        attention = lambda *arrays: jax_flash.attention(
+            *arrays[:3],
+            bias=bias,
+            sinks=arrays[3],
+            return_residual=True,
+            implementation=implementation,
         )
+        out, vjp = jax.vjp(attention, *arrays, sinks)
+        return *out, *vjp((dout.astype(out[0].dtype), dlse))
 
     with interpret_mode():
-        out, lse = attention("mosaic_gpu", query, key, value)
+        out, lse, *gradients = results("mosaic_gpu", query, key, value)
     widened = (x.astype(jnp.float32) for x in (query, key, value))
-    expected, expected_lse = attention("xla", *widened)
+    expected, expected_lse, *_ = results("xla", *widened)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
     np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=0.02)
+    chex.assert_tree_all_finite(gradients)
 
 
 @pytest.mark.parametrize("scale", [1e4, 1.0, 0.125, 0.0625, 1e-3, 1e-9])

@@ -31,8 +31,8 @@ def tiles(B, T, S, N, K, H, lowest=None, highest=None, **options) -> Tiles:
     dtype = np.dtype(jnp.bfloat16)
     described = Problem(B, T, S, N, K, H, dtype, scale=1.0, lowest=lowest, highest=highest)
     described = dataclasses.replace(described, **options)
-    causal = highest is not None
-    return Tiles(described, defaults.default(H, queries=(T, B * N), keys=S, causal=causal).forward)
+    settings = defaults.default(H, queries=(T, B * N), keys=S, highest=highest)
+    return Tiles(described, settings.forward)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def dealt(described: Problem, shares: int | None = None):
         ((2, 8889, 1184, 4, 1, 64), (4, 3)),  # of 80 shares of heads two for some SMs are too long
         ((2, 14080, 557, 21, 3, 192), (7, 1)),  # in two sections, of 28 and of 14 shares
         ((2, 6656, 6656, 6, 2, 192, True), (3, 1)),  # tiles of unlike length stay at one head
-        ((3, 3922, 3922, 42, 6, 192, True), (7, 1)),  # 732 MB, as arrays take more
+        ((3, 3922, 3922, 42, 6, 192, True), (7, 1)),
         ((2, 4096, 4096, 16, 4, 192), (1, 1)),
         ((3, 12288, 64, 6, 1, 256), (6, 7)),
         ((4, 4096, 4096, 8, 8, 256, True), (1, 1)),

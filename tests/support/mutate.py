@@ -223,11 +223,6 @@ MISTAKES = [
             "return both.at[0], both.at[1], *more",
             "return both.at[0], both.at[0], *more",
         ),
-        (
-            "shares: a bound of no arrays",
-            "most = max(_MOST_BYTES, _bytes_of_arrays(whole.problem))",
-            "most = _MOST_BYTES",
-        ),
     ),
     *_in(
         "pallas_kernels",
