@@ -43,7 +43,7 @@ class Timed:
         seen = np.clip(np.arange(tiles, 0, -1) * block_q + highest, 1, keys)
         longest_first = self.tile + self.causal_tile + self.step * -(-seen // block_kv)
         if heads * tiles > _MANY_TILES * SM_COUNT:
-            return self.launch + heads * longest_first.sum() / SM_COUNT
+            return self.launch + heads * float(longest_first.sum()) / SM_COUNT
         return self.launch + scheduler.time_of_deal(np.repeat(longest_first, heads), SM_COUNT)
 
 

@@ -250,6 +250,7 @@ SHORT = [
     *((width, mask, "longer") for width in (64, 128) for mask in ("full", "causal")),
     *((width, mask, "keys") for width in (64, 128) for mask in ("full", "causal", "lengths")),
     *((64, mask, "fewer") for mask in ("full", "causal", "lengths")),
+    (40, "full", "fewer"),
     (128, "window", "keys"),
     (40, "causal", "keys"),
     (80, "full", "long"),
