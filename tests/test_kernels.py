@@ -733,7 +733,7 @@ def test_an_explicit_number_of_thread_blocks_is_kept(H, kernel, block_kv):
         (1, 16384, 16384, 16, {"highest": 0}, {"segmented": True}, 11),
         (16, 1024, 1024, 16, {}, {"dynamic": True}, 187),
         (1, 4096, 4096, 4, {}, {}, 0),
-        (1, 8192, 8192, 19, {"highest": 0}, {}, 17),  # sections of 2 and of 3
+        (1, 4096, 4096, 19, {"highest": 0}, {}, 15),  # sections of 3, the last of 4
     ],
 )
 def test_tiles_prepare_for_the_section_after_their_own(B, T, S, K, bounds, options, heads):
