@@ -377,7 +377,10 @@ def _sink_gradient(sink, out, lse, d_out, d_lse):
     lse = of_rows(lse, out)
     products = d_out.astype(jnp.float32) * out.astype(jnp.float32)
     d_logits = sum(d_lse, -products.sum(-1).transpose(0, 2, 1))
-    weights = jnp.exp(jnp.minimum(sink[:, :, None] - lse, 0.0))  # far from 0 an LSE is rounded
+    sink = sink[:, :, None]
+    below = jnp.minimum(sink - lse, 0.0)
+    below = jnp.where(below < -(2.0**-21) * jnp.abs(sink), below, 0.0)  # else an LSE is rounded so
+    weights = jnp.exp(below)
     return jnp.where(jnp.isinf(lse), 0.0, weights * d_logits).sum(-1)
 
 
@@ -419,7 +422,7 @@ def _forward(
     elements = with_mask_bits(elements, problem)
     if problem.has_dense_lists:
         blocks = (Blocks(elements.mask.kinds, elements.mask.seen),)
-    return forward.attention(
+    out, lse, references = forward.attention(
         query,
         key,
         value,
@@ -432,6 +435,10 @@ def _forward(
         problem=problem,
         config=settings.config.forward,
     )
+    if sinks and problem.unbounded:  # then what the kernel says of an LSE is finite
+        is_infinite = jnp.isposinf(sinks[0])[:, :, None] & (lse > -jnp.inf)
+        lse = jnp.where(is_infinite, jnp.inf, lse)
+    return out, lse, references
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
