@@ -364,7 +364,7 @@ def test_under_vmap_and_jit():
     ("function", "kind"),
     [
         (documents, AxisType.Auto),
-        (documents, AxisType.Explicit),
+        long(documents, AxisType.Explicit),
         long(diagonal, AxisType.Auto),
         slow(diagonal, AxisType.Explicit),
     ],
