@@ -16,6 +16,7 @@ from jax_flash import launch
 from pallas_kernels import canonicalize
 from tests.support import compile as support
 from tests.support import fingerprint
+from tests.support.cases import slow
 from tests.support.kernel_cases import decode_cases, has_fewer_masks, kernel_cases
 
 # Compiled in any case, to see that it can be done here.
@@ -311,7 +312,7 @@ def test_exponentials_stand_before_the_wait_for_an_earlier_product(fn, args, ker
 
 @pytest.mark.compiler
 @pytest.mark.skipif(support.find_tool("nvdisasm") is None, reason="nvdisasm is not installed")
-@pytest.mark.parametrize(("width", "is_prefetched"), [(120, True), (56, False)])
+@pytest.mark.parametrize(("width", "is_prefetched"), [(120, True), slow(56, False)])
 def test_what_dq_is_added_to_first_is_prefetched(width, is_prefetched, tmp_path):
     support.compile_kernels(*gradients(width), keep=tmp_path, sass="attention_backward")
     (path,) = tmp_path.glob("*.sass")

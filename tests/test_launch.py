@@ -142,7 +142,9 @@ def test_kernels_compile_by_themselves_and_are_known_in_any_program():
     program = jax.jit(gradients).trace(*shapes).lower(lowering_platforms=("cuda",))
     kernels = launch._kernels(program.compiler_ir("stablehlo"))
     assert len(kernels) == 4
-    assert {1: 2, 11: 3} in [kernel.aliases for kernel in kernels]  # of one that draws
+    assert {2: 2, 10: 3} in [
+        kernel.aliases for kernel in kernels
+    ]  # counters and dQ, of one that draws
     for kernel in kernels:
         (report,) = support.compile_kernels(kernel, kernel.operands, sass=False)
         assert not report.faults()

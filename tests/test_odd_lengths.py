@@ -81,7 +81,7 @@ def test_a_copy_would_be_found():
     assert passes(support.compiled_program(padded, (rows,)), B * 197 * N * 64)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_products_are_those_of_whole_tiles():
     """Though at width 96 each operand stands in three boxes."""
