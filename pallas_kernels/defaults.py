@@ -72,9 +72,9 @@ _FEW_KEYS = 512  # up to which at width 128 steps of 64 are faster even where th
 NARROW_WINDOW = 768
 FORWARD_NARROW = {64: _TWO_CONSUMERS}
 
-# Three consumers are so many times as fast as two where they have rows enough. Measured at width 64,
-# where plain calls have FORWARD_TIMED since; those of 65 to 96 columns go by it. us*, two and three,
-# by how many times the rows tiles of three have: b64 s197 52.6 and 62.9 (1.5), b16 s640 causal 47.0
+# Three consumers are so many times as fast as two where they have rows enough. Of width 64, where
+# plain calls have FORWARD_TIMED since; those of 65 to 96 columns go by it. us*, two and three, by
+# how many times the rows tiles of three have: b64 s197 52.6 and 62.9 (1.5), b16 s640 causal 47.0
 # and 51.7 (1.2), b32 s577 125 and 124 (1.2), b32 s1024 289 and 264 (1.125).
 _THREE_BY_TWO = 1.2
 
