@@ -215,10 +215,8 @@ class Plan:
     def draws(self) -> bool:
         """Whether thread blocks draw their tiles, and zero dQ, if there is, of those to come."""
         p = self.problem
-        if self.one_each or p.has_slope or p.has_dropout:
-            return False  # nothing to draw, or registers are too short
-        if self.deals_few_steps:
-            return False
+        if self.one_each or self.deals_few_steps or p.has_slope or p.has_dropout:
+            return False  # nothing to draw or to even out, or registers are too short
         if p.by_batch and self.is_wide:
             return True
         # At width 64 tiles of documents are so short that what a draw takes counts. A draw would

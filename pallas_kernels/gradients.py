@@ -99,7 +99,6 @@ def attention_gradients(
     """
     check_backward(config, problem.widest)
     query_config = query_config or BACKWARD_QUERY[problem.widest]
-    is_wide = isinstance(config, BackwardKeyConfig)
     # Where its tiles add to dQ in global memory, it is in the order in which thread blocks end.
     plan = Plan(problem, config) if isinstance(config, BackwardConfig) else None
     if plan is not None and deterministic and plan.sums_dq:
@@ -130,7 +129,7 @@ def attention_gradients(
     others = _of_reads(reads, operands, masks, blocks, problem)
     if with_bias_gradient:
         others = [bias_gradient.bias_gradient(operands, masks, problem=problem), *others]
-    statistics = (start,) if is_wide else (start, minus_delta)
+    statistics = (start,) if plan is None else (start, minus_delta)
     start = with_words(dropout_words, *statistics)
     operands_of_keys = query, key, value, d_out, start, minus_delta, far
     of_query_alone = functools.partial(

@@ -142,9 +142,8 @@ def test_kernels_compile_by_themselves_and_are_known_in_any_program():
     program = jax.jit(gradients).trace(*shapes).lower(lowering_platforms=("cuda",))
     kernels = launch._kernels(program.compiler_ir("stablehlo"))
     assert len(kernels) == 4
-    assert {2: 2, 10: 3} in [
-        kernel.aliases for kernel in kernels
-    ]  # counters and dQ, of one that draws
+    # Counters and dQ, of one that draws.
+    assert {2: 2, 10: 3} in [kernel.aliases for kernel in kernels]
     for kernel in kernels:
         (report,) = support.compile_kernels(kernel, kernel.operands, sass=False)
         assert not report.faults()
