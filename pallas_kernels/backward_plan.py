@@ -366,6 +366,8 @@ class Plan:
             return True  # the latter would spill 8 to 16 bytes
         if self.is_wide or not self.tiles.any_mask:
             return False
+        if self.draws and self.tiles.shares.parts > 1:
+            return True  # H64-causal-cut would spill 16 bytes
         # H64-full-ragged would spill 40 bytes.
         return p.lowest is None and p.highest is None and not p.by_batch
 

@@ -143,6 +143,7 @@ class Plan:
             or self.loads_bias
             or (p.has_lists and p.widest > 64)
             or (p.widest > 192 and beside_wide_output)
+            or (p.lowest is not None and (p.widest > 192 or self.key_columns.products > 1))
             or (p.segmented and self.problem.has_dropout and p.widest > 64)
         )
 

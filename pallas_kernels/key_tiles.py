@@ -1,8 +1,8 @@
 """Tiles of keys that thread blocks own, which query blocks see any of them, and their order.
 
 The tiles of a thread block stand in its list, or it draws them (`tickets.py`). Where there are few
-(`key_tiles_shares.py`), each share of a tile's queries counts as a tile of its own here: one of the
-query heads as a tile of another key head, one of the query blocks as another tile of that head.
+(`key_tiles_shares.py`), each share of a tile's queries counts as a tile of its own here: one of
+query heads as a tile of another key head, one of steps as another tile of that head.
 """
 
 import dataclasses
@@ -48,8 +48,7 @@ class Shares(NamedTuple):
 
     Attributes:
       heads: of the query heads of a group.
-      parts: of the query blocks of the longest tile; others are cut into as long ones. More than 1
-        where each head has a share alone.
+      parts: of the steps that the longest tile takes for these; others are cut into as long ones.
     """
 
     heads: int = 1
@@ -130,8 +129,8 @@ class KeyTiles:
 
         A tile that no row sees takes one, fully masked, so that every tile has a step. What is
         known at run time only is left out, as if it let every query see every key. With a mask
-        function they are its lists. With parts it is `[3, per_head]`: third comes the tile that is
-        cut, and its parts follow one another, the last blocks first.
+        function they are its lists. With parts it is `[5, per_head]`: then come the tile that is
+        cut, and first and end of the part's steps among those of the tile, in their order.
         """
         if self.problem.has_lists:
             return self.lists
@@ -140,12 +139,14 @@ class KeyTiles:
         end = np.maximum(end, first + 1)
         if self.shares.parts == 1:
             return np.stack([first, end])
-        most = -(-(end - first).max() // self.shares.parts)
-        count = -(-(end - first) // most)
+        steps = self.problem.group * (end - first)
+        most = -(-steps.max() // self.shares.parts)
+        count = -(-steps // most)
         tile = np.repeat(np.arange(len(count)), count)
-        number = np.arange(len(tile)) - (count.cumsum() - count)[tile]
-        end = end[tile] - most * number
-        return np.stack([np.maximum(end - most, first[tile]), end, tile]).astype(np.int32)
+        first_step = most * (np.arange(len(tile)) - (count.cumsum() - count)[tile])
+        end_step = np.minimum(first_step + most, steps[tile])
+        columns = [first[tile], end[tile], tile, first_step, end_step]
+        return np.stack(columns).astype(np.int32)
 
     @functools.cached_property
     def lists(self) -> np.ndarray:
@@ -261,12 +262,15 @@ class KeyTiles:
         return jnp.pad(table, ((0, 1), (0, 0), (0, 0)), mode="edge")
 
     def steps(self) -> np.ndarray:
-        """`[per_head]`: query blocks that a tile takes, of all heads of the group."""
+        """`[per_head]`: query blocks that a tile or a part takes, of all heads of the group."""
         if self.problem.has_given_lists:  # the most that they can be
             return np.full(self.per_head, self.problem.group * self.query_blocks)
         if self.problem.has_lists:
             return self.lists[0, 0, :, COUNT]
-        first, end, *_ = self.seeing_blocks()
+        first, end, *of_parts = self.seeing_blocks()
+        if of_parts:
+            _, first_step, end_step = of_parts
+            return end_step - first_step
         return self.problem.group * (end - first)
 
     @property

@@ -65,7 +65,7 @@ def loop_over_steps(
         far_in_masked and may_be_far and walk.tiles.any_mask,
     )
     if first_step is not None:
-        first = 0 if walk.tiles.problem.has_lists else loops.end_block() - 1
+        first = 0 if walk.tiles.problem.has_lists else walk.block_of_first_step(walk.locate(index))
         mask = loops.mask_of(first, j, comparing=True)
         first_step(j, mask=mask, far=may_be_far, load_elements=load_elements)
         j = j + 1
@@ -99,6 +99,17 @@ class _Loops:
 
     def end_block(self):
         return self.walk.end_block(self.walk.locate(self.index))
+
+    def block_of(self, end, j):
+        """Of step j of a tile without a list, whose steps end before `end`."""
+        walk = self.walk
+        if walk.has_parts:
+            place = walk.locate(self.index)
+            return walk.step_of(place, walk.steps(self.index) - (end - j))[0]
+        if walk.tiles.problem.group == 1:
+            return self.end_block() - 1 - self.done
+        first_block = self.first_block()
+        return first_block + lax.rem(end - j - 1, self.end_block() - first_block)
 
     def first_unmasked_block(self):
         return self.walk.first_unmasked_block(self.index, self.own_first_key)
@@ -173,32 +184,31 @@ class _Loops:
         if self.blank_step:
             blank_before, blank_behind = tiles.blank_steps(own_first_key)
         is_far = walk.are_any_far()
-        block = self.end_block() - 1 - self.done
-        if tiles.problem.group > 1:
-            first_block = self.first_block()
-            block = first_block + lax.rem(end - j - 1, self.end_block() - self.first_block())
+        # A part may end before the head does.
+        until = lambda end_of_loop: jnp.minimum(end_of_loop, end) if walk.has_parts else end_of_loop
+        block = self.block_of(end, j)
         if blank_behind:
-            own = j + jnp.maximum(block + 1 - walk.own_end_block(index, own_first_key), 0)
+            own = until(j + jnp.maximum(block + 1 - walk.own_end_block(index, own_first_key), 0))
             self.blank(block, j, own)
             j, block = own, block - (own - j)
         if tiles.problem.has_far_edge:
             first_unmasked = self.first_unmasked_block()
             end_unmasked = walk.end_unmasked_block(index, own_first_key, first_unmasked)
-            unmasked = j + jnp.maximum(block + 1 - end_unmasked, 0)
+            unmasked = until(j + jnp.maximum(block + 1 - end_unmasked, 0))
             if may_be_far and not far_in_masked:
                 unmasked = jnp.where(is_far(), j, unmasked)
             self.masked(block, j, unmasked)
             j, block = unmasked, block - (unmasked - j)
-        masked = j + jnp.maximum(block + 1 - self.first_unmasked_block(), 0)
+        masked = until(j + jnp.maximum(block + 1 - self.first_unmasked_block(), 0))
         masked = jnp.where(is_far(), j, masked) if may_be_far else masked
         pl.loop(j, masked)(functools.partial(self.step, mask=None, far=False))
         if not (tiles.any_mask or may_be_far):
             return masked
         j, block = masked, block - (masked - j)
-        end_of_head = own_end = j + block + 1 - self.first_block()
+        end_of_head = own_end = until(j + block + 1 - self.first_block())
         if blank_before:
             own_first = walk.own_first_block(index, own_first_key)
-            own_end = j + jnp.maximum(block + 1 - own_first, 0)
+            own_end = until(j + jnp.maximum(block + 1 - own_first, 0))
         if may_be_far and not far_in_masked:
             others = jnp.where(is_far(), own_end, j)
             self.far(block, j, others)

@@ -1,17 +1,16 @@
 """How tiles of keys are dealt out: in shares of their queries, and in sections of key heads.
 
 A tile of keys takes the queries of all heads of its group. Where there are few tiles, most SMs
-would have none. So the query heads of a group are dealt out first, and where each has a share of
-its own, the query blocks that see a tile. Each share gives dK and dV of its own in float32, of
-whole tiles, which are added up in a fixed order.
+would have none. So its steps are dealt out: in shares of some query heads each, and where these do
+not come out even, in parts of that, steps in a row. Each share gives dK and dV of its own in
+float32, of whole tiles, which are added up in a fixed order.
 
 Sections are for dS', which is in memory for so many key heads at a time.
 """
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,25 +18,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import scheduler
-from pallas_kernels.config import SM_COUNT
+from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT
 from pallas_kernels.key_tiles import KeyTiles, Section, Shares
 from pallas_kernels.key_tiles_kernel import key_gradients
 from pallas_kernels.problem import whole_tiles
 
 _MOST_BYTES = 768 << 20  # of dK and dV of all shares
 _SIZES = 8  # of sections that are compared
-_AS_EARLY = 1.03  # how much later fewer shares may end
+_EVEN = 64  # parts that are shorter than what an SM has in all by this even out no more
 # Microseconds: of what adds shares up, and of a megabyte that is stored and added up; of 1e6
 # multiplications and additions, and of 1000 logits, of which a step takes the longer.
 _SUM, _MEGABYTE, _PRODUCTS, _LOGITS = 2.5, 0.5, 0.4, 0.12
-# How much longer tiles of unlike length take above width 128 that go through several query heads:
-# they are at other heads at a time, whose rows do not all stay in L2.
-_APART = 1.08
+# How much longer tiles take that are at several query heads of a group at a time, where L2 does not
+# have the rows of all heads: up to width 128, parts of these, and above.
+_APART, _PARTS_APART, _WIDE_APART = 1.06, 1.08, 1.15
 
 
 @functools.lru_cache
 def dealt_out(whole: KeyTiles, wanted: int | None, d_logits_bytes: int = 0) -> KeyTiles:
-    """The tiles in as few shares as end early: where there are many, in one.
+    """The tiles in as many shares as end earliest, as few as may be: where there are many, in one.
 
     At most in so many that dK and dV of all take `_MOST_BYTES`.
 
@@ -46,48 +45,67 @@ def dealt_out(whole: KeyTiles, wanted: int | None, d_logits_bytes: int = 0) -> K
       wanted: None, or how many shares there are to be; fewer where so many do not come out even.
       d_logits_bytes: as for `d_logits_sections`, one after the other; 0 for all heads together.
     """
-    if wanted is None:
-        is_few = lambda tiles: _stored_bytes(tiles) <= _MOST_BYTES
-    else:
-        is_few = lambda tiles: tiles.shares.total <= wanted
-    possible = [whole, *itertools.takewhile(is_few, _possible(whole))]
-    if wanted is not None or len(possible) == 1:
-        return possible[-1]
-    ends = [_end(tiles, d_logits_bytes) for tiles in possible]
-    return next(x for x, end in zip(possible, ends, strict=True) if end <= _AS_EARLY * min(ends))
+    if wanted is not None:
+        few = [tiles for tiles in _possible(whole) if tiles.shares.total <= wanted]
+        return max(few, key=lambda tiles: tiles.shares.total)
+    earliest, end = whole, _end(whole, d_logits_bytes)
+    all_steps = whole.steps_per_head * len(whole.kv_heads)
+    for tiles in _possible(whole)[1:]:
+        if _stored_bytes(tiles) > _MOST_BYTES or all_steps / SM_COUNT + _time_of_sum(tiles) >= end:
+            continue
+        own_end = _end(tiles, d_logits_bytes)
+        if own_end < end:
+            earliest, end = tiles, own_end
+    return earliest
 
 
-def _possible(whole: KeyTiles) -> Iterator[KeyTiles]:
-    """The tiles in 2 shares or more, the fewest first."""
+def _possible(whole: KeyTiles) -> list[KeyTiles]:
+    """The tiles in any number of shares, the fewest first, of as many those of the most heads."""
     p = whole.problem
-    for shares in _possible_shares(whole):
-        of_heads = dataclasses.replace(p, kv_heads=p.kv_heads * shares.heads)
-        yield dataclasses.replace(whole, problem=of_heads, shares=shares)
-
-
-def _possible_shares(tiles: KeyTiles) -> Iterator[Shares]:
-    p = tiles.problem
-    yield from (Shares(heads) for heads in range(2, p.group + 1) if p.group % heads == 0)
     # Else blocks are known at run time only, or not in a row, or registers are too short.
-    if not (p.by_batch or p.has_lists or p.has_elements or p.has_cap or p.has_dropout):
-        most = int(tiles.steps().max()) // p.group
-        yield from (Shares(p.group, parts) for parts in range(2, most + 1))
+    has_parts = not (p.by_batch or p.has_lists or p.has_elements or p.has_cap or p.has_dropout)
+    all_steps = whole.steps_per_head * len(whole.kv_heads)
+    shortest = max(1, all_steps // (_EVEN * SM_COUNT))
+    possible = [whole]
+    for heads in range(1, p.group + 1):
+        if p.group % heads:
+            continue
+        of_heads = dataclasses.replace(p, kv_heads=p.kv_heads * heads)
+        steps = int(whole.steps().max()) // heads
+        for parts in sorted({-(-steps // each) for each in range(min(shortest, steps), steps + 1)}):
+            if heads * parts > 1 and (has_parts or parts == 1):
+                shares = Shares(heads, parts)
+                possible.append(dataclasses.replace(whole, problem=of_heads, shares=shares))
+    return sorted(possible, key=lambda x: (x.shares.total, -x.shares.heads))
 
 
 def _end(tiles: KeyTiles, d_logits_bytes: int) -> float:
     """When the last SM ends, and dK and dV are added up, in steps."""
     sections = d_logits_sections(tiles, d_logits_bytes)
     end = _end_of_sections(tiles, [x.kv_heads for x in sections] or [tiles.kv_heads])
-    steps = tiles.steps()
-    is_wide = tiles.problem.widest > 128
-    if is_wide and tiles.problem.group > 1 and steps.min() < steps.max():
-        end *= _APART
+    return end * _apart(tiles) + _time_of_sum(tiles)
+
+
+def _time_of_sum(tiles: KeyTiles) -> float:
+    """Of what adds up dK and dV of shares, in steps."""
     if not tiles.are_shared:
-        return end
+        return 0.0
     logits = tiles.block_q * tiles.block_kv
     products = 5 * logits * tiles.problem.widest
     step = max(_PRODUCTS * products / 1e6, _LOGITS * logits / 1e3)
-    return end + (_SUM + _MEGABYTE * _stored_bytes(tiles) / 1e6) / step
+    return (_SUM + _MEGABYTE * _stored_bytes(tiles) / 1e6) / step
+
+
+def _apart(tiles: KeyTiles) -> float:
+    """How much longer they take because they are at several query heads at a time."""
+    p, steps = tiles.problem, tiles.steps()
+    row_bytes = p.batch * p.kv_heads * p.group * p.query_length * tiles.row_bytes
+    if p.group == 1 or row_bytes <= BACKWARD_SECTION_BYTES:
+        return 1.0
+    has_parts = tiles.shares.parts > 1
+    if p.widest <= 128:
+        return _PARTS_APART if has_parts else _APART
+    return _WIDE_APART if has_parts or steps.min() < steps.max() else 1.0
 
 
 def _end_of_sections(tiles: KeyTiles, sections: Iterable[range]) -> float:

@@ -143,6 +143,11 @@ class Walk:
         """Counter of the tiles that are prepared of a section of `KeyTiles.prepared`, from 1 on."""
         return self.counters_ref.at[1 + section]
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether what it walks over are parts of tiles."""
+        return self.tiles.shares.parts > 1
+
     def batch_of(self, place):
         """Batch entry of what `locate` gives."""
         _, kv_head_of_all = place
@@ -150,7 +155,7 @@ class Walk:
 
     def tile_of(self, place):
         """Number of the tile of keys that what `locate` gives is, or is a part of."""
-        return self.seeing(place, 2) if self.tiles.shares.parts > 1 else place[0]
+        return self.seeing(place, 2) if self.has_parts else place[0]
 
     def keys_of(self, place):
         """Batch entry, tile of keys and key head, of what `locate` gives."""
@@ -167,15 +172,15 @@ class Walk:
 
     def first_block(self, place):
         """The first query block that sees a key of a tile; place is what `locate` gives."""
-        problem, has_parts = self.tiles.problem, self.tiles.shares.parts > 1
+        problem = self.tiles.problem
         # Read for dense masks and biases too, where a kernel would spill.
-        if problem.highest is None and not (problem.by_batch or problem.has_elements or has_parts):
+        if problem.highest is None and not (problem.by_batch or problem.has_elements):
             return jnp.int32(0)
         return self.seeing(place, 0)
 
     def end_block(self, place):
         """The end of the query blocks that see a key of a tile."""
-        if not (self.tiles.problem.has_far_edge or self.tiles.shares.parts > 1):
+        if not self.tiles.problem.has_far_edge:
             return self.tiles.query_blocks
         return self.seeing(place, 1)
 
@@ -191,7 +196,7 @@ class Walk:
 
     def first_step(self, place):
         """How many steps the tiles of a head before it take, in a kernel with more results."""
-        return self.seeing(place, 3 if self.tiles.shares.parts > 1 else 2)
+        return self.seeing(place, 5 if self.has_parts else 2)
 
     def counting_queries(self, place):
         """First and end of the queries that see any key of a tile; for none first is above end."""
@@ -252,6 +257,8 @@ class Walk:
         """The same of what `locate` gives."""
         if self.lists is not None:
             return self.of_list(place, COUNT)
+        if self.has_parts:
+            return self.seeing(place, 4) - self.seeing(place, 3)
         _, per_head = self.blocks_of(place)
         return per_head * self.tiles.problem.group
 
@@ -259,9 +266,17 @@ class Walk:
         """Query block of step t of a tile, and the query head's number in its group."""
         if self.lists is not None:
             return self.listed_step(place, t)
+        if self.has_parts:
+            t = t + self.seeing(place, 3)
         _, per_head = self.blocks_of(place)
         member = lax.div(t, per_head) if self.tiles.problem.group > 1 else 0
         return self.end_block(place) - 1 - t + member * per_head, member
+
+    def block_of_first_step(self, place):
+        """Query block of a tile's step 0, where it has no list."""
+        if self.has_parts:
+            return self.step_of(place, 0)[0]
+        return self.end_block(place) - 1
 
     def advance(self, index, t):
         """The step after step t of a tile: index of its tile and number in it.

@@ -59,20 +59,23 @@ def test_shares_of_wide_heads(N, K, H, shares, options):
 
 
 @pytest.mark.parametrize(
-    ("N", "K", "H", "T", "options"),
+    ("N", "K", "H", "T", "shares", "options"),
     [
-        (2, 1, 64, 400, {}),
-        slow(1, 1, 80, 400, {"is_causal": True}),
-        slow(2, 2, 128, 200, {"is_causal": True, "deterministic": True}),
-        slow(2, 1, 128, 270, {"local_window_size": (90, 40)}),
-        long(1, 1, 160, 270, {"local_window_size": (90, 40)}),
+        (2, 1, 64, 400, 3, {"is_causal": True}),
+        slow(2, 1, 64, 400, 6, {}),
+        slow(1, 1, 80, 400, 3, {"is_causal": True}),
+        slow(2, 2, 128, 200, 3, {"is_causal": True, "deterministic": True}),
+        slow(6, 2, 128, 270, 5, {"local_window_size": (90, 40)}),
+        long(3, 1, 160, 270, 4, {"local_window_size": (90, 40)}),
+        slow(2, 1, 256, 140, 5, {}),
+        slow(1, 1, 256, 270, 3, {"local_window_size": (90, 40)}),
     ],
 )
-def test_parts_of_tiles(N, K, H, T, options):
-    """Each head has as many parts of tiles as there may be, of one or two blocks of queries."""
+def test_parts_of_tiles(N, K, H, T, shares, options):
+    """Steps in a row, which begin and end amid a head, or of one head alone."""
     with interpret_mode():
         arrays = inputs(1, T, 140, N, K, H, jnp.bfloat16)
-        check(arrays, config=with_shares(H, 3 * N // K), **options)
+        check(arrays, config=with_shares(H, shares), **options)
 
 
 def test_sections_of_heads_end_early():
@@ -112,13 +115,14 @@ def dealt(described: Problem, shares: int | None = None):
     ("sizes", "expected"),
     [
         ((1, 8192, 8192, 8, 1, 128, True), (4, 1)),  # of 64 tiles the longest takes a quarter
-        ((1, 656, 656, 16, 2, 64), (8, 1)),
-        ((4, 256, 256, 28, 4, 64, True), (7, 1)),  # a group that is a prime number
-        ((11, 2048, 2048, 7, 1, 24, True), (1, 1)),  # 176 long tiles, longest first
+        ((1, 656, 656, 16, 2, 64), (2, 5)),  # five steps each of 24 of four heads
+        ((4, 256, 256, 28, 4, 64, True), (1, 5)),  # a group that is a prime number
+        ((3, 264, 200, 32, 4, 24), (1, 5)),  # five of the 24 steps of a tile of eight heads
+        ((11, 2048, 2048, 7, 1, 24, True), (1, 4)),
         ((4, 4096, 4096, 32, 8, 128, True), (1, 1)),
         ((1, 16384, 16384, 32, 8, 128, True), (1, 1)),
         ((1, 256, 256, 16, 16, 64), (1, 1)),  # nothing to deal out
-        ((2, 8889, 1184, 4, 1, 64), (4, 3)),  # of 80 shares of heads two for some SMs are too long
+        ((2, 8889, 1184, 4, 1, 64), (2, 3)),  # of 80 shares of heads two for some SMs are too long
         ((2, 14080, 557, 21, 3, 192), (7, 1)),  # in two sections, of 28 and of 14 shares
         ((2, 6656, 6656, 6, 2, 192, True), (3, 1)),  # tiles of unlike length stay at one head
         ((3, 3922, 3922, 42, 6, 192, True), (7, 1)),
@@ -134,9 +138,10 @@ def test_where_there_are_few_tiles_their_queries_are_dealt_out(sizes, expected):
 @pytest.mark.parametrize("width", [64, 256])
 @pytest.mark.parametrize(
     ("T", "wanted", "taken"),
-    [(64, 1, 1), (64, 2, 2), (64, 5, 4), (64, 6, 6), (64, 100, 12), (512, 40, 36), (512, 23, 12)],
+    [(64, 1, 1), (64, 2, 2), (64, 5, 4), (64, 6, 6), (64, 100, 12), (256, 23, 18)],
 )
-def test_shares_divide_a_group(width, T, wanted, taken):
+def test_shares_come_out_even(width, T, wanted, taken):
+    """Of no other number is the longest as short."""
     shares, tiles = dealt(problem(1, T, 64, 12, 1, width), wanted)
     assert shares.total == taken
     assert (tiles.problem.kv_heads, tiles.problem.group) == (shares.heads, 12 // shares.heads)
@@ -150,25 +155,32 @@ def test_blocks_known_at_run_time_have_no_parts(options):
 
 @pytest.mark.parametrize("bounds", [(None, None), (None, 0), (-300, 40)])
 @pytest.mark.parametrize("parts", [2, 3, 100])
-def test_parts_are_the_blocks_of_their_tile(bounds, parts):
-    """Each block once, the last first, and none has more than its share of the longest tile."""
+@pytest.mark.parametrize("group", [1, 3])
+def test_parts_are_the_steps_of_their_tile(bounds, parts, group):
+    """Each step once, in their order, and none has more than its share of the longest tile."""
     lowest, highest = bounds
-    described = dataclasses.replace(problem(2, 900, 700, 3, 3, 64), lowest=lowest, highest=highest)
+    described = problem(2, 400, 500, 3 * group, 3, 64)
+    described = dataclasses.replace(described, lowest=lowest, highest=highest)
     whole = KeyTiles(described, 128, 64, row_bytes=1)
     cut = dataclasses.replace(whole, shares=Shares(1, parts))
-    first, end, tile = cut.seeing_blocks()
-    blocks = [np.arange(*ends)[::-1] for ends in zip(first, end, strict=True)]
-    for number, (own_first, own_end) in enumerate(whole.seeing_blocks().T):
-        own = np.concatenate([x for x, of in zip(blocks, tile, strict=True) if of == number])
-        np.testing.assert_array_equal(own, np.arange(own_first, own_end)[::-1])
+    tile = cut.seeing_blocks()[2]
     assert 1 <= cut.steps().min() <= cut.steps().max() == -(-whole.steps().max() // parts)
     assert cut.steps_per_head == whole.steps_per_head
     assert cut.count == 6 * cut.per_head == 6 * len(tile)
+    walk_over = lambda tiles: Walk(
+        tiles, jnp.arange(-1, tiles.per_head)[None], jnp.asarray(tiles.seeing_blocks()), 0
+    )
+    steps: list[list] = [[] for _ in range(whole.per_head)]
     for index in range(cut.per_head):
-        walk = Walk(cut, jnp.arange(-1, cut.per_head)[None], jnp.asarray(cut.seeing_blocks()), 0)
+        walk = walk_over(cut)
         place = walk.locate(jnp.int32(index))
         assert walk.keys_of(place) == (0, tile[index], 0)
-        assert walk.blocks_of(place) == (first[index], end[index] - first[index])
+        assert walk.block_of_first_step(place) == walk.step_of(place, 0)[0]
+        own = [walk.step_of(place, t) for t in range(int(walk.steps_of(place)))]
+        steps[tile[index]] += [tuple(map(int, step)) for step in own]
+    for index, (first, end) in enumerate(whole.seeing_blocks().T):
+        blocks = range(int(end) - 1, int(first) - 1, -1)
+        assert steps[index] == [(block, head) for head in range(group) for block in blocks]
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (None, 0)])

@@ -236,6 +236,9 @@ SHAPES = {
     # So few queries that the keys of the forward are dealt out in shares.
     "far": (197, 4099, 4, 2, jnp.bfloat16),
     "alone": (2997, 2997, 1, 1, jnp.bfloat16),
+    # Of groups whose steps are dealt out amid a head: a share for each thread block, and drawn.
+    "cut": (520, 205, 12, 4, jnp.bfloat16),
+    "pieces": (1537, 1537, 14, 2, jnp.bfloat16),
 }
 # Width, mask, and shape of those.
 SHORT = [
@@ -269,6 +272,13 @@ SHORT = [
     (72, "causal", "alone"),
     (192, "causal", "alone"),
     (256, "window", "alone"),
+    *((width, mask, "cut") for width in (64, 80, 128) for mask in ("full", "causal", "window")),
+    *((width, mask, "pieces") for width in (64, 128) for mask in ("full", "causal", "window")),
+    *((width, "causal", "pieces") for width in (40, 72, 96, 256)),
+    (256, "causal", "cut"),
+    *((width, "sides", "even") for width in (72, 256)),
+    (72, "window", "even"),
+    *((256, mask, "long") for mask in ("window", "sides")),
 ]
 
 
@@ -357,9 +367,10 @@ def _cases_of_other_widths() -> list[tuple[str, Callable, Any]]:
 def _cases_of_short() -> list[tuple[str, Callable, Any]]:
     cases = []
     for width, mask, shape in SHORT:
-        options = MASKS.get(mask, {}) | (
-            {"local_window_size": (100, 0)} if mask == "window" else {}
-        )
+        windows = {"window": (100, 0), "sides": (90, 40)}
+        options = MASKS.get(mask, {})
+        if mask in windows:
+            options = options | {"local_window_size": windows[mask]}
         args = _args_of(width, width, mask, None, None, None, shape=shape)
         name = f"H{width}-{mask}-{shape}"
         cases.append((name, _forward_and_backward(options, deterministic=False), args))
