@@ -184,8 +184,19 @@ SPECIAL = {
         Row(1, 8192, 8, 1, 128, True),
         _changed(defaults.BACKWARD, 128, shares=1),
     ),
+    "shares amid a head": Special(
+        "both",
+        Row(3, 264, 32, 4, 24, False, key_length=200),
+        _changed(defaults.BACKWARD, 64, shares=4),
+    ),
+    "shares of several heads": Special(
+        "both", Row(3, 3456, 24, 3, 128, False), _other(key_tiles_shares, _APART=1.0)
+    ),
+    "shares amid several heads": Special(
+        "both", Row(2, 1500, 12, 4, 96, True), _other(key_tiles_shares, _PARTS_APART=1.0)
+    ),
     "shares of unlike tiles, width 192": Special(
-        "both", Row(2, 6656, 6, 2, 192, True), _other(key_tiles_shares, _APART=1.0)
+        "both", Row(2, 6656, 6, 2, 192, True), _other(key_tiles_shares, _WIDE_APART=1.0)
     ),
     "shares of more than 256 MB": Special(
         "both",

@@ -106,10 +106,11 @@ class _Loops:
         if walk.has_parts:
             place = walk.locate(self.index)
             return walk.step_of(place, walk.steps(self.index) - (end - j))[0]
-        if walk.tiles.problem.group == 1:
-            return self.end_block() - 1 - self.done
-        first_block = self.first_block()
-        return first_block + lax.rem(end - j - 1, self.end_block() - first_block)
+        block = self.end_block() - 1 - self.done
+        if walk.tiles.problem.group > 1:
+            first_block = self.first_block()
+            block = first_block + lax.rem(end - j - 1, self.end_block() - self.first_block())
+        return block
 
     def first_unmasked_block(self):
         return self.walk.first_unmasked_block(self.index, self.own_first_key)

@@ -420,9 +420,9 @@ MISTAKES = [
             "to_end = reach.common_end >= self.problem.query_length - 1",
         ),
         (
-            "backward: a part of a tile without its first block",
-            "np.stack([np.maximum(end - most, first[tile]), end, tile])",
-            "np.stack([np.minimum(end - 1, end - most + 1), end, tile])",
+            "backward: a part of a tile without its last step",
+            "end_step = np.minimum(first_step + most, steps[tile])",
+            "end_step = np.minimum(first_step + most, steps[tile] - 1)",
         ),
     ),
     *_in(
@@ -436,8 +436,18 @@ MISTAKES = [
         ),
         (
             "backward: keys of another tile for a part of one",
-            "return self.seeing(place, 2) if self.tiles.shares.parts > 1 else place[0]",
+            "return self.seeing(place, 2) if self.has_parts else place[0]",
             "return place[0]",
+        ),
+        (
+            "backward: each part begins with the first step of its tile",
+            "t = t + self.seeing(place, 3)",
+            "t = t + 0",
+        ),
+        (
+            "width 256: the first step of a part is taken for the tile's",
+            "return self.step_of(place, 0)[0]",
+            "return self.end_block(place) - 1",
         ),
         (
             "backward: a consumer's keys taken for beyond the end in any tile",
@@ -448,6 +458,16 @@ MISTAKES = [
             "dense mask: keys of the first tile are zeroed in any",
             "words = seen.at[entry, head, pl.ds(tile * count, count)]",
             "words = seen.at[entry, head, pl.ds(0, count)]",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "key_tiles_loops",
+        "kernel_shares",
+        (
+            "backward: a part goes on to the end of its last head",
+            "jnp.minimum(end_of_loop, end) if walk.has_parts else end_of_loop",
+            "end_of_loop",
         ),
     ),
     *_in(
