@@ -23,6 +23,7 @@ from jax_flash.call import LSE_NAME, Call, named
 from jax_flash.kernel_operands import (
     SCALES,
     SOFT_CAPS,
+    bounds_beside_lengths,
     elements_of,
     folding_vmap,
     intervals_of,
@@ -152,11 +153,17 @@ def _prepared(call: Call):
     all_count = bool(ids) and are_one and not intervals and sees_itself(lowest, highest)
     if mask_function is not None:
         all_count = mask_function.all_count
+    are_beside = ids or has_mask or has_bias or has_score or mask_function is not None
+    has_lengths, highest_beside = bounds_beside_lengths(call)
+    has_lengths &= not (are_beside or soft_cap is not None or call.dropout_rate > 0)
+    if has_lengths:
+        highest = highest_beside
     settings = _Settings(
         scale=float(call.scale),
         lowest=lowest,
         highest=highest,
-        dynamic=bool(intervals),
+        dynamic=bool(intervals) and not has_lengths,
+        has_lengths=has_lengths,
         segmented=bool(ids),
         all_count=all_count,
         has_mask=has_mask,
@@ -174,7 +181,7 @@ def _prepared(call: Call):
             keys=call.key.shape[1] if mask_function is None else None,
             highest=highest,
             window=window,
-            dynamic=bool(intervals),
+            dynamic=bool(intervals) and not has_lengths,
             segmented=bool(ids),
             has_elements=has_mask or has_bias or has_score,
             forward_loads_elements=has_mask
@@ -236,6 +243,7 @@ class _Settings:
     lowest: int | None
     highest: int | None
     dynamic: bool
+    has_lengths: bool
     segmented: bool
     all_count: bool  # whether, but for a mask, each query is known to see a key, and each key seen
     has_mask: bool
@@ -256,6 +264,7 @@ class _Settings:
             lowest=self.lowest,
             highest=self.highest,
             dynamic=self.dynamic,
+            has_lengths=self.has_lengths,
             segmented=self.segmented,
             has_mask=self.has_mask,
             has_bias=self.has_bias,

@@ -65,6 +65,20 @@ def intervals_of(call: Call) -> tuple[int | None, int | None, tuple[jax.Array, .
     return None, None, (jnp.stack(whole, axis=1),)
 
 
+def bounds_beside_lengths(call: Call) -> tuple[bool, int | None]:
+    """Whether lengths of keys alone are known at run time only, and `Problem.highest` then.
+
+    It must let each query see a key, if there is any.
+    """
+    see, query_length, key_length = call.visibility, call.query.shape[1], call.key.shape[1]
+    if see.key_value_seq_lengths is None or see.query_seq_lengths is not None:
+        return False, None
+    if see.window is not None or not isinstance(see.query_offset, int):
+        return False, None
+    _, highest = _bounds(see, see.query_offset, query_length, key_length)
+    return highest is None or highest >= 0, highest
+
+
 def elements_of(call: Call) -> Elements:
     """Mask and bias, a bias of a dtype that the kernels do not read as float32."""
     bias = call.bias

@@ -69,7 +69,7 @@ class _Consumer(Products):
         parity = lax.rem(j + 1, jnp.int32(2))  # of the last step
         if plan.with_query_gradient:
             self.issue_late_dq(parity, index)
-            self.hand_over_dq()
+            self.hand_over_dq(index)
         else:
             block.sent.wait(self.number)
         self.hand_over_gradients(1 - parity, index)
@@ -104,9 +104,9 @@ class _Consumer(Products):
             # A wait here keeps ptxas from computing the weights after dQ.
             self.await_d_out(o_slot, mask, j)
             weights = self.shared(weights, j, far=far)
-            self.hand_over_dq()
+            self.hand_over_dq(index)
         else:
-            self.hand_over_dq()
+            self.hand_over_dq(index)
             self.await_d_out(o_slot, mask, j)
             weights = self.shared(weights, j, far=far)
         if not plan.drops_early:
@@ -167,7 +167,7 @@ class _Consumer(Products):
     def step_after_dq(self, j, mask, far, load_elements, index, key_words) -> None:
         """Where registers are short: dQ of the step before is done first."""
         self.issue_late_dq(1 - lax.rem(j, jnp.int32(2)), index)
-        self.hand_over_dq()
+        self.hand_over_dq(index)
         self.step_without_dq(j, mask, far, load_elements, index, key_words)
 
     def step_with_dq_or_after(self, j, mask, far, load_elements, index, key_words) -> None:
@@ -182,7 +182,7 @@ class _Consumer(Products):
             self.issue_late_dq(1 - parity, index)
         self.await_d_out(o_slot, mask, j)
         if self.plan.with_query_gradient:
-            self.hand_over_dq()
+            self.hand_over_dq(index)
             none = zero_tile(KEYS, self.plan.config.block_q).astype(self.plan.problem.dtype)
             self.hand_over_ds(parity, none)
         self.block.queries.give_back(slot)
@@ -202,7 +202,7 @@ class _Consumer(Products):
             (block.k_smem.at[slot], plan.key_columns),
             (block.v_smem.at[0], plan.value_columns),
         )
-        if plan.ignores_unseen:
+        if plan.zeroes_keys:
             first, end = block.walk.counting_keys(block.walk.locate(index))
 
             @pl.when((first > 0) | (end < BLOCK_KV))
@@ -222,7 +222,7 @@ class _Consumer(Products):
     def await_query(self, slot, mask, j) -> None:
         block, plan = self.block, self.plan
         block.queries.await_full(slot)
-        if mask is None or not plan.ignores_unseen:
+        if mask is None or not plan.zeroes_queries:
             return
         block.d_outs.await_full(slot)  # while no product is open
         first, end, is_cut = mask.counting_queries(j)
@@ -234,18 +234,21 @@ class _Consumer(Products):
             self.keep_rows(d_out, plan.value_columns, first, end)
 
     def await_d_out(self, slot, mask, j) -> None:
-        if mask is None or not self.plan.ignores_unseen:
+        if mask is None or not self.plan.zeroes_queries:
             self.block.d_outs.await_full(slot)
         else:  # as it has been waited for; the code stays where it is all the same
             code_fence(j)
 
     # --- what is handed over ---
 
-    def hand_over_dq(self) -> None:
+    def hand_over_dq(self, index) -> None:
         block, problem = self.block, self.plan.problem
         dq = plgpu.wgmma_accumulator_load(self.dq_acc, wait_n=0)
         block.sent.wait(self.number)
         if self.plan.dq_is_whole:
+            if problem.has_lengths:  # 0 times NaN of queries that see no key
+                has_keys = block.walk.keys_from(block.walk.locate(index), 0) > 0
+                dq = jnp.where(has_keys, dq, 0.0)
             dq = (dq * problem.gradient_factor).astype(problem.dtype)
             self.plan.dq.whole_part(self.number).put(block.dq_smem[self.number], dq, anew=True)
         else:
@@ -267,7 +270,7 @@ class _Consumer(Products):
         block, plan, problem = self.block, self.plan, self.plan.problem
         dk = plgpu.wgmma_accumulator_load(self.dk_acc, wait_n=0) * problem.gradient_factor
         dv = plgpu.wgmma_accumulator_load(self.dv_acc, wait_n=0)
-        if plan.ignores_unseen:  # 0 times NaN of a query that counts is none of theirs
+        if plan.zeroes_keys:  # 0 times NaN of a query that counts is none of theirs
             first, end = block.walk.counting_keys(block.walk.locate(index))
             row = fresh_rows() + KEYS * self.number
             seen = (row >= first) & (row < end)

@@ -162,8 +162,8 @@ class Plan:
         Beside dropout, masks and biases up to 44 bytes would spill.
         """
         p = self.whole
-        if p.by_batch or p.has_lists or p.has_elements or p.has_dropout:
-            return False
+        if p.by_batch or p.has_lists or p.has_elements or p.has_dropout or p.has_lengths:
+            return False  # where there are lengths a tile may be without keys, and go without dQ
         if self.dq_is_whole or not self.with_query_gradient:
             return False
         tiles = self.tiles.whole_per_head
@@ -366,8 +366,8 @@ class Plan:
             return True  # the latter would spill 8 to 16 bytes
         if self.is_wide or not self.tiles.any_mask:
             return False
-        if self.draws and self.tiles.shares.parts > 1:
-            return True  # H64-causal-cut would spill 16 bytes
+        if p.has_lengths or (self.draws and self.tiles.shares.parts > 1):
+            return True  # H64-key-lengths-causal-ragged would spill 32 bytes, H64-causal-pieces 16
         # H64-full-ragged would spill 40 bytes.
         return p.lowest is None and p.highest is None and not p.by_batch
 
@@ -389,8 +389,14 @@ class Plan:
         )
 
     @property
-    def ignores_unseen(self) -> bool:
+    def zeroes_keys(self) -> bool:
+        """Whether rows of K and V may be NaN that no query sees."""
         return self.problem.backward_ignores_unseen and self.with_query_gradient
+
+    @property
+    def zeroes_queries(self) -> bool:
+        """Whether rows of Q and dO may be NaN that see no key of a tile and some of others."""
+        return self.zeroes_keys and self.problem.dynamic
 
     @property
     def prefetches(self) -> bool:

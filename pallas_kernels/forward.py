@@ -63,6 +63,7 @@ from pallas_kernels.forward_shares import combined, dealt_out
 from pallas_kernels.forward_tiles import BLOCKS, Tiles
 from pallas_kernels.hopper import Ring, warp_specialised
 from pallas_kernels.interpret import interpreting
+from pallas_kernels.intervals import lengths_of
 from pallas_kernels.mask_functions import COUNT, seen_keys
 from pallas_kernels.problem import LOG2E, Problem
 
@@ -92,7 +93,7 @@ def attention(
         where `problem.has_dense_lists`.
       sinks: None, or `[B, N]` float32: one more logit of each row, without a value.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
-        problem that is dynamic (`intervals.py`).
+        problem that is dynamic (`intervals.py`), or has lengths.
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
         `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
       elements: mask and bias of a problem that has them (`element_arrays.py`).
@@ -131,6 +132,8 @@ def attention(
             assert blocks.seen is not None
             optional = (*seen_keys(blocks.seen, config.block_kv), *optional)
         return kernel(lists, *blocks.operands, query, key, value, *optional)
+    if problem.has_lengths:
+        return kernel(query, key, value, lengths_of(intervals), *optional)
     if not problem.by_batch:
         return kernel(query, key, value, *optional)
     bounds, ids_are_sorted = intervals, None

@@ -11,7 +11,7 @@ from pallas_kernels import tickets
 from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
 from pallas_kernels.forward_plan import Plan
-from pallas_kernels.forward_tiles import BLOCKS, END
+from pallas_kernels.forward_tiles import BLOCKS, END, EXACT
 from pallas_kernels.hopper import Ring, Turns
 from pallas_kernels.mask_functions import LISTED, MaskRefs
 from pallas_kernels.ptx.barriers import with_twins
@@ -82,6 +82,7 @@ class ThreadBlock(Block):
     Attributes:
       plan: of the kernel.
       q, k, v, o, lse, references: refs of operands and results, in global memory.
+      lengths: ref of where keys end, of a problem that has them, else None.
       reach: refs of the first key that a tile's rows see and of the end, if rows ignore others.
       of_unseen: of a dense mask, refs of `Blocks.seen` and of whether blocks have a key unseen.
       sinks: ref of them, or None.
@@ -116,10 +117,11 @@ class ThreadBlock(Block):
         else:
             self.key_blocks, self.q, self.k, self.v, *rest = rest
         *rest, self.o, self.lse, self.references = rest
-        # Intervals come first, then the reach of tiles, ids, words, elements and sinks.
-        has_intervals = problem.has_intervals
+        # Intervals or lengths come first, then the reach of tiles, ids, words, elements and sinks.
+        has_intervals = problem.has_intervals or problem.has_lengths
         intervals, rest = rest[: int(has_intervals)], rest[int(has_intervals) :]
-        count = 2 * int(problem.forward_ignores_unseen)
+        self.lengths = intervals[0] if problem.has_lengths else None
+        count = 2 * int(problem.forward_ignores_unseen and problem.dynamic)
         self.reach, rest = rest[:count], rest[count:]
         count = 2 * int(problem.has_dense_lists)
         self.of_unseen, rest = rest[:count], rest[count:]
@@ -131,7 +133,7 @@ class ThreadBlock(Block):
             problem,
             plan.config.block_kv,
             plan.tiles.rows,
-            intervals_ref=intervals[0] if has_intervals else None,
+            intervals_ref=intervals[0] if problem.has_intervals else None,
             ids_refs=ids,
         )
 
@@ -156,10 +158,27 @@ class ThreadBlock(Block):
             self._tile_count = self.listed(0)
 
     def needs(self, tile, batch, column):
+        if self.lengths is not None:
+            return self._needs_of_length(tile, batch, column)
         needed_by_all = self.plan.tiles.needed_by_all
         if needed_by_all is not None:  # no load to wait for; where ptxas knows the number it spills
             return jnp.int32(needed_by_all[column]) + fresh_zero()
         return super().needs(tile, batch, column)
+
+    def _needs_of_length(self, tile, batch, column):
+        """The same where keys end at a length: no block behind it, and a mask in its last one."""
+        block_kv, length = jnp.int32(self.plan.config.block_kv), self.length(batch)
+        all_blocks = super().needs(tile, batch, BLOCKS)
+        blocks = jnp.minimum(all_blocks, lax.div(jnp.maximum(length, 1) + (block_kv - 1), block_kv))
+        if column == BLOCKS:
+            return blocks
+        unmasked = all_blocks - super().needs(tile, batch, EXACT)
+        return blocks - jnp.minimum(unmasked, lax.div(jnp.maximum(length - 1, 0), block_kv))
+
+    def length(self, batch):
+        """Where the keys of a batch entry end."""
+        assert self.lengths is not None
+        return self.lengths[batch]
 
     def of_list(self, place, column):
         """An entry of the list of a tile, batch entry and head (`mask_functions.lists`)."""

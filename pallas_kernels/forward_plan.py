@@ -123,6 +123,11 @@ class Plan:
         return self.problem.forward_ignores_unseen or self.problem.has_dense_lists
 
     @property
+    def closes_rows(self) -> bool:
+        """Whether rows that see nothing may have steps without a mask, and see NaN there."""
+        return self.problem.forward_ignores_unseen and self.problem.dynamic
+
+    @property
     def own_values(self) -> bool:
         """Whether a step waits for V of its own keys: those with a mask zero rows of it."""
         return self.config.early_values or self.zeroes_values

@@ -105,7 +105,10 @@ class Products:
         block, block_kv = self.block, self.plan.config.block_kv
         key_length = self.plan.problem.key_length
         # Addresses are made anew: registers are short.
-        first, end = (ref[batch + fresh_zero(), tile] for ref in block.reach)
+        if block.lengths is not None:
+            first, end = jnp.int32(0), block.length(batch + fresh_zero())
+        else:
+            first, end = (ref[batch + fresh_zero(), tile] for ref in block.reach)
         first_key = key_block * block_kv
         is_cut = (first_key < first) | (first_key + block_kv > end)
         if key_length % block_kv:  # zeros stand behind the last key
@@ -123,7 +126,7 @@ class Products:
         staging = block.o_smem.at[block.warpgroup]
         factor = spread(inverse, output.shape)
         output *= factor
-        if plan.problem.forward_ignores_unseen:  # of rows
+        if plan.closes_rows:
             output = jnp.where(factor < 0.0, 0.0, output)
         self.o_acc[...] = zero_tile(ROWS, plan.value_columns.size)
         if plan.tiles.are_shared:

@@ -58,6 +58,8 @@ class Rows:
         It loads them only then where registers are short.
         """
         plan, load = self.plan, self.block.masks.load_bounds
+        if plan.problem.has_lengths:
+            return lambda: (None, in_each_row(self.block.length(batch)))
         if not plan.problem.dynamic:
             return lambda: None
         if plan.registers_are_scarce or plan.problem.segmented:
@@ -159,7 +161,7 @@ class Rows:
             weights, state = online_softmax.start(values, factor, plan.allowed, self.bounded)
         else:
             weights, state = values, online_softmax.add(values, state)
-        if bounds is not None:
+        if bounds is not None and bounds[0] is not None:
             state = online_softmax.close(state, seeing=bounds[0] < bounds[1])
         return weights, state
 
@@ -201,8 +203,7 @@ class Rows:
         1 / sum is negative where a row that sees nothing may have seen NaN.
         """
         plan, problem, block = self.plan, self.plan.problem, self.block
-        ignores_unseen = problem.forward_ignores_unseen
-        if ignores_unseen:
+        if plan.closes_rows:
             state, closed = online_softmax.cleared(state)
         sink = None if block.sinks is None else in_each_row(block.sinks[batch, head])
         in_nats = None
@@ -216,7 +217,7 @@ class Rows:
             store_rows(block.references.at[batch, head, n, self.stored(tile)], of_rows)
         if plan.problem.has_dropout:
             inverse *= 1.0 / problem.kept_share
-        if ignores_unseen:
+        if plan.closes_rows:
             inverse = jnp.where(closed, -1.0, inverse)
         if plan.one_round_does:  # no reference is
             return inverse, any_too_low

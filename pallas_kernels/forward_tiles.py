@@ -197,7 +197,7 @@ class Tiles:
     @functools.cached_property
     def any_mask(self) -> bool:
         """Whether any step has one, but for segment ids."""
-        if self.problem.has_far_edge or self.problem.has_lists:
+        if self.problem.has_far_edge or self.problem.has_lists or self.problem.has_lengths:
             return True
         return not self.problem.by_batch and bool(self.key_blocks()[:, 1].any())
 

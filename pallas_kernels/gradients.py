@@ -84,7 +84,7 @@ def attention_gradients(
         above 128, and where plan.sums_dq is not, they always are.
       query_config: that kernel's tile sizes; None for those of `BACKWARD_QUERY`.
       intervals: None, or the keys that each query sees, `[B, 2, problem.query_length]` int32, for a
-        problem that is dynamic (`intervals.py`).
+        problem that is dynamic (`intervals.py`), or has lengths.
       ids: None, or for a problem that is segmented the segment ids of queries and keys, int32
         `[B, problem.query_length]` and `[B, problem.key_length]` (`segments.py`).
       elements: mask and bias of a problem that has them (`element_arrays.py`).
@@ -103,6 +103,9 @@ def attention_gradients(
     plan = Plan(problem, config) if isinstance(config, BackwardConfig) else None
     if plan is not None and deterministic and plan.sums_dq:
         plan = dataclasses.replace(plan, with_query_gradient=False)
+    if plan is None or not plan.with_query_gradient:
+        problem = problem.in_intervals
+        plan = plan and dataclasses.replace(plan, whole=problem)
     adds = plan is not None and plan.sums_dq
     block_q = config.block_q
     if plan is None or not plan.with_query_gradient:

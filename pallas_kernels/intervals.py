@@ -74,6 +74,11 @@ def reach(intervals: jax.Array | np.ndarray, rows: int, *, empty_rows_count: boo
     )
 
 
+def lengths_of(intervals: jax.Array) -> jax.Array:
+    """Where the keys of each batch entry end, `[B]`, of a problem that `has_lengths`."""
+    return intervals[:, 1, -1]
+
+
 def hull(chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
     """First and end of what is true along the last axis of a bool array; first > end for none."""
     first, end = hulls(chosen)

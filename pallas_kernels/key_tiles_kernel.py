@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import hopper, scheduler, segments
+from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels.config import BACKWARD_CONSUMERS
 from pallas_kernels.dropout import Words
 from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles
@@ -92,6 +93,8 @@ def gradient_kernel(
             if p.has_dense_lists:
                 seen = seen_keys(blocks.seen, tiles.block_kv, (p.kv_heads, p.group))
             return kernel(table, lists, *blocks.operands, *seen, *operands)
+        if p.has_lengths:
+            operands = (run_time_intervals.lengths_of(intervals), *operands)
         if not p.by_batch:
             if draws:
                 table = tiles.table_to_draw(thread_blocks)

@@ -129,7 +129,10 @@ class StepMask:
             first = jnp.zeros_like(key)
             if problem.highest is not None:
                 first = key - (first_query + problem.highest)
-            if tiles.ragged:
+            if problem.has_lengths:
+                is_there = key - first_key < walk.keys_from(place, self.own_first_key)
+                first = jnp.where(is_there, first, tiles.block_q)
+            elif tiles.ragged:
                 first = jnp.where(key < problem.key_length, first, tiles.block_q)
         if problem.lowest is not None:
             last = key - (first_query + problem.lowest)

@@ -86,7 +86,8 @@ class Walk:
             seen, refs = tuple(refs[:count]), refs[count:]
         else:
             seeing_blocks_ref, *refs = refs
-        count = int(tiles.problem.has_intervals) + 2 * int(tiles.problem.segmented)
+        has_intervals = tiles.problem.has_intervals or tiles.problem.has_lengths
+        count = int(has_intervals) + 2 * int(tiles.problem.segmented)
         more_refs = tuple(refs[:count])
         key_words_ref = None
         if tiles.problem.has_dropout:
@@ -179,7 +180,13 @@ class Walk:
         return self.seeing(place, 0)
 
     def end_block(self, place):
-        """The end of the query blocks that see a key of a tile."""
+        """The end of the query blocks that see a key of a tile: of one if none is there.
+
+        Yet all see one that is alone, as dQ of each is to be made.
+        """
+        if self.tiles.problem.has_lengths and self.tiles.whole_per_head > 1:
+            is_there = self.keys_from(place, 0) > 0
+            return jnp.where(is_there, self.tiles.query_blocks, self.first_block(place) + 1)
         if not self.tiles.problem.has_far_edge:
             return self.tiles.query_blocks
         return self.seeing(place, 1)
@@ -198,12 +205,19 @@ class Walk:
         """How many steps the tiles of a head before it take, in a kernel with more results."""
         return self.seeing(place, 5 if self.has_parts else 2)
 
+    def keys_from(self, place, own_first_key: int):
+        """How many keys there are from one of a tile on, 0 or less for none, by lengths."""
+        length = self.more_refs[0][self.batch_of(place)]
+        return length - (self.tile_of(place) * self.tiles.block_kv + own_first_key)
+
     def counting_queries(self, place):
         """First and end of the queries that see any key of a tile; for none first is above end."""
         return self._last_entries(place)[:2]
 
     def counting_keys(self, place):
         """First and end, in a tile, of its keys that queries see; for none first is above end."""
+        if self.tiles.problem.has_lengths:
+            return jnp.int32(0), self.keys_from(place, 0)
         return self._last_entries(place)[2:]
 
     def seen_keys(self, place) -> tuple[Any, jax.Array]:
@@ -319,12 +333,15 @@ class Walk:
         if problem.by_batch:
             return self._own_entry(place, own_first_key, 0)
         first_block = self.first_block(place)
+        if problem.has_lengths:
+            are_there = self.keys_from(place, own_first_key) > 0
+            first_block = jnp.where(are_there, first_block, self.end_block(place))
         if problem.highest is not None:
             first_key = self.tile_of(place) * tiles.block_kv
             query = jnp.maximum(first_key + (own_first_key - problem.highest), 0)
             first = lax.div(query, jnp.int32(tiles.block_q))
             return jnp.clip(first, first_block, self.end_block(place))
-        if tiles.are_beyond(own_first_key):
+        if not problem.has_lengths and tiles.are_beyond(own_first_key):
             is_last = self.tile_of(place) == tiles.whole_per_head - 1
             return jnp.where(is_last, self.end_block(place), first_block)
         return first_block
@@ -357,7 +374,10 @@ class Walk:
             last_key = self.tile_of(place) * tiles.block_kv + (own_first_key + CONSUMER_KEYS - 1)
             last_key = jnp.maximum(last_key - problem.highest, 0)
             unmasked = lax.div(last_key + (tiles.block_q - 1), jnp.int32(tiles.block_q))
-        if tiles.ragged:
+        if problem.has_lengths:
+            are_all_there = self.keys_from(place, own_first_key) >= CONSUMER_KEYS
+            unmasked = jnp.where(are_all_there, unmasked, end_block)
+        elif tiles.ragged:
             is_last = self.tile_of(place) == tiles.whole_per_head - 1
             unmasked = jnp.where(is_last, end_block, unmasked)
         return jnp.clip(unmasked, first_block, end_block)

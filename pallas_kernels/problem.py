@@ -22,12 +22,13 @@ class Problem:
     Query is `[batch, query_length, heads, width]`, key `[batch, key_length, kv_heads, width]`, and
     value `[batch, key_length, kv_heads, value_width]`. Query i sees keys i + lowest <= j <= i +
     highest, where None is no bound: causal attention has a highest alone, a sliding window has
-    both. Or, if it is `dynamic`, it sees an interval of keys that kernels get as an array
-    (`intervals.py`). If it is `segmented`, it sees only those of them that have its segment id
-    (`segments.py`). Kernels of one that `has_mask` or `has_bias` get these as arrays too
-    (`element_arrays.py`). With a soft cap, logits with their bias become soft_cap * tanh(logits /
-    soft_cap) before all that hides keys. With dropout, kernels get words that say which weights are
-    dropped after the softmax (`dropout_words.py`).
+    both. If it `has_lengths`, the keys of each batch entry end at a length that kernels get in an
+    array. Or, if it is `dynamic`, it sees an interval of keys that they get so (`intervals.py`). If
+    it is `segmented`, it sees only those of them that have its segment id (`segments.py`). Kernels
+    of one that `has_mask` or `has_bias` get these as arrays too (`element_arrays.py`). With a soft
+    cap, logits with their bias become soft_cap * tanh(logits / soft_cap) before all that hides
+    keys. With dropout, kernels get words that say which weights are dropped after the softmax
+    (`dropout_words.py`).
 
     Attributes:
       value_width: as width if it is 0.
@@ -49,6 +50,7 @@ class Problem:
     lowest: int | None = None
     highest: int | None = None
     dynamic: bool = False
+    has_lengths: bool = False
     segmented: bool = False
     value_width: int = 0
     has_mask: bool = False
@@ -66,6 +68,9 @@ class Problem:
         if self.dynamic:
             bounds = (self.lowest, self.highest)
             need(bounds == (None, None), "lowest, highest", bounds, "None where dynamic")
+        if self.has_lengths:
+            beside = self.dynamic or self.lowest is not None or not self.is_plain
+            need(not beside, "has_lengths", self, "neither other options nor a lowest bound beside")
         if self.lowest is not None and self.highest is not None:
             # Then the queries that see any key are an interval, and so are the keys that are seen.
             needs = f"at most highest, {self.highest}"
@@ -210,7 +215,8 @@ class Problem:
     def forward_ignores_unseen(self) -> bool:
         """Whether queries that see no key, and keys that none sees, may be NaN in `forward.py`."""
         spills = self.has_dropout and self.widest <= 64
-        return self.dynamic and not (self.segmented or self.has_elements or spills)
+        is_known = self.segmented or self.has_elements or spills
+        return self.has_lengths or (self.dynamic and not is_known)
 
     @property
     def backward_ignores_unseen(self) -> bool:
@@ -222,6 +228,19 @@ class Problem:
     def has_odd_rows(self) -> bool:
         """Whether operands end within the 8 rows that tiles in memory have (`columns.py`)."""
         return self.query_length % 8 > 0 or self.key_length % 8 > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are neither elements, ids, lists, dropout nor a soft cap."""
+        beside = self.has_elements, self.segmented, self.has_lists, self.has_dropout, self.has_cap
+        return not any(beside)
+
+    @property
+    def in_intervals(self) -> "Problem":
+        """The same where what queries see comes as intervals, for kernels that know no lengths."""
+        if not self.has_lengths:
+            return self
+        return dataclasses.replace(self, has_lengths=False, dynamic=True, highest=None)
 
     @property
     def has_elements(self) -> bool:

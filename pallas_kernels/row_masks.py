@@ -114,7 +114,7 @@ class RowMasks:
             if self.padded_rows > problem.query_length:
                 # Rows beyond the last query need a key in their first block like any other.
                 first = jnp.where(row < problem.query_length, first, 0)
-        if bounds is not None:
+        if bounds is not None and bounds[0] is not None:
             first = bounds[0] if first is None else jnp.maximum(first, bounds[0])
         return None if first is None else first - first_key
 

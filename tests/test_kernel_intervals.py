@@ -1,5 +1,6 @@
 """Lengths and offsets by batch entry on the kernels in interpret mode, beside float64."""
 
+import dataclasses
 import functools
 import re
 
@@ -48,6 +49,7 @@ VISIBILITIES = {
     ),
 }
 SHAPES = [(300, 300), (1, 77), (513, 100), (130, 520)]
+_CAUSAL_AND_LENGTHS = dict(is_causal=True, key_value_seq_lengths=[128, 257])
 
 
 def every_case(test):
@@ -164,6 +166,34 @@ def test_query_blocks_of_key_tiles(T, S, seen, block_kv, block_q):
         check_query_blocks(walk, jnp.int32(index), int(tile), keys, exact=True)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("block_kv", "block_q"), [(128, 64), (64, 64)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_query_blocks_where_keys_end_at_a_length(is_causal, block_kv, block_q):
+    """The same of lengths of keys alone, of which tiles know no more."""
+    T, S, lengths = 200, 300, np.array([0, 70, 256])
+    described = dataclasses.replace(
+        dynamic(T, S), dynamic=False, has_lengths=True, highest=0 if is_causal else None
+    )
+    tiles = KeyTiles(described, block_kv, block_q, row_bytes=1)
+    schedule = jnp.asarray([[tiles.count, *range(tiles.count)]])
+    walk = Walk(tiles, schedule, jnp.asarray(tiles.seeing_blocks()), 0, (jnp.asarray(lengths),))
+    keys = np.arange(tiles.per_head * block_kv)
+    every = keys < np.minimum(lengths[:, None, None], S)
+    if is_causal:
+        every = every & (keys <= np.arange(T)[:, None])
+    every = np.broadcast_to(every, (BATCH, T, keys.size))
+    for index in range(0, tiles.count, 2):
+        place = tile, kv_head_of_all = walk.locate(jnp.int32(index))
+        own = every[kv_head_of_all // 2][:, int(tile) * block_kv : (int(tile) + 1) * block_kv]
+        first, end = int(walk.first_block(place)), int(walk.end_block(place))
+        assert not own[: first * block_q].any() and not own[end * block_q :].any()
+        assert end > first
+        if lengths[kv_head_of_all // 2] <= int(tile) * block_kv:
+            assert end - first == 1
+        check_query_blocks(walk, jnp.int32(index), int(tile), own[:, :S], exact=True)
+
+
 @every_case
 @pytest.mark.parametrize("rows", [64, 128])
 def test_key_blocks_of_query_rows(T, S, seen, rows):
@@ -186,6 +216,10 @@ def test_key_blocks_of_query_rows(T, S, seen, rows):
     ("T", "S", "N", "K", "H", "dtype", "options"),
     [
         (200, 264, 2, 1, 64, jnp.bfloat16, dict(key_value_seq_lengths=[150, 0])),
+        long(130, 300, 4, 2, 128, jnp.bfloat16, _CAUSAL_AND_LENGTHS),
+        slow(70, 80, 2, 2, 64, jnp.bfloat16, dict(key_value_seq_lengths=[0, 79])),
+        slow(200, 264, 2, 1, 40, jnp.float16, _CAUSAL_AND_LENGTHS),
+        slow(130, 140, 2, 2, 256, jnp.bfloat16, dict(key_value_seq_lengths=[100, 0])),
         slow(200, 130, 1, 1, 128, jnp.float16, dict(query_seq_lengths=[128, 77])),
         long(130, 67, 1, 1, 256, jnp.bfloat16, dict(query_seq_lengths=[0, 130])),
         slow(67, 300, 2, 2, 64, jnp.float16, dict(is_causal=True, query_offset=[-20, 233])),
@@ -306,6 +340,8 @@ def test_what_sees_nothing_and_is_not_seen_does_not_count(H, deterministic, pois
     [
         # Blocks cut at one end, and an entry of which nothing counts.
         (200, 264, 2, 1, 64, 64, jnp.bfloat16, dict(key_value_seq_lengths=[150, 0])),
+        # One tile alone, of an entry of which nothing counts.
+        (70, 80, 2, 2, 64, 64, jnp.bfloat16, dict(key_value_seq_lengths=[0, 79])),
         # At both ends, beside queries that see nothing.
         (
             150,

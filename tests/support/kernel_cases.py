@@ -282,6 +282,16 @@ SHORT = [
 ]
 
 
+# The same where keys of a batch entry end at a length, and what queries see is not in an array.
+KEY_LENGTHS = [
+    *((width, "causal", "ragged") for width in (40, 64, 72, 80, 96, 104, 128, 160, 192, 224, 256)),
+    *((width, "full", "ragged") for width in (64, 80, 128)),
+    *((width, "full", "even") for width in (32, 64, 96, 128, 160, 256)),
+    *((width, "full", shape) for width in (64, 128) for shape in ("few", "one", "whole", "keys")),
+    *((width, "causal", shape) for width in (64, 128) for shape in ("few", "one", "brief")),
+]
+
+
 # The same beside one more.
 SHORT_BESIDE = [
     (64, "full", "one", "cap"),
@@ -309,7 +319,7 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
         lse = jax.ShapeDtypeStruct((BATCH, T, N), jnp.float32)
         name = f"H{width}-{mask}-{shape}"
         args = (query, key, key, query, lse)
-        # All masks that are known at run time alone have one code.
+        # All masks that are known at run time alone have one code, but for lengths of keys alone.
         lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32) if mask == "full" else None
         # Deterministic gradients with tails, which take most registers.
         for deterministic in (False, True) if shape == "ragged" else (False,):
@@ -326,7 +336,9 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
                 case_name = f"H{width}-lengths-{shape}-sinks"
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
     cases += _cases_of_other_widths() + _cases_of_elements() + _cases_of_short()
-    cases += _cases_of_soft_caps() + _cases_of_segments() + _cases_of_dropout()
+    cases += (
+        _cases_of_key_lengths() + _cases_of_soft_caps() + _cases_of_segments() + _cases_of_dropout()
+    )
     cases += _cases_of_crowded() + _cases_of_tiled_bias() + _cases_of_functions()
     cases += _cases_of_scores() + _cases_of_score_reads()
     return cases + _cases_of_fp8()
@@ -380,6 +392,16 @@ def _cases_of_short() -> list[tuple[str, Callable, Any]]:
         bias_axes = "nts" if beside == "bias" else None
         args = _args_of(width, width, mask, None, bias_axes, jnp.float32, shape=shape)
         cases.append((f"H{width}-{mask}-{shape}-{beside}", fn, args))
+    return cases
+
+
+def _cases_of_key_lengths() -> list[tuple[str, Callable, Any]]:
+    """Lengths of keys alone."""
+    cases = []
+    for width, mask, shape in KEY_LENGTHS:
+        args = _args_of(width, width, "lengths", None, None, None, shape=shape)
+        fn = _forward_and_backward(MASKS[mask] | {"query_seq_lengths": None}, deterministic=False)
+        cases.append((f"H{width}-key-lengths-{mask}-{shape}", fn, args))
     return cases
 
 
@@ -699,6 +721,7 @@ def _forward_with_sinks(mask: dict[str, Any]) -> Callable:
             value,
             sinks=sinks,
             **mask,
+            query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,
             implementation="mosaic_gpu",
         )
@@ -715,8 +738,7 @@ def _forward(options: dict[str, Any]) -> Callable:
             value,
             bias,
             dense_mask,
-            **options,
-            key_value_seq_lengths=lengths,
+            **{"query_seq_lengths": lengths, "key_value_seq_lengths": lengths} | options,
             query_segment_ids=query_ids,
             key_value_segment_ids=key_ids,
             dropout_key=jax.random.key(0),

@@ -122,6 +122,21 @@ MISTAKES = [
             "is_last = jnp.logical_not(vote(too_low)) | (begin > 0)",
             "is_last = jnp.logical_not(vote(too_low)) | (begin >= 0)",
         ),
+        (
+            "lengths: the block that keys end in has no mask",
+            "lax.div(jnp.maximum(length - 1, 0), block_kv)",
+            "lax.div(length + (block_kv - 1), block_kv)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_products",
+        "kernel_intervals",
+        (
+            "lengths: values behind the last key count, times 0",
+            "first, end = jnp.int32(0), block.length(batch + fresh_zero())",
+            "first, end = jnp.int32(0), jnp.int32(key_length)",
+        ),
     ),
     *_in(
         "pallas_kernels",
@@ -428,7 +443,7 @@ MISTAKES = [
     *_in(
         "pallas_kernels",
         "key_tiles_walk",
-        "kernel_shares kernel_windows kernel_elements",
+        "kernel_shares kernel_windows kernel_elements kernel_intervals",
         (
             "backward: keys of another head for a share of a group",
             "lax.div(kv_head, jnp.int32(self.tiles.shares.heads))",
@@ -445,6 +460,16 @@ MISTAKES = [
             "t = t + 0",
         ),
         (
+            "lengths: keys of the tile's first consumer for both",
+            "return length - (self.tile_of(place) * self.tiles.block_kv + own_first_key)",
+            "return length - self.tile_of(place) * self.tiles.block_kv",
+        ),
+        (
+            "lengths: keys behind the last one are not zeroed",
+            "return jnp.int32(0), self.keys_from(place, 0)",
+            "return jnp.int32(0), jnp.int32(self.tiles.block_kv)",
+        ),
+        (
             "width 256: the first step of a part is taken for the tile's",
             "return self.step_of(place, 0)[0]",
             "return self.end_block(place) - 1",
@@ -458,6 +483,16 @@ MISTAKES = [
             "dense mask: keys of the first tile are zeroed in any",
             "words = seen.at[entry, head, pl.ds(tile * count, count)]",
             "words = seen.at[entry, head, pl.ds(0, count)]",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward_consumer",
+        "kernel_intervals",
+        (
+            "lengths: whole dQ of an entry without keys counts",
+            "dq = jnp.where(has_keys, dq, 0.0)",
+            "dq = jnp.where(has_keys, dq, dq)",
         ),
     ),
     *_in(
