@@ -81,7 +81,7 @@ def of_what_is_there(score, b, h, q_idx, kv_idx):
     ("T", "S", "N", "K", "H", "function", "options"),
     [
         (100, 130, 2, 1, 64, linear, dict(is_causal=True)),
-        slow(150, 400, 1, 1, 64, linear, {}),
+        long(150, 400, 1, 1, 64, linear, {}),
         slow(100, 130, 2, 1, 64, alibi, dict(is_causal=True)),
         slow(150, 200, 1, 1, 128, cap, {}),
         slow(150, 200, 2, 2, 64, relative, {}),
