@@ -22,6 +22,7 @@ from benchmarks import (
     timing,
     train_lm,
 )
+from tests.support.cases import slow
 
 TINY = train_lm.Model(layers=1, heads=2, key_heads=1, head_width=64)
 
@@ -48,7 +49,7 @@ def test_implementations_train_alike(curves):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("broken", ["acausal", "wrong scale"])
+@pytest.mark.parametrize("broken", ["acausal", slow("wrong scale")])
 def test_broken_attention_is_noticed_in_training(curves, broken, monkeypatch):
     def attend(query, key, value):
         scale = 0.5 if broken == "wrong scale" else None

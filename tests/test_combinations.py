@@ -93,7 +93,8 @@ def random_ids(rng: np.random.Generator, batch: int, length: int) -> jax.Array:
     return jnp.array((places[None, :, None] >= ends[:, None]).sum(-1))
 
 
-@pytest.mark.parametrize("number", [long(0), *map(slow, range(1, 24))])
+# The one in CI has many options, at a width that compiles soon.
+@pytest.mark.parametrize("number", [long(x) if x == 23 else slow(x) for x in range(24)])
 def test_combinations_in_interpret_mode(number):
     arrays, options = draw(number, 70, 2)
     with interpret_mode():

@@ -80,7 +80,9 @@ def test_slots_are_filled_again(H, options):
         check(inputs(1, 1, 320, 2, 1, H, "bfloat16"), [315], num_splits=1, **options)
 
 
-@pytest.mark.parametrize("num_splits", [long(1), 2])
+@pytest.mark.fast_cases(*(f"{name}-2" for name in ("window", "soft cap", "sinks", "window of one")))
+@pytest.mark.long_cases("sinks-1")
+@pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize(
     "options",
     [

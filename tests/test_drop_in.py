@@ -354,6 +354,9 @@ def of_linen(linen, name, **options):
 @pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("name", ["MultiHeadDotProductAttention", "SelfAttention"])
+@pytest.mark.fast_cases(
+    *(f"MultiHeadDotProductAttention-{mask}" for mask in MASKS), "SelfAttention-bool"
+)
 def test_linen_modules_made_before_and_after(linen, name, mask):
     made_before = of_linen(linen, name)
     weights = made_before.init(jax.random.key(2), X)

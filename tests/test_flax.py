@@ -69,6 +69,10 @@ def test_nnx_drops_in_training_alone():
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("shape", [(T,), (B, T), (3, B, T)], ids=str)
+@pytest.mark.fast_cases(
+    *(f"{(B, T)}-{mask}" for mask in MASKS),
+    *(f"{shape}-{mask}" for shape in ((T,), (3, B, T)) for mask in ("none", "bool")),
+)
 def test_linen(mask, shape):
     """Also without a batch, and with two batch axes."""
     x = jax.random.normal(jax.random.key(1), (*shape, WIDTH))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import frameworks
+from tests.support.cases import slow
 
 
 def test_disagreement():
@@ -29,7 +30,7 @@ def test_table():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("model", "needs"), [("vit", "equimo"), ("dit", "flaxdiff")])
+@pytest.mark.parametrize(("model", "needs"), [("vit", "equimo"), slow("dit", "flaxdiff")])
 def test_training_alike_and_times(model, needs, tmp_path, capsys):
     pytest.importorskip(needs, reason="needs the extra models")
     arguments = ["--models", model, "--rounds", "2", "--steps", "1", "--results", str(tmp_path)]

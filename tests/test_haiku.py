@@ -49,6 +49,10 @@ def results(attention, x, mask, options):
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("options", [{}, SIZES, dict(with_bias=False)], ids=["", "sizes", "bare"])
 @pytest.mark.parametrize("batch", [(), (B,), (3, B)], ids=str)
+@pytest.mark.fast_cases(
+    *(f"{batch}--{mask}" for batch in ((), (B,), (3, B)) for mask in MASKS),
+    *(f"{(B,)}-{options}-{mask}" for options in ("sizes", "bare") for mask in MASKS),
+)
 def test_beside_haiku(ours, mask, options, batch):
     """Without a batch, and with one and two batch axes."""
     keys = jax.random.split(jax.random.key(0), 3)

@@ -80,6 +80,11 @@ def results(layer, options):
 
 @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+@pytest.mark.fast_cases(
+    *(f"GroupQueryAttention-{mask}" for mask in MASKS),
+    "MultiHeadAttention-none",
+    "MultiHeadAttention-all",
+)
 def test_before_and_after(make, options, calls):
     layer = make()
     layer.build(QUERY.shape, VALUE.shape)

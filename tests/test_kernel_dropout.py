@@ -61,7 +61,7 @@ def test_forward_and_backward_drop_what_the_hash_says(T, S, H, is_causal):
         slow(90, 80, 1, 1, 128, jnp.float16, dict(local_window_size=(40, 9), deterministic=True)),
         slow(70, 200, 2, 1, 256, jnp.bfloat16, dict(is_causal=True, query_offset=-10)),
         slow(70, 133, 2, 1, 40, jnp.bfloat16, dict(local_window_size=(60, 30))),
-        long(70, 133, 2, 1, 256, jnp.bfloat16, dict(logits_soft_cap=2.0, is_causal=True)),
+        long(70, 100, 2, 1, 256, jnp.bfloat16, dict(logits_soft_cap=2.0, is_causal=True)),
         slow(70, 133, 2, 1, 128, jnp.float16, with_lengths(key_value_seq_lengths=[100, 0])),
         slow(90, 80, 2, 2, 64, jnp.bfloat16, with_lengths(query_seq_lengths=[50, 0])),
         slow(70, 133, 2, 1, 256, jnp.bfloat16, with_lengths(key_value_seq_lengths=[100, 0])),
@@ -126,16 +126,16 @@ def test_with_mask_and_bias(H, dtype, mask_axes, bias_axes, options):
     [(64, None), slow(128, None), slow(256, None), slow(64, 2.0), slow(160, 2.0)],
 )
 def test_segment_ids_where_a_thread_block_walks_many_tiles(H, logits_soft_cap):
-    ids = jnp.arange(200) // 70
+    ids = jnp.arange(140) // 60
     ids = jnp.stack([ids, ids[::-1]])
     with interpret_mode():
         check(
-            inputs(2, 200, 200, 1, 1, H, jnp.bfloat16),
+            inputs(2, 140, 140, 1, 1, H, jnp.bfloat16),
             dropout_rate=0.25,
             query_segment_ids=ids,
             key_value_segment_ids=ids,
             logits_soft_cap=logits_soft_cap,
-            config=few_thread_blocks(H, 2),
+            config=few_thread_blocks(H, 1),
         )
 
 
@@ -143,9 +143,9 @@ def test_segment_ids_where_a_thread_block_walks_many_tiles(H, logits_soft_cap):
 def test_vmap_over_keys():
     losses = check_vmap_over_options(
         functools.partial(attention, dropout_rate=0.5),
-        dropout_key=jax.random.split(jax.random.key(1), 3),
+        dropout_key=jax.random.split(jax.random.key(1), 2),
     )
-    assert len(set(np.asarray(losses).tolist())) == 3
+    assert losses[0] != losses[1]
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ FUNCTIONS = {f.__name__: f for f in (causal, prefix, dilated, diagonal, image, f
     [
         (200, 264, 2, 1, 64, causal, {}),
         slow(200, 200, 1, 1, 128, dilated, {}),
-        long(150, 384, 1, 1, 64, far_blocks, {}),
+        slow(150, 384, 1, 1, 64, far_blocks, {}),  # in CI with logits that jump, below
         slow(256, 256, 1, 1, 128, image, {}),
         slow(250, 290, 1, 1, 128, diagonal, {}),
         long(130, 70, 2, 1, 64, nothing, {}),
@@ -102,7 +102,7 @@ FUNCTIONS = {f.__name__: f for f in (causal, prefix, dilated, diagonal, image, f
         slow(150, 200, 2, 1, 128, dilated, dict(logits_soft_cap=2.0, dropout_rate=0.25)),
         slow(150, 384, 1, 1, 128, far_blocks, dict(sinks=jnp.array([0.7]))),
         # Of widths above 128, and deterministic.
-        long(150, 200, 2, 1, 256, diagonal, {}),
+        long(140, 150, 2, 1, 256, diagonal, {}),
         slow(150, 200, 2, 1, 192, dilated, {}),
         long(200, 200, 2, 1, 64, diagonal, dict(deterministic=True)),
         slow(150, 384, 1, 1, 128, far_blocks, dict(deterministic=True)),
@@ -148,14 +148,13 @@ def test_logits_far_above_those_that_were_looked_at(function):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("poisoned", ["key", "value"])
-def test_keys_that_no_query_sees_do_not_count(poisoned):
+def test_keys_that_no_query_sees_do_not_count():
     unseen = np.r_[128:256, 290]
 
     def mask_mod(b, h, q_idx, kv_idx):
         return ((kv_idx < 128) | (kv_idx >= 256)) & (kv_idx != 290)
 
-    check_that_keys_do_not_count(300, 64, poisoned, unseen, mask_mod=mask_mod)
+    check_that_keys_do_not_count(300, 64, unseen, mask_mod=mask_mod)
 
 
 # --- blocks ---------------------------------------------------------------------------------------
@@ -364,7 +363,7 @@ def test_under_vmap_and_jit():
     ("function", "kind"),
     [
         (documents, AxisType.Auto),
-        long(documents, AxisType.Explicit),
+        slow(documents, AxisType.Explicit),
         long(diagonal, AxisType.Auto),
         slow(diagonal, AxisType.Explicit),
     ],

@@ -312,8 +312,7 @@ def test_maxima_that_jump_beside_rows_that_see_nothing():
         check(arrays, **options, config=few_thread_blocks(64, 1))
 
 
-@pytest.mark.long
-@pytest.mark.fast_cases("64-False-nan")
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize(("H", "deterministic"), [(64, False), (128, True), (256, False)])
 def test_what_sees_nothing_and_is_not_seen_does_not_count(H, deterministic, poison):
@@ -338,9 +337,19 @@ def test_what_sees_nothing_and_is_not_seen_does_not_count(H, deterministic, pois
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "h", "dtype", "options"),
     [
-        # Blocks cut at one end, and an entry of which nothing counts.
+        # Blocks cut at one end, rows that count beside others that do not, and an entry of neither.
+        (
+            200,
+            264,
+            2,
+            1,
+            64,
+            64,
+            jnp.bfloat16,
+            dict(query_seq_lengths=[120, 200], key_value_seq_lengths=[150, 0]),
+        ),
+        # The same of lengths of keys alone; and one tile.
         (200, 264, 2, 1, 64, 64, jnp.bfloat16, dict(key_value_seq_lengths=[150, 0])),
-        # One tile alone, of an entry of which nothing counts.
         (70, 80, 2, 2, 64, 64, jnp.bfloat16, dict(key_value_seq_lengths=[0, 79])),
         # At both ends, beside queries that see nothing.
         (
@@ -395,7 +404,8 @@ def test_what_does_not_count_may_be_anything(T, S, N, K, H, h, dtype, options, p
     no_query, no_key = (jnp.asarray(~seen.any(axis)) for axis in (2, 1))
     assert no_key.any()
     check_that_rows_alone_do_not_count(attention, arrays, no_query, no_key, poison)
-    with interpret_mode():
+    # As compiled above; `test_in_interpret_mode` looks for races.
+    with interpret_mode(detect_races=False):
         check(arrays, **options)
 
 
@@ -497,8 +507,9 @@ def test_one_compilation_serves_all_lengths():
     with interpret_mode():
         for length in (300, 128, 5):
             got = with_length(jnp.array([length]))
-            expected = attention(query, key[:, :length], value[:, :length])
-            chex.assert_trees_all_close(got, expected, atol=1e-2)
+            shorter = key[:, :length], value[:, :length]
+            expected = jax_flash.attention(query, *shorter, implementation="xla")
+            chex.assert_trees_all_close(got, expected, atol=1e-2, rtol=2**-7)
             assert_none_is_zero(expected)
     assert len(traces) == 1
 

@@ -37,7 +37,7 @@ from tests.support.nonzero import assert_none_is_zero
         (200, 264, 2, 1, 64, jnp.bfloat16, True, 0),
         slow(1, 239, 2, 2, 64, jnp.float16, False, 0),
         slow(256, 256, 1, 1, 128, jnp.bfloat16, True, 0),
-        long(67, 300, 4, 2, 128, jnp.float16, False, 0),
+        slow(67, 300, 4, 2, 128, jnp.float16, False, 0),
         slow(113, 203, 2, 1, 128, jnp.bfloat16, True, 90),
         long(200, 70, 1, 1, 128, jnp.bfloat16, True, -50),
         (150, 67, 4, 2, 256, jnp.bfloat16, False, 0),
@@ -53,7 +53,7 @@ def test_kernels_in_interpret_mode(T, S, N, K, H, dtype, is_causal, query_offset
     ("T", "S", "N", "K", "H", "dtype", "is_causal", "query_offset"),
     [
         (256, 256, 1, 1, 64, jnp.bfloat16, False, 0),
-        long(113, 203, 4, 2, 128, jnp.bfloat16, True, 90),
+        slow(113, 203, 4, 2, 128, jnp.bfloat16, True, 90),  # in CI by test_kernel_shares.py
         slow(200, 70, 1, 1, 128, jnp.bfloat16, True, -150),  # a tile that sees nothing
         slow(150, 67, 1, 1, 256, jnp.bfloat16, False, 0),  # at this width all gradients are
         slow(100, 150, 2, 1, 256, jnp.float16, True, 50),
@@ -199,7 +199,7 @@ def test_maxima_that_jump_and_other_heads(H, dtype, is_causal):
         slow(128, 1, True, -290, False),  # tiles of one step, and tiles that nothing sees
         (64, 1, True, 20, True),
         slow(256, 2, True, 0, False),
-        (256, 1, False, 0, False),
+        slow(256, 1, False, 0, False),  # beside one of width 192 in test_kernel_widths.py
         slow(256, 1, True, -130, False),
         slow(256, 2, True, -290, False),
     ],
@@ -243,7 +243,7 @@ def test_an_lse_that_nothing_differentiates(H):
         options = dict(is_causal=True, query_offset=60, implementation="mosaic_gpu")
         return jax_flash.attention(query, key, value, **options, return_residual=True)
 
-    with interpret_mode():
+    with interpret_mode(detect_races=False):  # which `check` does
         (_, lse), vjp = jax.vjp(attention, query, key, value)
         assert lse.shape == dlse.shape
         with_zeros = vjp((dout, jnp.zeros_like(dlse)))
@@ -507,10 +507,9 @@ def test_keys_beyond_the_end_where_every_logit_is_very_negative(H, deterministic
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("H", "poisoned"), [(64, "key"), (64, "value"), slow(256, "value")])
-def test_keys_that_no_query_sees_do_not_count(H, poisoned):
-    unseen = np.r_[75:200]
-    check_that_keys_do_not_count(200, H, poisoned, unseen, is_causal=True, query_offset=5)
+@pytest.mark.parametrize("H", [64, slow(256)])
+def test_keys_that_no_query_sees_do_not_count(H):
+    check_that_keys_do_not_count(200, H, np.r_[75:200], is_causal=True, query_offset=5)
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_flash
+from tests.support.cases import slow
 
 pytestmark = pytest.mark.extras
 
@@ -172,11 +173,12 @@ def check(weights, run, calls):
 
 
 @pytest.mark.parametrize(("make", "calls"), CASES.values(), ids=CASES)
+@pytest.mark.fast_cases("canvit_nnx CanViT", "flaxdiff MMDiT", "flaxdiff UViT")
 def test_before_and_after(make, calls):
     check(*make(), calls)
 
 
-@pytest.mark.parametrize("make", [jimm_vit, jimm_text])
+@pytest.mark.parametrize("make", [slow(jimm_vit), jimm_text])
 def test_jimm_before_and_after(make):
     """Its layers are one scan, and need a mesh with axes of these names."""
     library("jimm")

@@ -61,7 +61,7 @@ ONE_SHARE = dataclasses.replace(_DEFAULT, backward=dataclasses.replace(_DEFAULT.
 @pytest.mark.parametrize(
     ("T", "S", "H", "h", "options"),
     [
-        (197, 197, 64, 64, dict(is_causal=True)),
+        slow(197, 197, 64, 64, dict(is_causal=True)),
         long(83, 1013, 128, 128, dict(key_value_seq_lengths=LENGTHS)),
         long(1001, 77, 80, 40, dict(deterministic=True, config=ONE_SHARE)),
         slow(257, 259, 256, 256, dict(local_window_size=(100, 100))),

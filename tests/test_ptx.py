@@ -16,9 +16,9 @@ import pytest
 
 import tests.ptx
 from pallas_kernels import ptx
-from tests.support.cases import long
+from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
-from tests.support.ptx import CASES, COVERED, Case
+from tests.support.ptx import CASES, COVERED, EVERY_VALUE, Case
 
 for _module in pkgutil.iter_modules(tests.ptx.__path__):
     importlib.import_module(f"{tests.ptx.__name__}.{_module.name}")
@@ -41,11 +41,12 @@ def each(request) -> Case:
 
 
 def _twins() -> Iterator[Any]:
-    """Cases by name, all but the first of a kernel left to CI."""
+    """Cases by name: of a kernel the first, in CI those that have every value, and the others."""
     known = set()
     for name in CASES:
         kernel = name.partition("-")[0]
-        yield name if kernel not in known else long(name)
+        left_to_ci = long if name in EVERY_VALUE else slow
+        yield name if kernel not in known else left_to_ci(name)
         known.add(kernel)
 
 
@@ -65,9 +66,11 @@ def test_lowers_for_cuda(each):
 
 
 @pytest.mark.compiler
-def test_compiles(each):
+@pytest.mark.parametrize("name", [x if x in EVERY_VALUE else slow(x) for x in CASES])
+def test_compiles(name):
     from tests.support import compile
 
+    each = CASES[name]()
     for report in compile.compile_kernels(each.run, each.arguments, sass=False):
         assert not report.faults()
 

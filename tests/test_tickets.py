@@ -34,7 +34,7 @@ def one_draws_all(monkeypatch):
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_a_thread_block_that_draws_more_than_others(one_draws_all, H, jumps):
     """Where maxima jump it walks them all again, from the last to the first."""
-    arrays = inputs(2, 270, 210, 2, 1, H, jnp.bfloat16)
+    arrays = inputs(2, 270, 210, 1, 1, H, jnp.bfloat16)
     options = as_arrays(dict(is_causal=True, key_value_seq_lengths=[180, 210]))
     arrays = with_a_jump(arrays, 0, 70) if jumps else arrays
     with interpret_mode():

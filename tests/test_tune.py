@@ -16,6 +16,7 @@ from jax_flash.device import Device
 from pallas_kernels import defaults
 from pallas_kernels.config import ForwardConfig
 from tests.support import compile as compiler
+from tests.support.cases import slow
 
 HOPPER = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0))
 
@@ -99,7 +100,7 @@ def test_too_many_named_barriers_are_refused_as_by_the_kernel():
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize(("consumers", "fitting", "spilling"), [(2, 192, 256), (3, 128, 192)])
+@pytest.mark.parametrize(("consumers", "fitting", "spilling"), [slow(2, 192, 256), (3, 128, 192)])
 def test_registers_end_where_the_compiler_spills(consumers, fitting, spilling):
     most, too_many = (settings(64, consumers, keys, 2, 1) for keys in (fitting, spilling))
     assert tune.fits(64, most)

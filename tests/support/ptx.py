@@ -143,6 +143,8 @@ def to_global(source, target) -> None:
 
 CASES: dict[str, Callable[[], Case]] = {}
 COVERED: dict[Callable, Callable] = {}  # functions, and what makes a case of each
+# Names of cases that have each value of each parameter, from the first of all to the last of all.
+EVERY_VALUE: set[str] = set()
 
 
 def _name(value) -> str:
@@ -155,11 +157,14 @@ def case(*functions: Callable, **parameters: tuple) -> Callable:
     """Adds a case of these functions for each combination of parameters."""
 
     def add(make):
+        named = lambda values: "-".join([make.__name__, *map(_name, values)])
         for values in itertools.product(*parameters.values()):
-            name = "-".join([make.__name__, *map(_name, values)])
+            name = named(values)
             assert name not in CASES
             chosen = dict(zip(parameters, values, strict=True))
             CASES[name] = functools.partial(make, **chosen)
+        for n in range(max(map(len, parameters.values()), default=1)):
+            EVERY_VALUE.add(named(x[min(n, len(x) - 1)] for x in parameters.values()))
         COVERED.update(dict.fromkeys(functions, make))
         return make
 
