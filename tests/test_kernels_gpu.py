@@ -104,16 +104,20 @@ def test_sections_of_heads(H, mask):
 
 @all_masks
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("H", "shares"), [(64, 8), (64, 24), (80, 2), (128, 4), (128, 40)])
+@pytest.mark.parametrize(
+    ("H", "shares"), [(64, 5), (64, 8), (64, 24), (80, 2), (128, 4), (128, 11), (128, 40)]
+)
 def test_shares_of_the_queries_of_a_tile(H, shares, deterministic, mask):
-    """Of the eight heads of a group, and with more of the blocks of queries of each."""
+    """Of the eight heads of a group, of the blocks of each, and of steps that end amid a head."""
     arrays = inputs(1, 700, 900, 16, 2, H, jnp.bfloat16)
     check(arrays, **mask, config=with_shares(H, shares), deterministic=deterministic)
 
 
 @all_masks
 @pytest.mark.parametrize("d_logits_heads", [0, 5, 16])
-@pytest.mark.parametrize(("H", "shares"), [(160, 4), (160, 8), (192, 24), (256, 8), (256, 40)])
+@pytest.mark.parametrize(
+    ("H", "shares"), [(160, 4), (160, 8), (192, 5), (192, 24), (256, 8), (256, 11), (256, 40)]
+)
 def test_shares_of_wide_heads(H, shares, d_logits_heads, mask):
     """With dS' of no head in memory, of five of sixteen, or more where less is visible, of all."""
     arrays = inputs(1, 700, 900, 16, 2, H, jnp.bfloat16)
@@ -125,7 +129,13 @@ def test_shares_of_wide_heads(H, shares, d_logits_heads, mask):
 
 @pytest.mark.parametrize(
     ("B", "T", "S", "N", "K", "H"),
-    [(3, 3000, 64, 6, 1, 256), (2, 3521, 557, 7, 1, 192), (1, 2688, 856, 4, 1, 64)],
+    [
+        (3, 3000, 64, 6, 1, 256),
+        (2, 3521, 557, 7, 1, 192),
+        (1, 2688, 856, 4, 1, 64),
+        (3, 264, 200, 32, 4, 24),
+        (3, 400, 864, 16, 2, 64),
+    ],
 )
 def test_shares_of_few_tiles_of_many_queries(B, T, S, N, K, H):
     check(inputs(B, T, S, N, K, H, jnp.bfloat16))
@@ -390,6 +400,33 @@ def test_lengths_leave_nan_out(H, deterministic):
     )
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H"),
+    [
+        (1157, 1091, 4, 2, 64),
+        (1157, 1091, 4, 2, 128),
+        (1157, 1091, 64, 64, 64),  # more tiles than SMs
+        slow(1152, 1088, 64, 32, 128),
+        (1157, 1091, 4, 2, 80),
+        slow(1157, 1091, 4, 2, 40),
+        slow(1157, 1091, 4, 2, 72),
+        (700, 650, 2, 1, 256),
+        (300, 128, 4, 4, 64),  # one tile, of one for each thread block and of many
+        slow(300, 100, 64, 64, 128),
+        (150, 100, 64, 64, 64),
+        (150, 150, 40, 40, 64),  # few short tiles
+    ],
+)
+def test_lengths_of_keys_alone(T, S, N, K, H, is_causal):
+    """Right, whatever stands behind them, and in queries of an entry without keys."""
+    arrays = inputs(4, T, S, N, K, H, [jnp.bfloat16, jnp.float16][is_causal])
+    lengths = jnp.array([(2 * S) // 3, 0, S, 5])
+    options = dict(is_causal=is_causal, key_value_seq_lengths=lengths)
+    check(arrays, **options)
+    check_that_nan_is_left_out(arrays, **options)
+
+
 @pytest.mark.parametrize(
     ("H", "h"), [(64, 64), slow(40, 72), (80, 80), slow(96, 96), slow(192, 128)]
 )
@@ -436,9 +473,11 @@ def test_repeats_are_bit_equal(H, mask):
 
 
 @pytest.mark.parametrize("H", [64, 128])
-def test_repeats_where_tiles_are_drawn_are_bit_equal(H):
+@pytest.mark.parametrize("of_queries", [{}, {"query_seq_lengths": jnp.array([1157, 1000, 9, 800])}])
+def test_repeats_where_tiles_are_drawn_are_bit_equal(H, of_queries):
     """Whichever thread block draws them."""
-    check_repeats(H, is_causal=True, key_value_seq_lengths=jnp.array([1157, 400, 1, 900]))
+    lengths = {"key_value_seq_lengths": jnp.array([1157, 400, 1, 900])}
+    check_repeats(H, is_causal=True, **lengths, **of_queries)
 
 
 def check_repeats(H, **options):
