@@ -187,9 +187,7 @@ class Plan:
     @property
     def is_plain(self) -> bool:
         """Whether it makes dQ of tiles whose costs are known, and registers do for any schedule."""
-        p = self.problem
-        beside = p.by_batch or p.has_lists or p.has_elements or p.has_cap or p.has_dropout
-        return self.with_query_gradient and not beside
+        return self.with_query_gradient and self.problem.is_plain and not self.problem.by_batch
 
     @property
     def _most_thread_blocks(self) -> int:
@@ -366,8 +364,8 @@ class Plan:
             return True  # the latter would spill 8 to 16 bytes
         if self.is_wide or not self.tiles.any_mask:
             return False
-        if p.has_lengths or (self.draws and self.tiles.shares.parts > 1):
-            return True  # H64-key-lengths-causal-ragged would spill 32 bytes, H64-causal-pieces 16
+        if p.has_lengths or self.tiles.shares.parts > 1:
+            return True  # H64-key-lengths-causal-ragged would spill 32 bytes, H64-causal-few 48
         # H64-full-ragged would spill 40 bytes.
         return p.lowest is None and p.highest is None and not p.by_batch
 

@@ -31,9 +31,12 @@ results are put together behind the kernel (`forward_shares.py`).
 A bias of one value a key, or of 16 bits in tiles, comes with K, and the logits begin with it.
 Threads load other biases, and the bits of masks, themselves (`elements.py`).
 
-With such intervals alone (`Problem.forward_ignores_unseen`) what does not count may be NaN. Masks
-replace logits, steps with one zero those rows of V in shared memory that no row of the tile sees,
-and at the end zeros replace the output of a row that sees nothing.
+Where lengths of keys alone are known at run time only (`Problem.has_lengths`), tiles are dealt out
+as if there were none. What a tile needs is cut where they end, by a number of each batch entry.
+
+With lengths or such intervals alone (`Problem.forward_ignores_unseen`) what does not count may be
+NaN. Masks replace logits, steps with one zero those rows of V in shared memory that no row of the
+tile sees, and at the end zeros replace the output of a row that sees nothing.
 
 Barriers. Full: an mbarrier a slot of Q, K and V, completed by TMA. Free: a named barrier a slot,
 the consumers arrive and the producer waits. Turn: a named barrier a consumer; who has the turn
