@@ -136,6 +136,7 @@ def attention(
             optional = (*seen_keys(blocks.seen, config.block_kv), *optional)
         return kernel(lists, *blocks.operands, query, key, value, *optional)
     if problem.has_lengths:
+        assert intervals is not None
         return kernel(query, key, value, lengths_of(intervals), *optional)
     if not problem.by_batch:
         return kernel(query, key, value, *optional)

@@ -52,8 +52,10 @@ class Rows:
 
     # --- what they see ---
 
-    def bounds(self, tile, batch) -> Callable[[], tuple[jax.Array, jax.Array] | None]:
+    def bounds(self, tile, batch) -> Callable[[], tuple[jax.Array | None, jax.Array] | None]:
         """What gives the bounds of rows but for ids, or None where these are static.
+
+        With lengths alone the first is None.
 
         It loads them only then where registers are short.
         """
