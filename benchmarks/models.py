@@ -302,5 +302,7 @@ LAYERS = [
     _drawn(Row(3, 264, 32, 4, 24, False, key_length=200), "key heads of 24, short"),
     _drawn(Row(3, 3922, 42, 6, 192, True), "seven query heads a key head of 192"),
     _drawn(Row(2, 128, 2, 2, 256, True), "two short heads of 256"),
+    _drawn(Row(4, 12288, 2, 2, 192, False), "two long heads of 192"),
+    _drawn(Row(41, 256, 52, 13, 64, False), "13 short key heads"),
 ]
 # fmt: on
