@@ -69,7 +69,7 @@ class _Consumer(Products):
         parity = lax.rem(j + 1, jnp.int32(2))  # of the last step
         if plan.with_query_gradient:
             self.issue_late_dq(parity, index)
-            self.hand_over_dq(index)
+            self.hand_over_dq()
         else:
             block.sent.wait(self.number)
         self.hand_over_gradients(1 - parity, index)
@@ -104,9 +104,9 @@ class _Consumer(Products):
             # A wait here keeps ptxas from computing the weights after dQ.
             self.await_d_out(o_slot, mask, j)
             weights = self.shared(weights, j, far=far)
-            self.hand_over_dq(index)
+            self.hand_over_dq()
         else:
-            self.hand_over_dq(index)
+            self.hand_over_dq()
             self.await_d_out(o_slot, mask, j)
             weights = self.shared(weights, j, far=far)
         if not plan.drops_early:
@@ -167,7 +167,7 @@ class _Consumer(Products):
     def step_after_dq(self, j, mask, far, load_elements, index, key_words) -> None:
         """Where registers are short: dQ of the step before is done first."""
         self.issue_late_dq(1 - lax.rem(j, jnp.int32(2)), index)
-        self.hand_over_dq(index)
+        self.hand_over_dq()
         self.step_without_dq(j, mask, far, load_elements, index, key_words)
 
     def step_with_dq_or_after(self, j, mask, far, load_elements, index, key_words) -> None:
@@ -182,7 +182,7 @@ class _Consumer(Products):
             self.issue_late_dq(1 - parity, index)
         self.await_d_out(o_slot, mask, j)
         if self.plan.with_query_gradient:
-            self.hand_over_dq(index)
+            self.hand_over_dq()
             none = zero_tile(KEYS, self.plan.config.block_q).astype(self.plan.problem.dtype)
             self.hand_over_ds(parity, none)
         self.block.queries.give_back(slot)
@@ -241,14 +241,11 @@ class _Consumer(Products):
 
     # --- what is handed over ---
 
-    def hand_over_dq(self, index) -> None:
+    def hand_over_dq(self) -> None:
         block, problem = self.block, self.plan.problem
         dq = plgpu.wgmma_accumulator_load(self.dq_acc, wait_n=0)
         block.sent.wait(self.number)
         if self.plan.dq_is_whole:
-            if problem.has_lengths:  # 0 times NaN of queries that see no key
-                has_keys = block.walk.keys_from(block.walk.locate(index), 0) > 0
-                dq = jnp.where(has_keys, dq, 0.0)
             dq = (dq * problem.gradient_factor).astype(problem.dtype)
             self.plan.dq.whole_part(self.number).put(block.dq_smem[self.number], dq, anew=True)
         else:

@@ -187,7 +187,7 @@ def _by_main_kernel(
         return cast(of_tiles), *of_keys
     dq_ref = jax.new_ref(*zeros)
     of_keys = main(dq_ref)
-    starts = (start,) if plan.whole.backward_ignores_unseen else ()  # then there is no dropout
+    starts = (start,) if plan.zeroes_queries else ()  # then there is no dropout
     return cast(jax.freeze(dq_ref), *starts), *of_keys
 
 

@@ -94,7 +94,9 @@ def gradient_kernel(
                 seen = seen_keys(blocks.seen, tiles.block_kv, (p.kv_heads, p.group))
             return kernel(table, lists, *blocks.operands, *seen, *operands)
         if p.has_lengths:
-            operands = (run_time_intervals.lengths_of(intervals), *operands)
+            # One more, for what `Walk.locate` may ask for behind the last tile.
+            lengths = jnp.pad(run_time_intervals.lengths_of(intervals), (0, 1))
+            operands = (lengths, *operands)
         if not p.by_batch:
             if draws:
                 table = tiles.table_to_draw(thread_blocks)

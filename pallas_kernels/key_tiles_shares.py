@@ -72,8 +72,9 @@ def _possible(whole: KeyTiles) -> list[KeyTiles]:
             continue
         of_heads = dataclasses.replace(p, kv_heads=p.kv_heads * heads)
         steps = int(whole.steps().max()) // heads
-        for parts in sorted({-(-steps // each) for each in range(min(shortest, steps), steps + 1)}):
-            if heads * parts > 1 and (has_parts or parts == 1):
+        lengths = range(min(shortest, steps), steps + 1) if has_parts else ()
+        for parts in {1, *(-(-steps // length) for length in lengths)}:
+            if heads * parts > 1:
                 shares = Shares(heads, parts)
                 possible.append(dataclasses.replace(whole, problem=of_heads, shares=shares))
     return sorted(possible, key=lambda x: (x.shares.total, -x.shares.heads))

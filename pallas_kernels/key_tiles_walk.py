@@ -32,9 +32,9 @@ class Walk:
       schedule_ref: `KeyTiles.schedule`, in global memory; None where tiles are drawn.
       seeing_blocks_ref: `KeyTiles.seeing_blocks` or `seeing_blocks_of`, in global memory.
       block: number of the thread block.
-      more_refs: in global memory, where the problem is dynamic or segmented the queries that see
-        each key, and where it is segmented the ids of queries and of keys, as many as there are in
-        all blocks and tiles.
+      more_refs: in global memory, where the problem has lengths those; where it is dynamic or
+        segmented the queries that see each key, and where it is segmented the ids of queries and of
+        keys, as many as there are in all blocks and tiles.
       elements: mask and bias, with rows of keys, of a problem that has them.
       key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
       counters_ref: int32 in global memory: the first is more than 0 if any row is far from 0
@@ -180,9 +180,9 @@ class Walk:
         return self.seeing(place, 0)
 
     def end_block(self, place):
-        """The end of the query blocks that see a key of a tile: of one if none is there.
+        """The end of the query blocks that see a key of a tile: of one block if it has no key.
 
-        Yet all see one that is alone, as dQ of each is to be made.
+        A head's only tile takes all blocks even so, as dQ of each is to be made.
         """
         if self.tiles.problem.has_lengths and self.tiles.whole_per_head > 1:
             is_there = self.keys_from(place, 0) > 0

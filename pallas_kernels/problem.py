@@ -69,8 +69,8 @@ class Problem:
             bounds = (self.lowest, self.highest)
             need(bounds == (None, None), "lowest, highest", bounds, "None where dynamic")
         if self.has_lengths:
-            beside = self.dynamic or self.lowest is not None or not self.is_plain
-            need(not beside, "has_lengths", self, "neither other options nor a lowest bound beside")
+            alone = self.is_plain and not self.dynamic and self.lowest is None
+            need(alone, "has_lengths", True, "nothing beside but highest")
         if self.lowest is not None and self.highest is not None:
             # Then the queries that see any key are an interval, and so are the keys that are seen.
             needs = f"at most highest, {self.highest}"

@@ -29,6 +29,9 @@ from tests.support.kernel_calls import (
     few_thread_blocks,
     inputs,
 )
+from tests.support.kernel_cases import BATCH as KERNEL_BATCH
+from tests.support.kernel_cases import KEY_LENGTHS
+from tests.support.kernel_cases import SHAPES as SHAPES_OF_CASES
 from tests.support.key_tiles import check_query_blocks
 from tests.support.nonzero import assert_none_is_zero
 
@@ -171,7 +174,7 @@ def test_query_blocks_of_key_tiles(T, S, seen, block_kv, block_q):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_query_blocks_where_keys_end_at_a_length(is_causal, block_kv, block_q):
     """The same of lengths of keys alone, of which tiles know no more."""
-    T, S, lengths = 200, 300, np.array([0, 70, 256])
+    T, S, lengths = 200, 300, np.array([0, 70, 200 if is_causal else 256])
     described = dataclasses.replace(
         dynamic(T, S), dynamic=False, has_lengths=True, highest=0 if is_causal else None
     )
@@ -192,6 +195,17 @@ def test_query_blocks_where_keys_end_at_a_length(is_causal, block_kv, block_q):
         if lengths[kv_head_of_all // 2] <= int(tile) * block_kv:
             assert end - first == 1
         check_query_blocks(walk, jnp.int32(index), int(tile), own[:, :S], exact=True)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_all_settings_of_width_64_are_compiled_with_lengths_of_keys(mask):
+    highest = 0 if mask == "causal" else None
+    compiled = set()
+    for shape in (shape for width, own, shape in KEY_LENGTHS if (width, own) == (64, mask)):
+        T, S, N, *_ = SHAPES_OF_CASES[shape]
+        sizes = dict(queries=(T, KERNEL_BATCH * N), keys=S, highest=highest)
+        compiled.add(defaults.default(64, **sizes).forward)
+    assert compiled >= {timed.config for timed in defaults.FORWARD_TIMED}
 
 
 @every_case
@@ -278,11 +292,11 @@ def test_deterministic_gradients(H, options):
         check(arrays, **as_arrays(options), deterministic=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("H", "thread_blocks", "options"),
     [
-        (256, 1, dict(is_causal=True, key_value_seq_lengths=[100, 210])),
+        slow(256, 1, dict(is_causal=True, key_value_seq_lengths=[100, 210])),
+        long(64, 1, dict(key_value_seq_lengths=[0, 200])),
         slow(64, 1, dict(is_causal=True, query_offset=[100, -30], query_seq_lengths=[150, 90])),
         slow(128, 2, dict(local_window_size=(60, 30), key_value_seq_lengths=[0, 200])),
     ],
@@ -302,14 +316,19 @@ def test_sinks():
         check(arrays, **options, sinks=jnp.array([3.0, 40.0]))
 
 
-@pytest.mark.slow
-def test_maxima_that_jump_beside_rows_that_see_nothing():
+@pytest.mark.parametrize(
+    "options",
+    [
+        long(dict(key_value_seq_lengths=[500, 0], sinks=jnp.array([3.0]))),
+        slow(dict(query_seq_lengths=[40, 64], key_value_seq_lengths=[500, 300])),
+    ],
+)
+def test_maxima_that_jump_beside_rows_that_see_nothing(options):
     """A second round, in which such rows take part."""
     query, key, *rest = inputs(2, 64, 512, 1, 1, 64, jnp.bfloat16)
     arrays = (query, key.at[:, :100].multiply(60), *rest)
-    options = as_arrays(dict(query_seq_lengths=[40, 64], key_value_seq_lengths=[500, 300]))
     with interpret_mode():
-        check(arrays, **options, config=few_thread_blocks(64, 1))
+        check(arrays, **as_arrays(options), config=few_thread_blocks(64, 1))
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from pallas_kernels.defaults import BACKWARD
 from pallas_kernels.key_tiles import KeyTiles, Shares
 from pallas_kernels.key_tiles_shares import d_logits_sections, gradients_of_tiles, summed
 from pallas_kernels.key_tiles_walk import Walk
+from pallas_kernels.mask_functions import MaskFunction
 from pallas_kernels.problem import Problem
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
@@ -145,6 +146,13 @@ def test_shares_come_out_even(width, T, wanted, taken):
     shares, tiles = dealt(problem(1, T, 64, 12, 1, width), wanted)
     assert shares.total == taken
     assert (tiles.problem.kv_heads, tiles.problem.group) == (shares.heads, 12 // shares.heads)
+
+
+def test_tiles_that_nothing_sees_have_a_share():
+    """A mask function may hide all: then lists have one block, of all heads of a group."""
+    hides = MaskFunction(None, np.zeros((4, 4), np.int8))
+    described = dataclasses.replace(problem(1, 200, 200, 4, 2, 64), mask_function=hides)
+    assert dealt(described)[0].parts == 1
 
 
 @pytest.mark.parametrize("options", [{"dynamic": True}, {"segmented": True}])

@@ -238,6 +238,12 @@ SHAPES = {
     "alone": (2997, 2997, 1, 1, jnp.bfloat16),
     # Of groups whose steps are dealt out amid a head: a share for each thread block, and drawn.
     "cut": (520, 205, 12, 4, jnp.bfloat16),
+    # Where the forward has other settings at width 64.
+    "s700": (700, 700, 12, 12, jnp.bfloat16),
+    "s700-20": (700, 700, 20, 20, jnp.bfloat16),
+    "s1000": (1000, 1000, 8, 8, jnp.bfloat16),
+    "s1024": (1024, 1024, 32, 32, jnp.bfloat16),
+    "s2048": (2048, 2048, 64, 64, jnp.bfloat16),
     "pieces": (1537, 1537, 14, 2, jnp.bfloat16),
 }
 # Width, mask, and shape of those.
@@ -289,6 +295,11 @@ KEY_LENGTHS = [
     *((width, "full", "even") for width in (32, 64, 96, 128, 160, 256)),
     *((width, "full", shape) for width in (64, 128) for shape in ("few", "one", "whole", "keys")),
     *((width, "causal", shape) for width in (64, 128) for shape in ("few", "one", "brief")),
+    *((64, "full", shape) for shape in ("s700", "s1000", "s2048")),
+    *((64, "causal", shape) for shape in ("s700-20", "s1024", "even")),
+    *((width, "full", "even") for width in (40, 72, 80, 104, 112)),
+    *((width, "causal", "even") for width in (40, 72, 96, 112)),
+    *((width, "full", "few") for width in (40, 72, 96, 112)),
 ]
 
 
@@ -402,6 +413,12 @@ def _cases_of_key_lengths() -> list[tuple[str, Callable, Any]]:
         args = _args_of(width, width, "lengths", None, None, None, shape=shape)
         fn = _forward_and_backward(MASKS[mask] | {"query_seq_lengths": None}, deterministic=False)
         cases.append((f"H{width}-key-lengths-{mask}-{shape}", fn, args))
+    for width in (64, 128, 256):
+        query, key, value, *_, lengths, _, _ = _args_of(width, width, "lengths", None, None, None)
+        sinks = jax.ShapeDtypeStruct(query.shape[2:3], jnp.float32)
+        fn = _forward_with_sinks({"query_seq_lengths": None})
+        args = query, key, value, sinks, lengths
+        cases.append((f"H{width}-key-lengths-full-ragged-sinks", fn, args))
     return cases
 
 
@@ -720,9 +737,7 @@ def _forward_with_sinks(mask: dict[str, Any]) -> Callable:
             key,
             value,
             sinks=sinks,
-            **mask,
-            query_seq_lengths=lengths,
-            key_value_seq_lengths=lengths,
+            **{"query_seq_lengths": lengths, "key_value_seq_lengths": lengths} | mask,
             implementation="mosaic_gpu",
         )
 

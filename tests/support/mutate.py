@@ -465,6 +465,11 @@ MISTAKES = [
             "return length - self.tile_of(place) * self.tiles.block_kv",
         ),
         (
+            "lengths: no step is blank for a consumer without keys",
+            "first_block = jnp.where(are_there, first_block, self.end_block(place))",
+            "first_block = jnp.where(are_there, first_block, first_block)",
+        ),
+        (
             "lengths: keys behind the last one are not zeroed",
             "return jnp.int32(0), self.keys_from(place, 0)",
             "return jnp.int32(0), jnp.int32(self.tiles.block_kv)",
@@ -483,16 +488,6 @@ MISTAKES = [
             "dense mask: keys of the first tile are zeroed in any",
             "words = seen.at[entry, head, pl.ds(tile * count, count)]",
             "words = seen.at[entry, head, pl.ds(0, count)]",
-        ),
-    ),
-    *_in(
-        "pallas_kernels",
-        "backward_consumer",
-        "kernel_intervals",
-        (
-            "lengths: whole dQ of an entry without keys counts",
-            "dq = jnp.where(has_keys, dq, 0.0)",
-            "dq = jnp.where(has_keys, dq, dq)",
         ),
     ),
     *_in(
