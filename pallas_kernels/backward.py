@@ -45,12 +45,12 @@ and dV where dS' was.
 
 Query rows beyond the end, and rows that see no key, have a start of -inf where others have
 -LSE / scale, so that their weights are 0. Keys beyond the end are masked, be it one that is known
-at run time only (`Problem.has_lengths`): a tile without keys takes one query block of each head,
-or all if a head has no other.
-With such lengths, or intervals, alone (`Problem.backward_ignores_unseen`) what does not count may
-be NaN: consumers zero, in shared memory, the rows of K and V that no query sees, and with intervals
-in steps with a mask those of Q and dO that see no key of the tile. What they get for such rows is
-0, whatever is NaN in others. Of a dense mask's lists they zero rows of K and V alone.
+at run time only (`Problem.has_lengths`): a tile without keys takes one query block of each head, or
+all if the head has no other tile. With such lengths, or intervals, alone
+(`Problem.backward_ignores_unseen`) what does not count may be NaN: consumers zero, in shared
+memory, the rows of K and V that no query sees, and with intervals in steps with a mask those of Q
+and dO that see no key of the tile. What they get for such rows is 0, whatever is NaN in others. Of
+a dense mask's lists they zero rows of K and V alone.
 
 dQ is accumulated in fragment order (`ptx.fragments.store_fragment`): the order in which the threads
 of a warpgroup hold an accumulator. So to store it takes neither a swizzle nor address registers.

@@ -215,8 +215,8 @@ class Problem:
     def forward_ignores_unseen(self) -> bool:
         """Whether queries that see no key, and keys that none sees, may be NaN in `forward.py`."""
         spills = self.has_dropout and self.widest <= 64
-        is_known = self.segmented or self.has_elements or spills
-        return self.has_lengths or (self.dynamic and not is_known)
+        is_beside = self.segmented or self.has_elements or spills
+        return self.has_lengths or (self.dynamic and not is_beside)
 
     @property
     def backward_ignores_unseen(self) -> bool:
