@@ -362,10 +362,12 @@ class Plan:
             return True
         if p.has_given_lists or (self.deals_few_steps and not self.is_wide):
             return True  # the latter would spill 8 to 16 bytes
+        if p.has_lengths and (self.dq_is_whole or not self.is_wide):
+            return True  # H128-key-lengths-causal-one would spill 4 bytes, H64-..-causal-ragged 32
         if self.is_wide or not self.tiles.any_mask:
             return False
-        if p.has_lengths or self.tiles.shares.parts > 1:
-            return True  # H64-key-lengths-causal-ragged would spill 32 bytes, H64-causal-few 48
+        if self.tiles.shares.parts > 1:
+            return True  # H64-causal-few would spill 48 bytes
         # H64-full-ragged would spill 40 bytes.
         return p.lowest is None and p.highest is None and not p.by_batch
 

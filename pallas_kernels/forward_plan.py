@@ -142,7 +142,7 @@ class Plan:
     def registers_are_scarce(self) -> bool:
         """Then addresses and bounds are.
 
-        Beside a window H256-sides-even and H72-window-even would spill 8 to 20 bytes.
+        Else H256-sides-even, H72-window-even and H72-key-lengths-causal-even would spill.
         """
         p, in_boxes = self.problem, self.key_columns.tiles > 1
         beside_wide_output = p.segmented or self.problem.has_dropout or (in_boxes and p.dynamic)
@@ -151,7 +151,8 @@ class Plan:
             or self.loads_bias
             or (p.has_lists and p.widest > 64)
             or (p.widest > 192 and beside_wide_output)
-            or (p.lowest is not None and (p.widest > 192 or self.key_columns.products > 1))
+            or (p.lowest is not None and p.widest > 192)
+            or ((p.lowest is not None or p.has_lengths) and self.key_columns.products > 1)
             or (p.segmented and self.problem.has_dropout and p.widest > 64)
         )
 
