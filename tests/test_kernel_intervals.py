@@ -351,7 +351,11 @@ def test_what_sees_nothing_and_is_not_seen_does_not_count(H, deterministic, pois
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases("200-264-2-1-64-64-bfloat16-options0-nan")
+@pytest.mark.fast_cases(
+    "200-264-2-1-64-64-bfloat16-options0-nan",
+    "200-264-2-1-64-64-bfloat16-options1-nan",
+    "70-80-2-2-64-64-bfloat16-options2-nan",
+)
 @pytest.mark.parametrize("poison", [jnp.nan, -jnp.inf])
 @pytest.mark.parametrize(
     ("T", "S", "N", "K", "H", "h", "dtype", "options"),

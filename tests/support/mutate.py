@@ -123,9 +123,9 @@ MISTAKES = [
             "is_last = jnp.logical_not(vote(too_low)) | (begin >= 0)",
         ),
         (
-            "lengths: the block that keys end in has no mask",
-            "lax.div(jnp.maximum(length - 1, 0), block_kv)",
-            "lax.div(length + (block_kv - 1), block_kv)",
+            "lengths: the block that keys end in is left out",
+            "lax.div(jnp.maximum(length, 1) + (block_kv - 1), block_kv)",
+            "lax.div(jnp.maximum(length, 1), block_kv)",
         ),
     ),
     *_in(
