@@ -32,6 +32,7 @@ IDS = jnp.arange(140)[None] // 60
         long(8, 1, 128, 8, {"is_causal": True, "deterministic": True}),
         slow(6, 2, 128, 3, {"local_window_size": (90, 40)}),
         long(4, 1, 40, 2, {"key_value_seq_lengths": jnp.array([130])}),
+        long(4, 1, 40, 2, {"query_seq_lengths": jnp.array([130])}),
         slow(4, 1, 128, 2, {"query_segment_ids": IDS, "key_value_segment_ids": IDS}),
         long(4, 1, 64, 4, {"is_causal": True, "dropout_rate": 0.25}),
     ],
