@@ -152,7 +152,10 @@ def test_dq_that_tiles_of_another_section_zero(H, kind):
         "full": {},
         "causal": {"is_causal": True},
         "documents": {"query_segment_ids": ids, "key_value_segment_ids": ids},
-        "lengths": {"key_value_seq_lengths": jnp.array([T, 500])},
+        "lengths": {
+            "query_seq_lengths": jnp.array([T, 900]),
+            "key_value_seq_lengths": jnp.array([T, 500]),
+        },
     }[kind]
 
     def gradients(deterministic):
@@ -352,10 +355,11 @@ def test_lengths_and_offsets_by_batch_entry(T, S, H, kind):
     check(arrays, **as_arrays(INTERVALS[kind]), deterministic=case % 4 == 0)
 
 
+@pytest.mark.parametrize("of_queries", [{}, {"query_seq_lengths": [1157, 1000, 9, 800]}])
 @pytest.mark.parametrize("H", [64, 128, 256])
-def test_lengths_where_a_thread_block_walks_many_tiles(H):
+def test_lengths_where_a_thread_block_walks_many_tiles(H, of_queries):
     arrays = inputs(4, 1157, 1091, 2, 1, H, jnp.bfloat16)
-    options = as_arrays(INTERVALS["causal"])
+    options = as_arrays(INTERVALS["causal"] | of_queries)
     check(arrays, **options, config=few_thread_blocks(H, 8))
     check(arrays, **options, config=few_thread_blocks(H, 8), deterministic=True)
     sinks = jnp.linspace(-3.0, 12.0, 2)

@@ -63,6 +63,7 @@ ONE_SHARE = dataclasses.replace(_DEFAULT, backward=dataclasses.replace(_DEFAULT.
     [
         slow(197, 197, 64, 64, dict(is_causal=True)),
         long(83, 1013, 128, 128, dict(key_value_seq_lengths=LENGTHS)),
+        long(83, 1013, 128, 128, dict(query_seq_lengths=LENGTHS)),
         long(1001, 77, 80, 40, dict(deterministic=True, config=ONE_SHARE)),
         slow(257, 259, 256, 256, dict(local_window_size=(100, 100))),
         slow(333, 333, 96, 96, dict(dropout_rate=0.1, dropout_key=jax.random.key(0))),
