@@ -26,6 +26,7 @@ from jax_flash.kernel_operands import (
     bounds_beside_lengths,
     elements_of,
     folding_vmap,
+    has_key_mask,
     intervals_of,
     of_rows,
     result_types,
@@ -150,12 +151,15 @@ def _prepared(call: Call):
     elements = elements_of(call)._replace(scores=scores)
     has_mask, has_bias = elements.mask is not None, elements.bias is not None
     has_score = score_function is not None
+    are_beside = bool(ids) or has_bias or has_score or mask_function is not None
+    are_beside |= soft_cap is not None or call.dropout_rate > 0
+    masks_keys = has_key_mask(call) and not are_beside
+    has_mask &= not masks_keys
     all_count = bool(ids) and are_one and not intervals and sees_itself(lowest, highest)
     if mask_function is not None:
         all_count = mask_function.all_count
-    are_beside = ids or has_mask or has_bias or has_score or mask_function is not None
     has_lengths, highest_beside = bounds_beside_lengths(call)
-    has_lengths &= not (are_beside or soft_cap is not None or call.dropout_rate > 0)
+    has_lengths &= not (are_beside or elements.mask is not None)
     if has_lengths:
         highest = highest_beside
     settings = _Settings(
@@ -164,6 +168,7 @@ def _prepared(call: Call):
         highest=highest,
         dynamic=bool(intervals) and not has_lengths,
         has_lengths=has_lengths,
+        has_key_mask=masks_keys,
         segmented=bool(ids),
         all_count=all_count,
         has_mask=has_mask,
@@ -190,6 +195,7 @@ def _prepared(call: Call):
             tiled_bias=elements.tiled_bias_dtype is not None,
             soft_cap=soft_cap is not None,
             dropout=call.dropout_rate > 0,
+            key_mask=masks_keys,
         ),
     )
     sinks: tuple[jax.Array, ...] = ()
@@ -244,6 +250,7 @@ class _Settings:
     highest: int | None
     dynamic: bool
     has_lengths: bool
+    has_key_mask: bool
     segmented: bool
     all_count: bool  # whether, but for a mask, each query is known to see a key, and each key seen
     has_mask: bool
@@ -265,6 +272,7 @@ class _Settings:
             highest=self.highest,
             dynamic=self.dynamic,
             has_lengths=self.has_lengths,
+            has_key_mask=self.has_key_mask,
             segmented=self.segmented,
             has_mask=self.has_mask,
             has_bias=self.has_bias,

@@ -12,12 +12,13 @@ from jax_flash.masks import Visibility
 from jax_flash.sharding import mapped_zero_times, vary_alike
 from pallas_kernels import dropout_words
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels.config import ForwardConfig
+from pallas_kernels.config import SM_COUNT, ForwardConfig
 from pallas_kernels.element_arrays import BIAS_DTYPES, Blocks, Elements
 from pallas_kernels.problem import Problem
 
 SCALES = (1e-30, 1e4)  # of logits, that kernels take
 SOFT_CAPS = (1e-3, 1e6)  # likewise
+_FEWEST_ROWS = 128  # of a tile of the forward
 
 
 def segment_ids_of(call: Call) -> tuple[jax.Array, ...]:
@@ -77,6 +78,23 @@ def bounds_beside_lengths(call: Call) -> tuple[bool, int | None]:
         return False, None
     _, highest = _bounds(see, see.query_offset, query_length, key_length)
     return highest is None or highest >= 0, highest
+
+
+def has_key_mask(call: Call) -> bool:
+    """Whether all that hides anything is a mask of keys, the same for all queries and heads.
+
+    And kernels take it as such, forward and backward, and have tiles enough not to share keys out.
+    """
+    mask, (batch, query_length, heads, width) = call.visibility.mask, call.query.shape
+    if mask is None or mask.shape[1:3] != (1, 1) or mask.shape[3] == 1:
+        return False
+    if call.deterministic or max(width, call.value.shape[-1]) > 128:
+        return False
+    block_kv = None if call.config is None else call.config.forward.block_kv
+    tiles = batch * heads * -(-query_length // _FEWEST_ROWS)
+    if 2 * tiles <= SM_COUNT or block_kv not in (None, 64, 128):
+        return False
+    return intervals_of(call) == (None, None, ())
 
 
 def elements_of(call: Call) -> Elements:

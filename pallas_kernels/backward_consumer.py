@@ -21,7 +21,7 @@ from pallas_kernels.ptx.barriers import fence_async_shared
 from pallas_kernels.ptx.compiler import code_fence, fresh_rows, fresh_zero
 from pallas_kernels.ptx.fragments import store_fragment
 from pallas_kernels.ptx.mlir import zero_tile
-from pallas_kernels.ptx.stores import store_tile
+from pallas_kernels.ptx.stores import store_tile, store_turned_inside
 from pallas_kernels.score_functions import sloped
 
 
@@ -118,6 +118,7 @@ class _Consumer(Products):
         operand = as_operand(weights, plan.problem)
         plan.value_columns.expand(self.dv_acc, operand, *block.d_outs.at(o_slot))
         ds = self.load_ds(weights, o_slot)
+        self.store_d_bias(ds, loaded)
         plan.key_columns.expand(self.dk_acc, ds, *block.queries.at(slot))
         self.hand_over_ds(parity, ds)
         plgpu.wgmma_wait(0)
@@ -156,6 +157,7 @@ class _Consumer(Products):
             weights = sloped(weights, slope)
         plan.value_columns.expand(self.dv_acc, operand, *block.d_outs.at(o_slot))
         ds = self.load_ds(weights, o_slot)
+        self.store_d_bias(ds, loaded)
         plan.key_columns.expand(self.dk_acc, ds, *block.queries.at(slot))
         if plan.with_query_gradient:
             self.hand_over_ds(parity, ds)
@@ -202,7 +204,7 @@ class _Consumer(Products):
             (block.k_smem.at[slot], plan.key_columns),
             (block.v_smem.at[0], plan.value_columns),
         )
-        if plan.zeroes_keys:
+        if plan.zeroes_keys and not plan.problem.has_key_mask:
             first, end = block.walk.counting_keys(block.walk.locate(index))
 
             @pl.when((first > 0) | (end < BLOCK_KV))
@@ -210,8 +212,9 @@ class _Consumer(Products):
                 for ref, columns in operands:
                     self.keep_rows(ref, columns, first, end)
 
-        elif plan.problem.has_dense_lists:
-            words, has_unseen = block.walk.seen_keys(block.walk.locate(index))
+        elif plan.zeroes_keys or plan.problem.has_dense_lists:
+            by_bits = block.walk.unmasked_keys if plan.zeroes_keys else block.walk.seen_keys
+            words, has_unseen = by_bits(block.walk.locate(index))
 
             @pl.when(has_unseen)
             def _():
@@ -253,6 +256,13 @@ class _Consumer(Products):
         fence_async_shared()
         block.dq_staged.arrive(self.number)
 
+    def store_d_bias(self, ds, loaded) -> None:
+        """dS of a step, if it is a gradient."""
+        if self.plan.with_bias_gradient:
+            batch, head, first_key, first_query = loaded.place
+            target = self.block.d_bias.at[batch, head + fresh_zero()]
+            store_turned_inside(target, ds, first_query, first_key)
+
     def hand_over_ds(self, parity, ds) -> None:
         # Two buffers: the other may still read what was stored one step ago.
         block, plan, box_width = self.block, self.plan, self.plan.key_columns.box_width
@@ -268,9 +278,13 @@ class _Consumer(Products):
         dk = plgpu.wgmma_accumulator_load(self.dk_acc, wait_n=0) * problem.gradient_factor
         dv = plgpu.wgmma_accumulator_load(self.dv_acc, wait_n=0)
         if plan.zeroes_keys:  # 0 times NaN of a query that counts is none of theirs
-            first, end = block.walk.counting_keys(block.walk.locate(index))
-            row = fresh_rows() + KEYS * self.number
-            seen = (row >= first) & (row < end)
+            place = block.walk.locate(index)
+            if problem.has_key_mask:
+                seen = block.walk.unmasked_rows(place, KEYS * self.number)
+            else:
+                first, end = block.walk.counting_keys(place)
+                row = fresh_rows() + KEYS * self.number
+                seen = (row >= first) & (row < end)
             dk, dv = (jnp.where(spread(seen, x.shape), x, 0.0) for x in (dk, dv))
         if plan.problem.has_dropout:
             dv *= 1.0 / problem.kept_share

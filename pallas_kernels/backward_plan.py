@@ -84,11 +84,13 @@ class Plan:
       whole: static description.
       config: tile sizes.
       with_query_gradient: whether it gives dQ.
+      with_bias_gradient: whether it gives that of a bias, which is dS.
     """
 
     whole: Problem
     config: BackwardConfig
     with_query_gradient: bool = True
+    with_bias_gradient: bool = False
 
     @property
     def problem(self) -> Problem:
@@ -96,8 +98,15 @@ class Plan:
         return self.tiles.problem
 
     def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of dQ, if no tile adds to it, and of dK and dV, of shares of whole tiles."""
+        """Shapes of dQ, if no tile adds to it, and of dK and dV, of shares of whole tiles.
+
+        And of the gradient of a bias.
+        """
         of_keys = gradients_of_tiles(self.tiles, self.key_columns.size, self.value_columns.size)
+        if self.with_bias_gradient:
+            p = self.whole
+            of_pairs = p.batch, p.heads, p.query_length, p.key_length
+            of_keys = *of_keys, jax.ShapeDtypeStruct(of_pairs, p.dtype)
         if self.dq_is_whole:
             return self.whole.query(), *of_keys
         if self.dq_is_apart:
@@ -154,6 +163,14 @@ class Plan:
             return False
         return self._seeing_blocks == [[0, self._whole_tiles.query_blocks]]
 
+    @property
+    def sees_all_pairs(self) -> bool:
+        """Whether its steps are all pairs of blocks, each once."""
+        p = self.whole
+        if p.by_batch or p.has_lists or p.picks_keys:
+            return False
+        return p.lowest is None and p.highest is None
+
     @functools.cached_property
     def dq_is_apart(self) -> bool:
         """Whether each of a head's tiles of keys stores dQ of its own, and `cast_dq` adds them.
@@ -162,8 +179,8 @@ class Plan:
         Beside dropout, masks and biases up to 44 bytes would spill.
         """
         p = self.whole
-        if p.by_batch or p.has_lists or p.has_elements or p.has_dropout or p.has_lengths:
-            return False  # where there are lengths a tile may be without keys, and go without dQ
+        if p.by_batch or p.has_lists or p.has_elements or p.has_dropout or p.picks_keys:
+            return False  # where keys are picked a tile may be without any, and go without dQ
         if self.dq_is_whole or not self.with_query_gradient:
             return False
         tiles = self.tiles.whole_per_head
@@ -321,7 +338,9 @@ class Plan:
         beside_dropout = self.problem.has_dropout and (self.is_wide or (p.has_bias and p.has_mask))
         beside_ids = p.has_bias and (p.segmented or (p.dynamic and self.is_wide))
         beside_elements = has_elements_of_queries and (beside_dropout or beside_ids)
-        return self.problem.has_slope or beside_elements
+        crowds_bias_gradient = self.tiles.any_mask or p.has_mask
+        is_given = self.with_bias_gradient and not self.is_wide and crowds_bias_gradient
+        return self.problem.has_slope or beside_elements or is_given
 
     @property
     def far_after_dq(self) -> bool:
@@ -362,7 +381,7 @@ class Plan:
             return True
         if p.has_given_lists or (self.deals_few_steps and not self.is_wide):
             return True  # the latter would spill 8 to 16 bytes
-        if p.has_lengths and (self.dq_is_whole or not self.is_wide):
+        if p.picks_keys and (self.dq_is_whole or not self.is_wide):
             return True  # H128-key-lengths-causal-one would spill 4 bytes, H64-..-causal-ragged 32
         if self.is_wide or not self.tiles.any_mask:
             return False
@@ -407,7 +426,8 @@ class Plan:
     def registers(self) -> tuple[int, int]:
         p = self.problem
         draws_beside_slope = p.has_slope and p.by_batch and self.with_query_gradient
-        if p.widest == 128 and (draws_beside_slope or (self.dq_is_whole and p.has_odd_rows)):
+        in_boxes_beside_more = p.has_odd_rows and (self.dq_is_whole or p.has_key_mask)
+        if p.widest == 128 and (draws_beside_slope or in_boxes_beside_more):
             return 232, 40  # the producer spills with fewer
         return self.config.registers
 

@@ -75,7 +75,7 @@ def bias_gradient(operands: tuple, masks: tuple, *, problem: Problem) -> jax.Arr
     bias = elements.bias
     if bias is None:
         raise ValueError("elements: got none with a bias, needs one")
-    pieces = Pieces.of_bias(problem, BIAS_GRADIENT[problem.widest], bias)
+    pieces = Pieces.of_bias(problem, bias)
     return _gradient(*operands, *masks, pieces=pieces).astype(bias.dtype)
 
 

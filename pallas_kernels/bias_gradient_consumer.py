@@ -58,6 +58,9 @@ class _Consumer:
 
         def sum_of_steps():
             own_bias = None
+            if pieces.has_one_step:  # neither a sum nor a bias takes registers over steps
+                only = lambda step, j, _: self.step(own_place(step), j, None)
+                return block.over_steps(place, count, j, only, zero_tile(*shape))
             if pieces.kind == "whole":  # that of all steps
                 bias = block.elements.bias_of(*own_place(0), self.block_kv)()
                 own_bias = lambda: bias
@@ -139,6 +142,8 @@ class _Consumer:
         batch, head, first_row, first_key = place
         own_rows, own_keys = pl.ds(first_row, ROWS), pl.ds(first_key, self.block_kv)
         if pieces.kind == "whole":
+            if pieces.shares > 1:
+                gradient = gradient.at[pieces.share_of(number)[0]]
             target = gradient.at[*div_rem(entry, pieces.shape[1])]
             total = total.astype(target.dtype)
             if pieces.fill_whole_tiles:

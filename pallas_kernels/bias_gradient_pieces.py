@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.config import BACKWARD_CONSUMERS, BiasGradientConfig
+from pallas_kernels.defaults import BIAS_GRADIENT
 from pallas_kernels.element_arrays import Blocks
 from pallas_kernels.mask_functions import BLOCK, coarse
 from pallas_kernels.problem import Problem
@@ -17,6 +19,9 @@ from pallas_kernels.row_masks import ROWS
 CONSUMERS = BACKWARD_CONSUMERS
 BLOCK_Q = CONSUMERS * ROWS
 WARPS = 4  # of a consumer
+# In steps: what a piece takes beside its own; what adds shares up, and for a megabyte of them.
+_PIECE, _SUM, _MEGABYTE = 2.0, 2.5, 0.4
+_MOST_BYTES = 256 << 20  # of all shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +33,8 @@ class Pieces:
         differences of a key's and a query's place.
       shape: of the gradient, which may have fewer values; but for diagonals.
       dtype: of the gradient of pairs.
+      shares: of pairs, in how many the steps of a piece are dealt out. Each is a piece of its own,
+        those of the first share first, and has sums of its own, in float32.
     """
 
     problem: Problem
@@ -35,11 +42,28 @@ class Pieces:
     kind: str
     shape: tuple[int, ...]
     dtype: np.dtype
+    shares: int = 1
 
     @classmethod
-    def of_bias(cls, problem: Problem, config: BiasGradientConfig, bias: jax.Array) -> "Pieces":
+    def of_bias(cls, problem: Problem, bias: jax.Array) -> "Pieces":
+        """With the default settings."""
         kind = "columns" if bias.shape[2] == 1 else "rows" if bias.shape[3] == 1 else "whole"
-        return cls(problem, config, kind, bias.shape, bias.dtype)
+        pieces = cls(problem, BIAS_GRADIENT[problem.widest], kind, bias.shape, bias.dtype)
+        return pieces._dealt_out() if kind == "whole" else pieces
+
+    def _dealt_out(self) -> "Pieces":
+        """The same in as many shares as end earliest, as few as may be."""
+        with_steps = self.entries * np.count_nonzero(self.steps()[:, 2])
+        share_bytes = 4 * math.prod(self.shape)
+
+        def end(shares: int) -> float:
+            """When the last SM ends, and shares are added up, in steps."""
+            rounds = -(-with_steps * shares // self.config.thread_blocks)
+            end = rounds * (-(-self.sharing // shares) + _PIECE)
+            return end if shares == 1 else end + _SUM + _MEGABYTE * shares * share_bytes / 1e6
+
+        most = min(self.sharing, self.config.thread_blocks, _MOST_BYTES // share_bytes)
+        return dataclasses.replace(self, shares=min(range(1, max(1, most) + 1), key=end))
 
     @classmethod
     def of_heads(cls, problem: Problem, config: BiasGradientConfig, kind: str) -> "Pieces":
@@ -65,11 +89,21 @@ class Pieces:
         return self.problem.batch * self.problem.heads
 
     @property
+    def sharing(self) -> int:
+        """Batch entries and heads that share a value of pairs."""
+        return self.problem.batch * self.problem.heads // self.entries
+
+    @property
+    def has_one_step(self) -> bool:
+        """Whether no piece has more."""
+        return self.kind == "whole" and self.sharing == 1
+
+    @property
     def per_entry(self) -> int:
         rows, keys = self.row_blocks, self.key_blocks
         if self.kind == "diagonals":
             return (rows - 1) * self.key_blocks_a_row_block + keys
-        return {"whole": rows * keys, "rows": rows}.get(self.kind, keys)
+        return {"whole": self.shares * rows * keys, "rows": rows}.get(self.kind, keys)
 
     @property
     def key_blocks_a_row_block(self) -> int:
@@ -95,9 +129,9 @@ class Pieces:
         if p.lowest is not None:
             seen &= last_key >= first_row + p.lowest
         if self.kind == "whole":
-            sharing = p.batch * p.heads // self.entries
-            count = np.where(seen, sharing, 0).ravel()
-            first = np.zeros_like(count)
+            starts = np.arange(self.shares + 1) * self.sharing // self.shares
+            count = np.where(seen.ravel(), np.diff(starts)[:, None], 0).ravel()
+            first = np.repeat(starts[:-1], seen.size)
         else:
             if self.kind == "diagonals":
                 seen = self._by_diagonal(seen)
@@ -133,6 +167,7 @@ class Pieces:
             if self.kind == "diagonals":
                 return batch, head, step, self._key_block_of(number, step)
             return (batch, head, *((number, step) if self.kind == "rows" else (step, number)))
+        _, number = self.share_of(number)
         row_block, key_block = div_rem(number, self.key_blocks)
         own_batch, head = div_rem(entry, self.shape[1])
         sharing = p.batch // self.shape[0]
@@ -141,6 +176,12 @@ class Pieces:
         else:
             batch = step
         return own_batch * sharing + batch, head, row_block, key_block
+
+    def share_of(self, number):
+        """Of pairs, the share of a piece of an entry, and its number there."""
+        return (
+            div_rem(number, self.row_blocks * self.key_blocks) if self.shares > 1 else (0, number)
+        )
 
     @property
     def fill_whole_tiles(self) -> bool:
@@ -152,6 +193,8 @@ class Pieces:
         p, warps = self.problem, CONSUMERS * WARPS
         rows, keys = self.row_blocks * BLOCK_Q, self.key_blocks * self.config.block_kv
         of_warps = p.batch, p.heads, warps, keys
+        if self.shares > 1:
+            return jax.ShapeDtypeStruct((self.shares, *self.shape), jnp.float32)
         shape = {
             "whole": self.shape,
             "rows": (p.batch, p.heads, rows),
@@ -171,7 +214,7 @@ class Pieces:
         """
         p = self.problem
         if self.kind == "whole":
-            return gradient
+            return gradient.sum(0) if self.shares > 1 else gradient
         if self.kind == "diagonals":
             return self._added_up(gradient)[:, :, None]
         if self.kind == "columns":

@@ -80,17 +80,18 @@ _THREE_BY_TWO = 1.2
 
 # Width 64 where all but the shape is as simple as can be: what ends earliest. Four consumers have
 # tiles of 256 rows that read keys once. us*, with these and with the fastest of the others: b8 s256
-# 7.7 and 9.4, b4 s512 11.3 and 14.1, b2 s1024 18.1 and 22.3, b1 s1500 24.9 and 30.5, b16 s512
-# 33.3 and 36.9; b4 s4096 454 and 438.
+# 7.7 and 9.4, b4 s512 11.3 and 14.1, b2 s1024 18.1 and 22.3, b1 s1500 24.9 and 30.5, b32 s512
+# 74.2 and 78.4, b64 s197 43.7 and 52.2; b4 s4096 454 and 438. With one buffer of queries the last
+# two of these take 79.9 and 51.0.
 FOUR_CONSUMERS = ForwardConfig(
-    consumers=4, block_kv=64, stages=2, query_buffers=1, registers=(112, 24)
+    consumers=4, block_kv=64, stages=2, query_buffers=2, registers=(112, 24)
 )
 FORWARD_TIMED = (
     Timed(FORWARD[64], launch=4.0, tile=1.37, causal_tile=0.92, step=1.21),
     Timed(FORWARD_SHORT[64], launch=2.7, tile=1.13, causal_tile=0.92, step=0.72),
     Timed(_TWO_CONSUMERS, launch=2.5, tile=1.24, causal_tile=0.63, step=1.01),
     Timed(_TWO_OF_64_KEYS, launch=2.1, tile=1.03, causal_tile=0.75, step=0.58),
-    Timed(FOUR_CONSUMERS, launch=1.8, tile=2.25, causal_tile=1.84, step=0.90),
+    Timed(FOUR_CONSUMERS, launch=3.0, tile=1.50, causal_tile=2.10, step=0.90),
 )
 
 # The same in FP8, whose operands have 64, 128 or 256 columns.
@@ -226,6 +227,7 @@ class _Call:
     tiled_bias: bool
     soft_cap: bool
     dropout: bool
+    key_mask: bool
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -292,7 +294,10 @@ _FORWARD_ROWS = [
 
 def _forward(call: _Call, queries: tuple[int, int] | None) -> ForwardConfig:
     if queries is not None and call.keys is not None and call.is_timed:
-        return fastest(FORWARD_TIMED, queries, call.keys, call.highest)
+        timed = fastest(FORWARD_TIMED, queries, call.keys, call.highest)
+        if call.key_mask and timed.consumers == 4:  # else up to 24 bytes would spill
+            return dataclasses.replace(timed, query_buffers=1)
+        return timed
     found = next(x.settings for x in _FORWARD_ROWS if x.fits(call) and call.widest in x.settings)
     forward = found[call.widest]
     if queries is not None and forward.consumers == 3:
@@ -332,6 +337,7 @@ def default(
     tiled_bias: bool = False,
     soft_cap: bool = False,
     dropout: bool = False,
+    key_mask: bool = False,
 ) -> Config:
     """Settings of one call.
 
@@ -349,13 +355,14 @@ def default(
       tiled_bias: and TMA takes tiles of the bias (`element_arrays.Elements.tiled_bias_dtype`).
       soft_cap: there is a soft cap.
       dropout: there is dropout.
+      key_mask: a mask says which keys of a batch entry count, for all queries and heads.
     """
     value_width = value_width or width
     for name, got in (("width", width), ("value_width", value_width)):
         need(got in SUPPORTED_WIDTHS, name, got, "a multiple of 8 up to 256")
     call = _Call(
         width, value_width, keys, highest, window, dynamic, segmented, has_elements,
-        forward_loads_elements, tiled_bias, soft_cap, dropout,
+        forward_loads_elements, tiled_bias, soft_cap, dropout, key_mask,
     )  # fmt: skip
     backward_query = BACKWARD_QUERY_ELEMENTS if has_elements else BACKWARD_QUERY
     return Config(_forward(call, queries), _backward(call), backward_query[call.widest])

@@ -30,11 +30,13 @@ class Loaded(NamedTuple):
     """What gives the elements of a tile: from registers, or by loading them only then.
 
     `score` gives of products the logits that a function makes of them (`score_functions.py`).
+    `place` is where the tile is: batch entry, head, first row and first column.
     """
 
     bits: Callable[[], jax.Array] | None = None
     bias: Callable[[], jax.Array] | None = None
     score: Callable[..., tuple[jax.Array, jax.Array | None]] | None = None
+    place: tuple[Any, Any, Any, Any] | None = None
 
 
 NOTHING_LOADED = Loaded()
@@ -114,6 +116,7 @@ class ElementRefs:
             found = found._replace(bias=self.bias_of(batch, head, *place))
         if early:
             found = Loaded(found.bits and _done(found.bits), found.bias and _done(found.bias))
+        found = found._replace(place=(batch, head, first_row, first_column))
         if self.problem.has_score:
             corner = batch, head, first_row, first_column
             found = found._replace(score=functools.partial(self.scores.of, corner))

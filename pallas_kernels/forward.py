@@ -53,7 +53,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import segments
+from pallas_kernels import key_masks, segments
 from pallas_kernels.columns import as_rows
 from pallas_kernels.config import ForwardConfig
 from pallas_kernels.dropout import Words
@@ -121,6 +121,7 @@ def attention(
         elements.tiled_bias_dtype if config.brings_bias and problem.may_begin_with_bias else None,
         interpreting(),
     )
+    key_words, elements = key_masks.taken_from(elements, problem)
     words = dropout_operands(dropout_words, keys=config.block_kv)
     optional = *words, *elements.forward_operands(problem)
     if sinks is not None:
@@ -135,6 +136,9 @@ def attention(
             assert blocks.seen is not None
             optional = (*seen_keys(blocks.seen, config.block_kv), *optional)
         return kernel(lists, *blocks.operands, query, key, value, *optional)
+    if key_words is not None:
+        of_entries = key_masks.KeyBlocks.of_words(key_words, config.block_kv)
+        return kernel(query, key, value, key_words, *of_entries, *optional)
     if problem.has_lengths:
         assert intervals is not None
         return kernel(query, key, value, lengths_of(intervals), *optional)

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tickets
+from pallas_kernels.bit_words import WORD
 from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
 from pallas_kernels.forward_plan import Plan
-from pallas_kernels.forward_tiles import BLOCKS, END, EXACT
+from pallas_kernels.forward_tiles import BLOCKS, END, EXACT, FAR
 from pallas_kernels.hopper import Ring, Turns
+from pallas_kernels.key_masks import KeyBlocks
 from pallas_kernels.mask_functions import LISTED, MaskRefs
 from pallas_kernels.ptx.barriers import with_twins
 from pallas_kernels.ptx.compiler import fresh_zero
@@ -83,6 +85,7 @@ class ThreadBlock(Block):
       plan: of the kernel.
       q, k, v, o, lse, references: refs of operands and results, in global memory.
       lengths: ref of where keys end, of a problem that has them, else None.
+      key_words, blocks_of_entries: of a mask of keys its bits, and refs of `KeyBlocks`, else None.
       reach: refs of the first key that a tile's rows see and of the end, if rows ignore others.
       of_unseen: of a dense mask, refs of `Blocks.seen` and of whether blocks have a key unseen.
       sinks: ref of them, or None.
@@ -117,10 +120,14 @@ class ThreadBlock(Block):
         else:
             self.key_blocks, self.q, self.k, self.v, *rest = rest
         *rest, self.o, self.lse, self.references = rest
-        # Intervals or lengths come first, then the reach of tiles, ids, words, elements and sinks.
-        has_intervals = problem.has_intervals or problem.has_lengths
-        intervals, rest = rest[: int(has_intervals)], rest[int(has_intervals) :]
+        # Intervals, lengths or a mask of keys come first, then the reach of tiles, ids, words,
+        # elements and sinks.
+        count = int(problem.has_intervals or problem.picks_keys) + 3 * int(problem.has_key_mask)
+        intervals, rest = rest[:count], rest[count:]
         self.lengths = intervals[0] if problem.has_lengths else None
+        self.key_words = self.blocks_of_entries = None
+        if problem.has_key_mask:
+            self.key_words, self.blocks_of_entries = intervals[0], KeyBlocks(*intervals[1:])
         count = 2 * int(problem.forward_ignores_unseen and problem.dynamic)
         self.reach, rest = rest[:count], rest[count:]
         count = 2 * int(problem.has_dense_lists)
@@ -160,6 +167,8 @@ class ThreadBlock(Block):
     def needs(self, tile, batch, column):
         if self.lengths is not None:
             return self._needs_of_length(tile, batch, column)
+        if self.blocks_of_entries is not None:
+            return self._needs_of_mask(batch, column)
         needed_by_all = self.plan.tiles.needed_by_all
         if needed_by_all is not None:  # no load to wait for; where ptxas knows the number it spills
             return jnp.int32(needed_by_all[column]) + fresh_zero()
@@ -174,6 +183,16 @@ class ThreadBlock(Block):
             return blocks
         unmasked = all_blocks - super().needs(tile, batch, EXACT)
         return blocks - jnp.minimum(unmasked, lax.div(jnp.maximum(length - 1, 0), block_kv))
+
+    def _needs_of_mask(self, batch, column):
+        """The same of a mask of keys, which all tiles of a batch entry have."""
+        of_entries, words = self.blocks_of_entries, self.key_words
+        assert of_entries is not None and words is not None
+        if column == EXACT:
+            return jnp.int32(1)  # as its last block has a key that counts
+        if column == FAR:
+            return of_entries.unmasked(batch, words.shape[1] * WORD // self.plan.config.block_kv)
+        return of_entries.end(batch) if column == END else of_entries.count(batch)
 
     def length(self, batch):
         """Where the keys of a batch entry end."""

@@ -158,8 +158,11 @@ class _Consumer(Products):
         if not config.products_first:
             block.turns.pass_on()
         loaded = NOTHING_LOADED
+        if problem.has_key_mask:
+            if needs_mask:
+                loaded = rows.load_key_mask(batch, end_block - 1 - j)
         # Beside lists a mask is all that there is to load.
-        if needs_mask or problem.has_score or block.lists is None:
+        elif needs_mask or problem.has_score or block.lists is None:
             loaded = rows.load_elements(lambda: number, j)
         products = self.load_logits()
         if config.products_first:
@@ -230,7 +233,7 @@ class _Consumer(Products):
         then those with one at the far edge.
         """
         block, plan = self.block, self.plan
-        has_far_edge, mask_throughout = plan.problem.has_far_edge, plan.mask_throughout
+        has_far_edge, mask_throughout = plan.has_far_edge, plan.mask_throughout
         tile, batch, _ = place
         if block.lists is not None:
             return self.listed_steps(index, steps, place, carry)

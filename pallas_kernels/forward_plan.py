@@ -74,6 +74,11 @@ class Plan:
     # --- which steps mask, and which look for maxima ---
 
     @property
+    def has_far_edge(self) -> bool:
+        """Whether steps may need a mask behind some that need none."""
+        return self.problem.has_far_edge or self.problem.has_key_mask
+
+    @property
     def mask_throughout(self) -> bool:
         """Whether all steps mask: with a window, loops of other steps take a bias's registers."""
         return self.problem.beyond_products and self.problem.has_far_edge
@@ -142,7 +147,8 @@ class Plan:
     def registers_are_scarce(self) -> bool:
         """Then addresses and bounds are.
 
-        Else H256-sides-even, H72-window-even and H72-key-lengths-causal-even would spill.
+        Else H256-sides-even, H72-window-even, H72-key-lengths-causal-even, H128-key-mask-ragged and
+        H64-causal-ragged would spill.
         """
         p, in_boxes = self.problem, self.key_columns.tiles > 1
         beside_wide_output = p.segmented or self.problem.has_dropout or (in_boxes and p.dynamic)
@@ -152,9 +158,15 @@ class Plan:
             or (p.has_lists and p.widest > 64)
             or (p.widest > 192 and beside_wide_output)
             or (p.lowest is not None and p.widest > 192)
-            or ((p.lowest is not None or p.has_lengths) and self.key_columns.products > 1)
+            or ((p.lowest is not None or p.picks_keys) and self.key_columns.products > 1)
             or (p.segmented and self.problem.has_dropout and p.widest > 64)
+            or (p.has_key_mask and self._in_wide_boxes)
+            or (self.config.consumers == 4 and self.tiles.any_mask)
         )
+
+    @property
+    def _in_wide_boxes(self) -> bool:
+        return self.problem.has_odd_rows and self.problem.widest > 64
 
     @property
     def registers_are_short(self) -> bool:

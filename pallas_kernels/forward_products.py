@@ -1,5 +1,6 @@
 """The products of a consumer of the forward: logits, the output, and where that is stored."""
 
+import functools
 from collections.abc import Callable
 
 import jax.experimental.pallas as pl
@@ -12,6 +13,7 @@ from pallas_kernels.element_arrays import compressed
 from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_plan import BIAS_BOX
 from pallas_kernels.forward_rows import Rows
+from pallas_kernels.key_masks import ALL_COUNT
 from pallas_kernels.on_rows import entry_of
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.ptx.barriers import fence_async_shared
@@ -84,6 +86,8 @@ class Products:
         tile, batch, head = place
         if self.plan.problem.has_dense_lists:
             self._zero_marked_values(slot, batch, head, key_block)
+        elif self.plan.problem.has_key_mask:
+            self._zero_masked_values(slot, batch, key_block)
         else:
             self._zero_values_out_of_reach(slot, tile, batch, key_block)
 
@@ -99,6 +103,20 @@ class Products:
         def _():
             words = seen.at[entry, head, pl.ds(key_block * count, count)]
             (values,), box_width = block.values.at(slot), plan.value_columns.box_width
+            block.unseen_values.keep_marked_rows(values, words, block.warpgroup, box_width)
+
+    def _zero_masked_values(self, slot, batch, key_block) -> None:
+        """Those that a mask of keys hides."""
+        block, count, batch = self.block, self.plan.config.block_kv // WORD, batch + fresh_zero()
+        key_words, first = block.key_words, key_block * count
+        assert key_words is not None
+        words = (key_words[batch, first + n] for n in range(count))
+        is_cut = functools.reduce(jnp.bitwise_and, words) != ALL_COUNT
+
+        @pl.when(is_cut)
+        def _():
+            words = key_words.at[batch, pl.ds(first, count)]
+            (values,), box_width = block.values.at(slot), self.plan.value_columns.box_width
             block.unseen_values.keep_marked_rows(values, words, block.warpgroup, box_width)
 
     def _zero_values_out_of_reach(self, slot, tile, batch, key_block) -> None:

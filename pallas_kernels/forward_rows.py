@@ -1,5 +1,6 @@
 """From products to weights: the 64 query rows of a consumer of the forward, and what they see."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -15,6 +16,7 @@ from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_tiles import COMPARING
 from pallas_kernels.online_softmax import RowState
 from pallas_kernels.problem import LOG2E
+from pallas_kernels.ptx.elements import load_bits
 from pallas_kernels.ptx.masks import all_columns, keep_bits
 from pallas_kernels.ptx.stores import store_rows
 from pallas_kernels.row_masks import ROWS, in_each_row
@@ -123,17 +125,27 @@ class Rows:
         Args:
           number: gives that of the tile.
         """
-        if not self.plan.loads_elements:
+        if not (self.plan.loads_elements or self.plan.problem.has_key_mask):
             return NOTHING_LOADED
         tile, batch, head = self.plan.tiles.locate(number())
         first_row = self.first(tile)
         key_block = self.block.key_block((tile, batch, head), j)
+        if self.plan.problem.has_key_mask:
+            return self.load_key_mask(batch, key_block)
         if is_first:
             key_block = self.there_is(key_block)
         block_kv = self.plan.config.block_kv
         return self.block.elements.load(
             batch, head, first_row, key_block * block_kv, block_kv, early=self._elements_early
         )
+
+    def load_key_mask(self, batch, key_block) -> Loaded:
+        """The same bits for all rows."""
+        block_kv, words = self.plan.config.block_kv, self.block.key_words
+        assert words is not None
+        of_entry = words.at[pl.ds(batch, 1)]
+        load = functools.partial(load_bits, of_entry, jnp.int32(0), key_block * block_kv, block_kv)
+        return Loaded(bits=load)
 
     def words(self, tile, batch, head) -> jax.Array | None:
         """Words of dropout of the rows; None if there is no dropout."""

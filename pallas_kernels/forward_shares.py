@@ -32,7 +32,7 @@ def dealt_out(whole: Tiles, wanted: int | None) -> Tiles:
       whole: the tiles in one share.
       wanted: None, or how many shares there are to be, or fewer if there are not so many.
     """
-    if not whole.one_each or whole.problem.has_lengths:
+    if not whole.one_each or whole.problem.picks_keys:
         return whole
     blocks = int(whole.key_blocks()[:, BLOCKS].max())
     most = min(blocks, whole.config.thread_blocks // whole.count, wanted or blocks)

@@ -110,7 +110,7 @@ class Tiles:
     @property
     def have_ends(self) -> bool:
         """Whether key blocks need not begin with the first key, so that they have an `END`."""
-        return self.problem.has_far_edge or self.are_shared
+        return self.problem.has_far_edge or self.problem.has_key_mask or self.are_shared
 
     def key_blocks(self) -> np.ndarray:
         """What each tile of a head needs, `[tiles, 2]` int32, or `[tiles, 4]` if they `have_ends`.
@@ -199,6 +199,8 @@ class Tiles:
         """Whether any step has one, but for segment ids."""
         if self.problem.has_far_edge or self.problem.has_lists or self.problem.has_lengths:
             return True
+        if self.problem.has_key_mask:  # bits say it all
+            return False
         return not self.problem.by_batch and bool(self.key_blocks()[:, 1].any())
 
     def reach(self, intervals: jax.Array | None) -> run_time_intervals.Reach:

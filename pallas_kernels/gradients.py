@@ -23,6 +23,7 @@ from pallas_kernels import (
     backward_query_product,
     bias_gradient,
     cast_dq,
+    key_masks,
     row_statistics,
 )
 from pallas_kernels.backward_key_plan import key_tiles
@@ -91,7 +92,8 @@ def attention_gradients(
       dropout_words: None, or for a problem with dropout the words of queries and keys, as
         `dropout.Words` has them.
       blocks: None, or for a problem that has given lists what they are made of.
-      with_bias_gradient: the bias has a gradient too, which takes a kernel of its own.
+      with_bias_gradient: the bias has a gradient too: a kernel of its own makes it, or the main one
+        has it at hand.
       reads: numbers of those reads of the score function that have one, likewise.
 
     Returns:
@@ -101,11 +103,15 @@ def attention_gradients(
     query_config = query_config or BACKWARD_QUERY[problem.widest]
     # Where its tiles add to dQ in global memory, it is in the order in which thread blocks end.
     plan = Plan(problem, config) if isinstance(config, BackwardConfig) else None
+    if plan is not None and with_bias_gradient and _is_d_logits(elements.bias, plan):
+        plan, with_bias_gradient = dataclasses.replace(plan, with_bias_gradient=True), False
     if plan is not None and deterministic and plan.sums_dq:
         plan = dataclasses.replace(plan, with_query_gradient=False)
     if plan is None or not plan.with_query_gradient:
         problem = problem.in_intervals
         plan = plan and dataclasses.replace(plan, whole=problem)
+    key_words, elements = key_masks.taken_from(elements, problem)
+    intervals = intervals if key_words is None else key_words
     adds = plan is not None and plan.sums_dq
     block_q = config.block_q
     if plan is None or not plan.with_query_gradient:
@@ -171,7 +177,21 @@ def attention_gradients(
         d_query, *of_both = _by_main_kernel(plan, main, zeros, start, padded_rows)
     else:
         d_query, of_both = of_query_alone(), list(main())
+    if plan.with_bias_gradient:
+        others = [of_both.pop()]
     return d_query, *summed(key, value, of_both, plan.tiles), *others
+
+
+def _is_d_logits(bias: jax.Array | None, plan: Plan) -> bool:
+    """Whether the gradient of a bias is dS of the main kernel, with nothing to add up or to cast.
+
+    With dropout dS has another unit.
+    """
+    p = plan.whole
+    assert bias is not None  # as it has a gradient
+    has_all_pairs = bias.shape == (p.batch, p.heads, p.query_length, p.key_length)
+    is_as_computed = bias.dtype == p.dtype and not p.has_dropout
+    return has_all_pairs and is_as_computed and plan.sees_all_pairs
 
 
 def _by_main_kernel(

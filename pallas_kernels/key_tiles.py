@@ -111,8 +111,8 @@ class KeyTiles:
 
     @property
     def ragged(self) -> bool:
-        """Whether a tile has keys beyond the end: the last one, or where lengths say so."""
-        return self.problem.key_length % self.block_kv != 0 or self.problem.has_lengths
+        """Whether a tile has keys that do not count: the last one, or where `picks_keys`."""
+        return self.problem.key_length % self.block_kv != 0 or self.problem.picks_keys
 
     def are_beyond(self, own_first_key: int) -> bool:
         """Whether there are no keys in the last tile from this one of it on."""
@@ -181,7 +181,7 @@ class KeyTiles:
         """
         if self.problem.by_batch:
             return (self.block_kv > CONSUMER_KEYS,) * 2
-        if self.problem.has_lengths:
+        if self.problem.picks_keys:
             return self.block_kv > CONSUMER_KEYS, False
         first, end = self.in_one_part.seeing_blocks()
         own_first, own_end = self._seeing_blocks(own_first_key, CONSUMER_KEYS)

@@ -46,7 +46,8 @@ def gradient_kernel(
         goes with `seeing_blocks`.
 
     Returns:
-      A function of the intervals of keys `[B, 2, T]` that queries see, or None, of the segment
+      A function of the intervals of keys `[B, 2, T]` that queries see, or None, or of a mask of
+      keys its bits (`key_masks.words_of`), of the segment
       ids of queries and keys, or None, of the words of dropout, or None, and of the operands; by
       name of `element_arrays.Blocks`, where lists are given.
       Of a section the kernel takes its heads alone, and if there are refs of results, it writes
@@ -93,8 +94,10 @@ def gradient_kernel(
             if p.has_dense_lists:
                 seen = seen_keys(blocks.seen, tiles.block_kv, (p.kv_heads, p.group))
             return kernel(table, lists, *blocks.operands, *seen, *operands)
+        # One entry more, for what `Walk.locate` may ask for behind the last tile.
+        if p.has_key_mask:
+            operands = (jnp.pad(intervals, ((0, 1), (0, 0))), *operands)
         if p.has_lengths:
-            # One more, for what `Walk.locate` may ask for behind the last tile.
             lengths = jnp.pad(run_time_intervals.lengths_of(intervals), (0, 1))
             operands = (lengths, *operands)
         if not p.by_batch:

@@ -132,6 +132,9 @@ class StepMask:
             if problem.has_lengths:
                 is_there = key - first_key < walk.keys_from(place, self.own_first_key)
                 first = jnp.where(is_there, first, tiles.block_q)
+            elif problem.has_key_mask:
+                is_there = walk.unmasked_rows(place, self.own_first_key)
+                first = jnp.where(is_there, first, tiles.block_q)
             elif tiles.ragged:
                 first = jnp.where(key < problem.key_length, first, tiles.block_q)
         if problem.lowest is not None:

@@ -63,7 +63,7 @@ def _possible(whole: KeyTiles) -> list[KeyTiles]:
     """The tiles in any number of shares, the fewest first, of as many those of the most heads."""
     p = whole.problem
     # Else blocks are known at run time only, or not in a row, or registers are too short.
-    has_parts = p.is_plain and not (p.by_batch or p.has_lengths)
+    has_parts = p.is_plain and not (p.by_batch or p.picks_keys)
     all_steps = whole.steps_per_head * len(whole.kv_heads)
     shortest = max(1, all_steps // (_EVEN * SM_COUNT))
     possible = [whole]

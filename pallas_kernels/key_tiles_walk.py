@@ -10,14 +10,14 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import tickets
+from pallas_kernels import key_masks, tickets
 from pallas_kernels.bit_words import WORD
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.key_tiles import CONSUMER_KEYS, KeyTiles
 from pallas_kernels.mask_functions import COUNT, LISTED, MaskRefs
 from pallas_kernels.on_rows import entry_of
 from pallas_kernels.ptx.arithmetic import div_rem
-from pallas_kernels.ptx.compiler import fresh_zero
+from pallas_kernels.ptx.compiler import fresh_rows, fresh_zero
 from pallas_kernels.ptx.loads import load_rows
 from pallas_kernels.ptx.votes import any_positive
 
@@ -32,9 +32,9 @@ class Walk:
       schedule_ref: `KeyTiles.schedule`, in global memory; None where tiles are drawn.
       seeing_blocks_ref: `KeyTiles.seeing_blocks` or `seeing_blocks_of`, in global memory.
       block: number of the thread block.
-      more_refs: in global memory, where the problem has lengths those; where it is dynamic or
-        segmented the queries that see each key, and where it is segmented the ids of queries and of
-        keys, as many as there are in all blocks and tiles.
+      more_refs: in global memory, where the problem has lengths those, where it has a mask of keys
+        its bits; where it is dynamic or segmented the queries that see each key, and where it is
+        segmented the ids of queries and of keys, as many as there are in all blocks and tiles.
       elements: mask and bias, with rows of keys, of a problem that has them.
       key_words_ref: in global memory, words of keys `[B, S]` of a problem with dropout.
       counters_ref: int32 in global memory: the first is more than 0 if any row is far from 0
@@ -86,8 +86,8 @@ class Walk:
             seen, refs = tuple(refs[:count]), refs[count:]
         else:
             seeing_blocks_ref, *refs = refs
-        has_intervals = tiles.problem.has_intervals or tiles.problem.has_lengths
-        count = int(has_intervals) + 2 * int(tiles.problem.segmented)
+        count = int(tiles.problem.has_intervals or tiles.problem.picks_keys)
+        count += 2 * int(tiles.problem.segmented)
         more_refs = tuple(refs[:count])
         key_words_ref = None
         if tiles.problem.has_dropout:
@@ -184,8 +184,10 @@ class Walk:
 
         A head's only tile takes all blocks even so, as dQ of each is to be made.
         """
-        if self.tiles.problem.has_lengths and self.tiles.whole_per_head > 1:
+        if self.tiles.problem.picks_keys and self.tiles.whole_per_head > 1:
             is_there = self.keys_from(place, 0) > 0
+            if self.tiles.problem.has_key_mask:
+                is_there = functools.reduce(jnp.maximum, self._counts(place)) > 0
             return jnp.where(is_there, self.tiles.query_blocks, self.first_block(place) + 1)
         if not self.tiles.problem.has_far_edge:
             return self.tiles.query_blocks
@@ -206,7 +208,9 @@ class Walk:
         return self.seeing(place, 5 if self.has_parts else 2)
 
     def keys_from(self, place, own_first_key: int):
-        """How many keys there are from one of a tile on, 0 or less for none, by lengths."""
+        """How many keys count from one of a tile on, 0 or less for none; by a mask of 64."""
+        if self.tiles.problem.has_key_mask:
+            return key_masks.counting(self._words_of_keys(place, own_first_key))
         length = self.more_refs[0][self.batch_of(place)]
         return length - (self.tile_of(place) * self.tiles.block_kv + own_first_key)
 
@@ -219,6 +223,31 @@ class Walk:
         if self.tiles.problem.has_lengths:
             return jnp.int32(0), self.keys_from(place, 0)
         return self._last_entries(place)[2:]
+
+    def unmasked_keys(self, place) -> tuple[Any, jax.Array]:
+        """By a mask of keys: words of bits of a tile's keys that count, and if some do not."""
+        count = self.tiles.block_kv // WORD
+        words = self.more_refs[0].at[
+            self.batch_of(place), pl.ds(self.tile_of(place) * count, count)
+        ]
+        return words, functools.reduce(jnp.minimum, self._counts(place)) < CONSUMER_KEYS
+
+    def unmasked_rows(self, place, own_first_key: int) -> jax.Array:
+        """By a mask of keys: which of 64 keys of a tile count, `(64,)`."""
+        row = fresh_rows()
+        word = jnp.where(row < WORD, *self._words_of_keys(place, own_first_key))
+        return ((word >> (row & (WORD - 1))) & 1) > 0
+
+    def _words_of_keys(self, place, own_first_key: int) -> tuple[jax.Array, jax.Array]:
+        """Those of a mask of keys of 64."""
+        batch, words = self.batch_of(place), self.more_refs[0]
+        first = self.tile_of(place) * (self.tiles.block_kv // WORD) + own_first_key // WORD
+        return words[batch, first], words[batch, first + 1]
+
+    def _counts(self, place) -> list[jax.Array]:
+        """By a mask of keys: how many count of those of each consumer."""
+        firsts = range(0, self.tiles.block_kv, CONSUMER_KEYS)
+        return [self.keys_from(place, first) for first in firsts]
 
     def seen_keys(self, place) -> tuple[Any, jax.Array]:
         """By a dense mask: words of bits of a tile's keys that queries see, and if some are not."""
@@ -333,7 +362,7 @@ class Walk:
         if problem.by_batch:
             return self._own_entry(place, own_first_key, 0)
         first_block = self.first_block(place)
-        if problem.has_lengths:
+        if problem.picks_keys:
             are_there = self.keys_from(place, own_first_key) > 0
             first_block = jnp.where(are_there, first_block, self.end_block(place))
         if problem.highest is not None:
@@ -341,7 +370,7 @@ class Walk:
             query = jnp.maximum(first_key + (own_first_key - problem.highest), 0)
             first = lax.div(query, jnp.int32(tiles.block_q))
             return jnp.clip(first, first_block, self.end_block(place))
-        if not problem.has_lengths and tiles.are_beyond(own_first_key):
+        if not problem.picks_keys and tiles.are_beyond(own_first_key):
             is_last = self.tile_of(place) == tiles.whole_per_head - 1
             return jnp.where(is_last, self.end_block(place), first_block)
         return first_block
@@ -374,7 +403,7 @@ class Walk:
             last_key = self.tile_of(place) * tiles.block_kv + (own_first_key + CONSUMER_KEYS - 1)
             last_key = jnp.maximum(last_key - problem.highest, 0)
             unmasked = lax.div(last_key + (tiles.block_q - 1), jnp.int32(tiles.block_q))
-        if problem.has_lengths:
+        if problem.picks_keys:
             are_all_there = self.keys_from(place, own_first_key) >= CONSUMER_KEYS
             unmasked = jnp.where(are_all_there, unmasked, end_block)
         elif tiles.ragged:

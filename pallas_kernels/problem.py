@@ -19,13 +19,14 @@ _LEAST_SCALE_OF_BEGINNINGS = 2.0**-10
 class Problem:
     """The static part of one attention call: what a kernel is built for.
 
-    Query is `[batch, query_length, heads, width]`, key `[batch, key_length, kv_heads, width]`, and
-    value `[batch, key_length, kv_heads, value_width]`. Query i sees keys i + lowest <= j <= i +
-    highest, where None is no bound: causal attention has a highest alone, a sliding window has
-    both. If it `has_lengths`, the keys of each batch entry end at a length that kernels get in an
-    array. Or, if it is `dynamic`, it sees an interval of keys that they get so (`intervals.py`). If
-    it is `segmented`, it sees only those of them that have its segment id (`segments.py`). Kernels
-    of one that `has_mask` or `has_bias` get these as arrays too (`element_arrays.py`). With a soft
+    Query is `[batch, query_length, heads, width]`, key `[batch, key_length, kv_heads, width]`,
+    and value `[batch, key_length, kv_heads, value_width]`. Query i sees keys i + lowest <= j <=
+    i + highest, where None is no bound: causal attention has a highest alone, a sliding window
+    has both. If it `has_lengths`, the keys of each batch entry end at a length that kernels get
+    in an array; if it `has_key_mask`, those that bits say count (`key_masks.py`). Or, if it is
+    `dynamic`, it sees an interval of keys that they get so (`intervals.py`). If it is
+    `segmented`, it sees only those of them that have its segment id (`segments.py`). Kernels of
+    one that `has_mask` or `has_bias` get these as arrays too (`element_arrays.py`). With a soft
     cap, logits with their bias become soft_cap * tanh(logits / soft_cap) before all that hides
     keys. With dropout, kernels get words that say which weights are dropped after the softmax
     (`dropout_words.py`).
@@ -51,6 +52,7 @@ class Problem:
     highest: int | None = None
     dynamic: bool = False
     has_lengths: bool = False
+    has_key_mask: bool = False
     segmented: bool = False
     value_width: int = 0
     has_mask: bool = False
@@ -68,9 +70,12 @@ class Problem:
         if self.dynamic:
             bounds = (self.lowest, self.highest)
             need(bounds == (None, None), "lowest, highest", bounds, "None where dynamic")
-        if self.has_lengths:
+        if self.picks_keys:
             alone = self.is_plain and not self.dynamic and self.lowest is None
-            need(alone, "has_lengths", True, "nothing beside but highest")
+            need(alone, "has_lengths, has_key_mask", True, "nothing beside but highest")
+        if self.has_key_mask:
+            alone = not self.has_lengths and self.highest is None
+            need(alone, "has_key_mask", True, "neither lengths nor highest")
         if self.lowest is not None and self.highest is not None:
             # Then the queries that see any key are an interval, and so are the keys that are seen.
             needs = f"at most highest, {self.highest}"
@@ -216,7 +221,7 @@ class Problem:
         """Whether queries that see no key, and keys that none sees, may be NaN in `forward.py`."""
         spills = self.has_dropout and self.widest <= 64
         is_beside = self.segmented or self.has_elements or spills
-        return self.has_lengths or (self.dynamic and not is_beside)
+        return self.picks_keys or (self.dynamic and not is_beside)
 
     @property
     def backward_ignores_unseen(self) -> bool:
@@ -234,6 +239,11 @@ class Problem:
         """Whether there are neither elements, ids, lists, dropout nor a soft cap."""
         beside = self.has_elements, self.segmented, self.has_lists, self.has_dropout, self.has_cap
         return not any(beside)
+
+    @property
+    def picks_keys(self) -> bool:
+        """Whether which keys of a batch entry count is known at run time only, for all queries."""
+        return self.has_lengths or self.has_key_mask
 
     @property
     def in_intervals(self) -> "Problem":

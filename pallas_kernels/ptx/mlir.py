@@ -64,6 +64,22 @@ def column_of_thread():
     return arith.muli(arith.andi(thread_index(), int32(3)), int32(2))
 
 
+def warp_of_thread():
+    """Index of this thread's warp in its warpgroup."""
+    return arith.shrui(thread_index(), int32(5))
+
+
+def quad_of_thread():
+    """Index of this thread's four in its warp."""
+    return arith.andi(arith.shrui(thread_index(), int32(2)), int32(7))
+
+
+def turned(word):
+    """The transpose of 8 rows by 8 columns of 16 bits in a warp; a thread has two side by side."""
+    text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    return asm(text, "=r,r", [word], ir.IntegerType.get_signless(32))
+
+
 def clamped(row, half: int, last):
     """`row` of the upper or the lower half of the thread's rows, or `last` if that comes before."""
     return arith.minsi(arith.addi(row, int32(8 * half)), last)

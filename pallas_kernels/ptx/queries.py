@@ -26,6 +26,7 @@ from pallas_kernels.ptx.mlir import (
     row_of_thread,
     shared_address,
     thread_index,
+    turned,
 )
 from pallas_kernels.ptx.operands import OPERAND
 
@@ -172,9 +173,8 @@ def store_grouped(ref, tile: jax.Array, first) -> None:
                 )
 
         def transposed(pair):
-            """Two elements of one column, from 8 rows by 8 columns of 16 bits in a warp."""
-            text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-            return asm(text, "=r,r", [llvm.bitcast(i32, pair)], i32)
+            """Two elements of one column."""
+            return turned(llvm.bitcast(i32, pair))
 
         first_in_quad = arith.muli(in_quad, int32(2))
         for group in range(registers.shape[1]):

@@ -16,15 +16,19 @@ from pallas_kernels.ptx.mlir import (
     ROWS,
     TILE,
     asm,
+    base_address,
     bytes_to,
     column_of_thread,
     extract,
     fragments,
     global_address,
     int32,
+    quad_of_thread,
     row_of_thread,
     scalar,
     thread_index,
+    turned,
+    warp_of_thread,
 )
 
 
@@ -159,6 +163,50 @@ def store_tile_inside(ref, tile: jax.Array, first_row, first_column) -> None:
                     f" @p st.global.b{bits} [$0+{offset}], $1; }}",
                     f"l,{constraint},r,r,~{{memory}}",
                     [address, llvm.bitcast(bits_type, value), own_row, place],
+                )
+
+    store(ref, tile, jnp.int32(first_row), jnp.int32(first_column))
+
+
+def store_turned_inside(ref, tile: jax.Array, first_row, first_column) -> None:
+    """As `store_tile_inside`, the transpose of a `(64, n)` tile of 16 bits, which warps turn.
+
+    Args:
+      ref: the matrix `(rows, columns)`, a view of global memory.
+      first_row, first_column: where the transpose begins, at multiples of its own rows and columns.
+    """
+    if interpreting():
+        store_tile_inside(ref, tile.T, first_row, first_column)
+        return
+
+    rows, columns = ref.shape
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE, splat, splat))
+    def store(_, ref, tile, first_row, first_column):
+        i32, i16 = (ir.IntegerType.get_signless(bits) for bits in (32, 16))
+        stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+        row = arith.addi(first_row.registers[()], quad_of_thread())
+        column = arith.addi(arith.muli(warp_of_thread(), int32(16)), column_of_thread())
+        column = arith.addi(first_column.registers[()], column)
+        base = arith.addi(base_address(ref), bytes_to(row, 2 * stride))
+        address = arith.addi(base, bytes_to(column, 2))
+        for _, group, half, pair in fragments(tile.registers):
+            word = turned(llvm.bitcast(i32, pair))
+            offset = 2 * (8 * group * stride + 8 * half)
+            own_row = arith.addi(row, int32(8 * group))
+            # Of an odd number of columns a pair may end beyond the last, or begin within a word.
+            parts = [(0, "b32", "r", word)]
+            if columns % 2:
+                high = arith.shrui(word, int32(16))
+                parts = [(e, "b16", "h", arith.trunci(i16, x)) for e, x in enumerate((word, high))]
+            for e, kind, constraint, value in parts:
+                asm(
+                    f"{{ .reg .pred p; setp.lt.s32 p, $2, {rows};"
+                    f" setp.lt.and.s32 p, $3, {columns}, p;"
+                    f" @p st.global.{kind} [$0+{offset + 2 * e}], $1; }}",
+                    f"l,{constraint},r,r,~{{memory}}",
+                    [address, value, own_row, arith.addi(column, int32(8 * half + e))],
                 )
 
     store(ref, tile, jnp.int32(first_row), jnp.int32(first_column))
