@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import chex
 import jax
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import defaults, element_arrays, mask_bits
+from pallas_kernels import bias_gradient, defaults, element_arrays, mask_bits
+from pallas_kernels.bias_gradient_pieces import Pieces
+from pallas_kernels.problem import Problem
 from tests.support.cases import long, slow
 from tests.support.elements import (
     check_bias_that_is_nan_where_hidden_and_infinite_elsewhere,
@@ -20,7 +23,7 @@ from tests.support.elements import (
     with_lengths,
 )
 from tests.support.interpret import interpret_mode
-from tests.support.kernel_calls import check, few_thread_blocks, inputs
+from tests.support.kernel_calls import check, few_thread_blocks, inputs, with_shares
 from tests.support.nonzero import assert_none_is_zero
 
 # Which axes of [B, N, T, S] an array has; others are 1.
@@ -293,6 +296,66 @@ def test_bias_that_comes_in_tiles(T, S, H, axes, bias_dtype, options):
     bias = random_bias(shape_of(axes, 2, 2, T, S), bias_dtype)
     with interpret_mode():
         check(inputs(2, T, S, 2, 1, H, jnp.bfloat16), bias=bias, **options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "dtype", "masks", "options"),
+    [
+        (70, 100, 2, 1, 64, jnp.bfloat16, "bts", {}),
+        slow(100, 141, 1, 1, 128, jnp.float16, None, {}),
+        slow(70, 80, 2, 2, 40, jnp.float16, None, dict(logits_soft_cap=3.0)),
+        slow(260, 300, 8, 2, 64, jnp.bfloat16, None, dict(config=with_shares(64, 4))),
+    ],
+)
+def test_bias_of_each_pair_and_head(T, S, N, K, H, dtype, masks, options):
+    """Whose gradient the main kernel has at hand."""
+    if masks:
+        options = options | dict(mask=random_mask(shape_of(masks, 2, N, T, S)))
+    bias = random_bias((2, N, T, S), dtype)
+    with interpret_mode(), mock.patch.object(bias_gradient, "bias_gradient", None):
+        check(inputs(2, T, S, N, K, H, dtype), bias=bias, **options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("B", "T", "S", "N", "H", "axes", "options"),
+    [
+        (6, 70, 60, 2, 64, "nts", {}),
+        slow(7, 130, 60, 3, 40, "ts", dict(is_causal=True)),
+        slow(9, 140, 300, 1, 128, "ts", dict(query_offset=-100, is_causal=True)),
+    ],
+)
+def test_bias_whose_pieces_are_dealt_out(B, T, S, N, H, axes, options):
+    """In shares of the batch entries and heads that have it."""
+    bias = random_bias(shape_of(axes, B, N, T, S), jnp.bfloat16)
+    made, pieces_of = [], Pieces.of_bias
+
+    def noted(*args):
+        made.append(pieces_of(*args))
+        return made[-1]
+
+    with interpret_mode(), mock.patch.object(Pieces, "of_bias", noted):
+        check(inputs(B, T, S, N, N, H, jnp.bfloat16), bias=bias, **options)
+    assert made and made[0].shares > 1
+
+
+@pytest.mark.parametrize("highest", [None, 0, -200])
+@pytest.mark.parametrize("shares", [1, 3, 7])
+def test_shares_of_a_piece_are_all_of_its_steps(shares, highest):
+    problem = Problem(
+        7, 300, 200, 2, 1, 64, np.dtype(jnp.bfloat16), 1.0, has_bias=True, highest=highest
+    )
+    bias = jax.ShapeDtypeStruct((1, 1, 300, 200), jnp.bfloat16)
+    whole = dataclasses.replace(Pieces.of_bias(problem, bias), shares=1)
+    pieces = dataclasses.replace(whole, shares=shares)
+    found = {}
+    for number, first, count in pieces.steps().tolist():
+        _, own = pieces.share_of(jnp.int32(number))
+        found.setdefault(int(own), []).extend(range(first, first + count))
+    expected = {number: [*range(count)] for number, _, count in whole.steps().tolist()}
+    assert {number: sorted(steps) for number, steps in found.items()} == expected
+    assert len(pieces.steps()) == pieces.per_entry == shares * whole.per_entry
 
 
 @pytest.mark.long

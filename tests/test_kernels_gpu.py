@@ -431,6 +431,36 @@ def test_lengths_of_keys_alone(T, S, N, K, H, is_causal):
     check_that_nan_is_left_out(arrays, **options)
 
 
+@pytest.mark.parametrize("kind", ["right", "left", "holes", "blocks"])
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H"),
+    [
+        (1157, 1091, 4, 2, 64),
+        (1157, 1091, 4, 2, 128),
+        (512, 512, 64, 32, 64),  # more tiles than SMs
+        (612, 580, 40, 40, 128),
+        (1157, 1091, 4, 2, 80),
+        slow(1157, 1091, 4, 2, 40),
+        slow(1157, 1091, 4, 2, 72),
+        (300, 128, 8, 8, 64),  # one tile of keys
+        (300, 100, 64, 64, 128),
+    ],
+)
+def test_masks_of_keys_alone(kind, T, S, N, K, H):
+    """Right, whatever stands where they hide a key, and in queries of an entry without keys."""
+    arrays = inputs(4, T, S, N, K, H, [jnp.bfloat16, jnp.float16][kind == "holes"])
+    key, entry = np.arange(S), np.arange(4)[:, None]
+    masks = {
+        "right": key < (2 * S) // 3 + 10 * entry,
+        "left": key >= S // 3 + 10 * entry,
+        "holes": np.random.default_rng(S).random((4, S)) < 0.7,
+        "blocks": (key // 64 + entry) % 3 == 1,
+    }
+    mask = jnp.asarray(masks[kind] & (entry != 1))[:, None, None]
+    check(arrays, mask=mask)
+    check_that_nan_is_left_out(arrays, mask=mask)
+
+
 @pytest.mark.parametrize(
     ("H", "h"), [(64, 64), slow(40, 72), (80, 80), slow(96, 96), slow(192, 128)]
 )
@@ -817,6 +847,30 @@ def test_bias_that_comes_in_tiles(T, S, axes, options, H):
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H, S, dtype):
     check_bias_that_is_nan_where_hidden_and_infinite_elsewhere(H, S, dtype)
+
+
+@pytest.mark.parametrize("masks", [None, "bts"])
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H"),
+    [
+        (1157, 1091, 4, 2, 64),
+        (768, 768, 8, 8, 24),
+        (612, 580, 16, 4, 128),
+        slow(612, 580, 40, 40, 64),
+        slow(300, 128, 8, 2, 80),
+    ],
+)
+def test_bias_of_each_pair_and_head(T, S, N, K, H, masks):
+    """Whose gradient the main kernel has at hand."""
+    dtype = [jnp.bfloat16, jnp.float16][K % 3 == 2]
+    options = dict(mask=random_mask(shape_of(masks, 2, N, T, S))) if masks else {}
+    check(inputs(2, T, S, N, K, H, dtype), bias=random_bias((2, N, T, S), dtype), **options)
+
+
+@pytest.mark.parametrize(("B", "N", "axes"), [(40, 3, "nts"), (9, 4, "ts")])
+def test_bias_whose_pieces_are_dealt_out(B, N, axes):
+    arrays = inputs(B, 200, 141, N, N, 64, jnp.bfloat16)
+    check(arrays, bias=random_bias(shape_of(axes, B, N, 200, 141), jnp.bfloat16))
 
 
 @pytest.mark.fast_cases("64-1157", "128-1160")

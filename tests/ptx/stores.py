@@ -10,6 +10,7 @@ from pallas_kernels.ptx.stores import (
     store_rows,
     store_tile,
     store_tile_inside,
+    store_turned_inside,
 )
 from tests.support.ptx import SHORT_DTYPES, WIDTHS, Case, case, integers, load, numbers
 
@@ -64,6 +65,26 @@ def stored_tile_inside(dtype, columns, rows_beyond, columns_beyond):
 
     expected = before.copy()
     expected[1, 64:, columns:] = x[: 64 - rows_beyond, : columns - columns_beyond]
+    return Case(body, (x,), (expected,), states=(before,))
+
+
+@case(
+    store_turned_inside,
+    dtype=SHORT_DTYPES,
+    columns=(64, 128),
+    rows_beyond=(0, 7),
+    columns_beyond=(0, 2, 5),
+)
+def stored_turned(dtype, columns, rows_beyond, columns_beyond):
+    """At the end of a matrix, behind which there is another."""
+    x = numbers(64, columns, dtype=dtype)
+    before = numbers(3, 2 * columns - rows_beyond, 128 - columns_beyond, dtype=dtype)
+
+    def body(x_ref, out_ref):
+        store_turned_inside(out_ref.at[1], load(x_ref), jnp.int32(columns), jnp.int32(64))
+
+    expected = before.copy()
+    expected[1, columns:, 64:] = x.T[: columns - rows_beyond, : 64 - columns_beyond]
     return Case(body, (x,), (expected,), states=(before,))
 
 

@@ -303,6 +303,13 @@ KEY_LENGTHS = [
 ]
 
 
+# A bias of each pair and head, axes of a dense mask, and shapes.
+BIAS_GRADIENTS: list[tuple[int, str | None, str]] = [
+    *((width, None, shape) for width in (64, 128) for shape in ("even", "ragged", "few", "whole")),
+    *((width, None, shape) for width in (24, 80, 96) for shape in ("even", "few")),
+    *((width, "bts", shape) for width in (64, 128) for shape in ("even", "ragged")),
+]
+
 # The same beside one more.
 SHORT_BESIDE = [
     (64, "full", "one", "cap"),
@@ -348,7 +355,12 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
                 cases.append((case_name, fn, (*args[:3], sinks, lengths)))
     cases += _cases_of_other_widths() + _cases_of_elements() + _cases_of_short()
     cases += (
-        _cases_of_key_lengths() + _cases_of_soft_caps() + _cases_of_segments() + _cases_of_dropout()
+        _cases_of_key_lengths()
+        + _cases_of_key_masks()
+        + _cases_of_bias_gradients()
+        + _cases_of_soft_caps()
+        + _cases_of_segments()
+        + _cases_of_dropout()
     )
     cases += _cases_of_crowded() + _cases_of_tiled_bias() + _cases_of_functions()
     cases += _cases_of_scores() + _cases_of_score_reads()
@@ -419,6 +431,28 @@ def _cases_of_key_lengths() -> list[tuple[str, Callable, Any]]:
         fn = _forward_with_sinks({"query_seq_lengths": None})
         args = query, key, value, sinks, lengths
         cases.append((f"H{width}-key-lengths-full-ragged-sinks", fn, args))
+    return cases
+
+
+def _cases_of_key_masks() -> list[tuple[str, Callable, Any]]:
+    """A mask of keys alone."""
+    cases = []
+    fn = _forward_and_backward({}, deterministic=False)
+    for width, mask, shape in KEY_LENGTHS:
+        if mask == "full" and width <= 128:
+            args = _args_of(width, width, mask, "bs", None, None, shape=shape)
+            cases.append((f"H{width}-key-mask-{shape}", fn, args))
+    return cases
+
+
+def _cases_of_bias_gradients() -> list[tuple[str, Callable, Any]]:
+    """Of a bias of each pair and head, which the main kernel gives."""
+    cases = []
+    for width, mask_axes, shape in BIAS_GRADIENTS:
+        args = _args_of(width, width, "full", mask_axes, "bnts", None, shape=shape)
+        fn = _forward_and_backward({}, deterministic=False)
+        name = f"H{width}-full-{shape}-own-bias{'-dense-mask' * bool(mask_axes)}"
+        cases.append((name, fn, args))
     return cases
 
 

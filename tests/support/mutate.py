@@ -801,6 +801,62 @@ MISTAKES = [
         ),
     ),
     *_in(
+        "pallas_kernels",
+        "key_masks",
+        "key_masks",
+        (
+            "key masks: no step has a mask",
+            "jnp.where(self.cuts[batch] > at_ends, 1,",
+            "jnp.where(False, 1,",
+        ),
+        ("key masks: the first block is whole", "1 - (first & 1)", "0 * first"),
+        (
+            "key masks: keys count if any does",
+            "first & second == ALL_COUNT",
+            "first | second == ALL_COUNT",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "key_tiles_walk",
+        "key_masks",
+        (
+            "key masks: words in each other's place",
+            "return words[batch, first], words[batch, first + 1]",
+            "return words[batch, first + 1], words[batch, first]",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_products",
+        "key_masks",
+        (
+            "key masks: values that do not count are left",
+            "functools.reduce(jnp.bitwise_and, words) != ALL_COUNT",
+            "functools.reduce(jnp.bitwise_or, words) == 0",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "bias_gradient_pieces",
+        "kernel_elements",
+        (
+            "shares of a bias's gradient: all from the first step on",
+            "first = np.repeat(starts[:-1], seen.size)",
+            "first = np.repeat(0 * starts[:-1], seen.size)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "gradients",
+        "kernel_elements",
+        (
+            "a bias's gradient is dS: of one batch entry that others share",
+            "bias.shape == (p.batch, p.heads, p.query_length, p.key_length)",
+            "bias.shape[1:] == (p.heads, p.query_length, p.key_length)",
+        ),
+    ),
+    *_in(
         "pallas_kernels/ptx",
         "elements",
         "ptx",
