@@ -18,17 +18,20 @@ import jax
 
 from benchmarks import attention, reporting, timing
 from benchmarks.rows import Row
-from jax_flash import launch
+from jax_flash import autodiff, launch
 from pallas_kernels import (
     backward,
     backward_key,
     backward_plan,
     backward_query_product,
+    bias_gradient,
     defaults,
     forward,
+    gradients,
     key_tiles_shares,
     scheduler,
 )
+from pallas_kernels.bias_gradient_pieces import Pieces
 from pallas_kernels.config import ForwardConfig
 from pallas_kernels.key_tiles import KeyTiles
 
@@ -80,6 +83,12 @@ _PRODUCTS_LATE = tuple(
     dataclasses.replace(x, config=dataclasses.replace(x.config, products_first=False))
     for x in _TIMED
 )
+_ONE_BUFFER = tuple(
+    dataclasses.replace(x, config=dataclasses.replace(x.config, query_buffers=1))
+    if x.config.consumers == 4
+    else x
+    for x in _TIMED
+)
 _without_four = _with_timed(lambda config: config.consumers < 4)
 _64, _128 = Row(4, 4096, 32, 32, 64, True), Row(4, 4096, 16, 16, 128, True)
 
@@ -96,6 +105,9 @@ SPECIAL = {
     ),
     "four consumers": Special("forward", Row(8, 256, 16, 16, 64, False), _without_four),
     "four consumers, long rows": Special("forward", Row(2, 1024, 16, 16, 64, False), _without_four),
+    "two buffers of four consumers": Special(
+        "forward", Row(64, 197, 16, 16, 64, False), _other(defaults, FORWARD_TIMED=_ONE_BUFFER)
+    ),
     "narrow windows": Special(
         "forward",
         Row(1, 16384, 16, 16, 64, True, 256),
@@ -238,6 +250,21 @@ SPECIAL = {
     "dQ of each tile apart, a small call": Special(
         "both", Row(2, 150, 2, 2, 64, False), _other(backward_plan, MOST_APART=0)
     ),
+    "masks of keys": Special(
+        "both",
+        Row(32, 512, 16, 16, 64, False, padding="mask"),
+        _other(autodiff, has_key_mask=lambda call: False),
+    ),
+    "a bias's gradient by the main kernel": Special(
+        "both",
+        Row(1, 768, 16, 16, 24, False, biased=True),
+        _other(gradients, _is_d_logits=lambda bias, plan: False),
+    ),
+    "a bias's gradient in shares": Special(
+        "both",
+        Row(256, 256, 4, 4, 32, False, padding="mask", biased=True),
+        _other(Pieces, _dealt_out=lambda pieces: pieces),
+    ),
     "dQ as a product": Special(
         "both",
         Row(4, 4096, 8, 8, 256, True),
@@ -257,6 +284,7 @@ def _program(special: Special) -> jax.stages.Compiled:
         KeyTiles._section,
         backward_key._build,
         backward_query_product._build,
+        bias_gradient._build,
     ):
         cached.cache_clear()
     candidate = attention.jax_flash_with("mosaic_gpu", **special.options())
