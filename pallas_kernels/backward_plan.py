@@ -385,7 +385,7 @@ class Plan:
             return True  # H128-key-lengths-causal-one would spill 4 bytes, H64-..-causal-ragged 32
         if self.is_wide or not self.tiles.any_mask:
             return False
-        if self.tiles.shares.parts > 1:
+        if self.tiles.has_parts:
             return True  # H64-causal-few would spill 48 bytes
         # H64-full-ragged would spill 40 bytes.
         return p.lowest is None and p.highest is None and not p.by_batch

@@ -82,9 +82,14 @@ class KeyTiles:
     def are_shared(self) -> bool:
         return self.shares.total > 1
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether tiles are parts of some, cut amid their steps."""
+        return self.shares.parts > 1
+
     @functools.cached_property
     def per_head(self) -> int:
-        return self.seeing_blocks().shape[1] if self.shares.parts > 1 else self.whole_per_head
+        return self.seeing_blocks().shape[1] if self.has_parts else self.whole_per_head
 
     @property
     def whole_per_head(self) -> int:
@@ -137,7 +142,7 @@ class KeyTiles:
         first, end = self._seeing_blocks(0, self.block_kv)
         first = np.minimum(first, self.query_blocks - 1)
         end = np.maximum(end, first + 1)
-        if self.shares.parts == 1:
+        if not self.has_parts:
             return np.stack([first, end])
         steps = self.problem.group * (end - first)
         most = -(-steps.max() // self.shares.parts)

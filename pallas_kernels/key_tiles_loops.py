@@ -103,7 +103,7 @@ class _Loops:
     def block_of(self, end, j):
         """Of step j of a tile without a list, whose steps end before `end`."""
         walk = self.walk
-        if walk.has_parts:
+        if walk.tiles.has_parts:
             place = walk.locate(self.index)
             return walk.step_of(place, walk.steps(self.index) - (end - j))[0]
         block = self.end_block() - 1 - self.done
@@ -186,7 +186,9 @@ class _Loops:
             blank_before, blank_behind = tiles.blank_steps(own_first_key)
         is_far = walk.are_any_far()
         # A part may end before the head does.
-        until = lambda end_of_loop: jnp.minimum(end_of_loop, end) if walk.has_parts else end_of_loop
+        until = lambda end_of_loop: (
+            jnp.minimum(end_of_loop, end) if walk.tiles.has_parts else end_of_loop
+        )
         block = self.block_of(end, j)
         if blank_behind:
             own = until(j + jnp.maximum(block + 1 - walk.own_end_block(index, own_first_key), 0))

@@ -63,7 +63,7 @@ def _possible(whole: KeyTiles) -> list[KeyTiles]:
     """The tiles in any number of shares, the fewest first, of as many those of the most heads."""
     p = whole.problem
     # Else blocks are known at run time only, or not in a row, or registers are too short.
-    has_parts = p.is_plain and not (p.by_batch or p.picks_keys)
+    may_have_parts = p.is_plain and not (p.by_batch or p.picks_keys)
     all_steps = whole.steps_per_head * len(whole.kv_heads)
     shortest = max(1, all_steps // (_EVEN * SM_COUNT))
     possible = [whole]
@@ -72,7 +72,7 @@ def _possible(whole: KeyTiles) -> list[KeyTiles]:
             continue
         of_heads = dataclasses.replace(p, kv_heads=p.kv_heads * heads)
         steps = int(whole.steps().max()) // heads
-        lengths = range(min(shortest, steps), steps + 1) if has_parts else ()
+        lengths = range(min(shortest, steps), steps + 1) if may_have_parts else ()
         for parts in {1, *(-(-steps // length) for length in lengths)}:
             if heads * parts > 1:
                 shares = Shares(heads, parts)
@@ -103,10 +103,9 @@ def _apart(tiles: KeyTiles) -> float:
     row_bytes = p.batch * p.kv_heads * p.group * p.query_length * tiles.row_bytes
     if p.group == 1 or row_bytes <= BACKWARD_SECTION_BYTES:
         return 1.0
-    has_parts = tiles.shares.parts > 1
     if p.widest <= 128:
-        return _PARTS_APART if has_parts else _APART
-    return _WIDE_APART if has_parts or steps.min() < steps.max() else 1.0
+        return _PARTS_APART if tiles.has_parts else _APART
+    return _WIDE_APART if tiles.has_parts or steps.min() < steps.max() else 1.0
 
 
 def _end_of_sections(tiles: KeyTiles, sections: Iterable[range]) -> float:
@@ -177,7 +176,7 @@ def summed(
     _, batch, _, _, columns = both.shape
     _, rows, kv_heads, _ = key.shape
     both = both.reshape(2, batch, -1, kv_heads, tiles.problem.kv_heads // kv_heads, columns).sum(4)
-    if tiles.shares.parts > 1:
+    if tiles.has_parts:
         of_tiles = both.reshape(2, batch, tiles.per_head, tiles.block_kv, kv_heads, columns)
         both = _summed_parts(of_tiles, tiles).reshape(2, batch, -1, kv_heads, columns)
     of_each = zip((key, value), both, strict=True)

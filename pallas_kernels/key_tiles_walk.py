@@ -144,11 +144,6 @@ class Walk:
         """Counter of the tiles that are prepared of a section of `KeyTiles.prepared`, from 1 on."""
         return self.counters_ref.at[1 + section]
 
-    @property
-    def has_parts(self) -> bool:
-        """Whether what it walks over are parts of tiles."""
-        return self.tiles.shares.parts > 1
-
     def batch_of(self, place):
         """Batch entry of what `locate` gives."""
         _, kv_head_of_all = place
@@ -156,7 +151,7 @@ class Walk:
 
     def tile_of(self, place):
         """Number of the tile of keys that what `locate` gives is, or is a part of."""
-        return self.seeing(place, 2) if self.has_parts else place[0]
+        return self.seeing(place, 2) if self.tiles.has_parts else place[0]
 
     def keys_of(self, place):
         """Batch entry, tile of keys and key head, of what `locate` gives."""
@@ -205,7 +200,7 @@ class Walk:
 
     def first_step(self, place):
         """How many steps the tiles of a head before it take, in a kernel with more results."""
-        return self.seeing(place, 5 if self.has_parts else 2)
+        return self.seeing(place, 5 if self.tiles.has_parts else 2)
 
     def keys_from(self, place, own_first_key: int):
         """How many keys count from one of a tile on, 0 or less for none; by a mask of 64."""
@@ -300,7 +295,7 @@ class Walk:
         """The same of what `locate` gives."""
         if self.lists is not None:
             return self.of_list(place, COUNT)
-        if self.has_parts:
+        if self.tiles.has_parts:
             return self.seeing(place, 4) - self.seeing(place, 3)
         _, per_head = self.blocks_of(place)
         return per_head * self.tiles.problem.group
@@ -309,7 +304,7 @@ class Walk:
         """Query block of step t of a tile, and the query head's number in its group."""
         if self.lists is not None:
             return self.listed_step(place, t)
-        if self.has_parts:
+        if self.tiles.has_parts:
             t = t + self.seeing(place, 3)
         _, per_head = self.blocks_of(place)
         member = lax.div(t, per_head) if self.tiles.problem.group > 1 else 0
@@ -317,7 +312,7 @@ class Walk:
 
     def block_of_first_step(self, place):
         """Query block of a tile's step 0, where it has no list."""
-        if self.has_parts:
+        if self.tiles.has_parts:
             return self.step_of(place, 0)[0]
         return self.end_block(place) - 1
 

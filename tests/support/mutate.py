@@ -451,7 +451,7 @@ MISTAKES = [
         ),
         (
             "backward: keys of another tile for a part of one",
-            "return self.seeing(place, 2) if self.has_parts else place[0]",
+            "return self.seeing(place, 2) if self.tiles.has_parts else place[0]",
             "return place[0]",
         ),
         (
@@ -496,7 +496,7 @@ MISTAKES = [
         "kernel_shares",
         (
             "backward: a part goes on to the end of its last head",
-            "jnp.minimum(end_of_loop, end) if walk.has_parts else end_of_loop",
+            "jnp.minimum(end_of_loop, end) if walk.tiles.has_parts else end_of_loop",
             "end_of_loop",
         ),
     ),
