@@ -81,8 +81,8 @@ _THREE_BY_TWO = 1.2
 # Width 64 where all but the shape is as simple as can be: what ends earliest. Four consumers have
 # tiles of 256 rows that read keys once. us*, with these and with the fastest of the others: b8 s256
 # 7.7 and 9.4, b4 s512 11.3 and 14.1, b2 s1024 18.1 and 22.3, b1 s1500 24.9 and 30.5, b32 s512
-# 74.2 and 78.4, b64 s197 43.7 and 52.2; b4 s4096 454 and 438. With one buffer of queries the last
-# two of these take 79.9 and 51.0.
+# 74.2 and 78.4, b64 s197 43.7 and 52.2; b4 s4096 454 and 438. With one buffer of queries b32 s512
+# takes 79.9, b64 s197 51.0.
 FOUR_CONSUMERS = ForwardConfig(
     consumers=4, block_kv=64, stages=2, query_buffers=2, registers=(112, 24)
 )
