@@ -357,16 +357,19 @@ class _Producer:
         tile, kv_head_of_all = block.walk.locate(index)
         batch, kv_head = div_rem(kv_head_of_all, plan.problem.kv_heads)
         block.gradients_staged.wait(0)
-        if plan.tiles.are_shared:  # consumers have stored them
+        if plan.tiles.all_are_shares:  # consumers have stored them
             return
-        for consumer in range(CONSUMERS):
-            own = pl.ds(consumer * KEYS, KEYS)
-            rows = pl.ds(tile * BLOCK_KV + consumer * KEYS, KEYS)
-            source = block.k_smem.at[block.k_slot(index), :, own]
-            plan.key_columns.store(source, block.dk.at[batch, rows, kv_head])
-            for n, columns in enumerate(plan.staged_values):
-                staging = block.value_staging(n, consumer)
-                columns.store(staging, block.dv.at[batch, rows, kv_head])
+
+        @pl.when(tile < plan.tiles.shares.whole if plan.tiles.are_shared else True)
+        def _():
+            for consumer in range(CONSUMERS):
+                own = pl.ds(consumer * KEYS, KEYS)
+                rows = pl.ds(tile * BLOCK_KV + consumer * KEYS, KEYS)
+                source = block.k_smem.at[block.k_slot(index), :, own]
+                plan.key_columns.store(source, block.dk.at[batch, rows, kv_head])
+                for n, columns in enumerate(plan.staged_values):
+                    staging = block.value_staging(n, consumer)
+                    columns.store(staging, block.dv.at[batch, rows, kv_head])
 
     def let_stage(self) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

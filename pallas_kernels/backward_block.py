@@ -20,8 +20,8 @@ class ThreadBlock:
     Attributes:
       plan: of the kernel.
       walk: over tiles of keys; `drawn`, its tickets, None where it goes over a list.
-      q, k, v, d_out, start, delta, far, dq, dk, dv, d_bias: refs of operands and results, in
-        global memory; dq and d_bias are None without.
+      q, k, v, d_out, start, delta, far, dq, dk, dv, dk_shares, dv_shares, d_bias: refs of operands
+        and results, in global memory; None for results that there are not.
       queries, d_outs: rings of Q and dO, whose slots are given back together, those of queries.
       start_smem, delta_smem: statistics of their rows, a buffer a slot.
       k_smem, v_smem: buffers that TMA fills; k_full, v_full: an mbarrier each.
@@ -47,7 +47,9 @@ class ThreadBlock:
         self.drawn = self.walk.drawn
         self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, *results = refs
         self.dq: Any = results.pop(0) if plan.with_query_gradient else None
-        self.dk, self.dv, *others = split_gradients(plan.tiles, results)
+        whole, shares, others = split_gradients(plan.tiles, results)
+        self.dk, self.dv = whole or (None, None)
+        self.dk_shares, self.dv_shares = shares or (None, None)
         self.d_bias: Any = others[0] if plan.with_bias_gradient else None
         (
             self.ds_stored, free, self.v_free, self.dq_staged, self.gradients_staged, self.sent,

@@ -292,10 +292,13 @@ class _Consumer(Products):
         self.dv_acc[...] = zero_tile(KEYS, plan.value_columns.size)
         block.ds_stored.arrive(2 * parity + self.number)
         block.ds_stored.wait(2 * parity + (1 - self.number))
-        if plan.tiles.are_shared:
+        if plan.tiles.all_are_shares:
             self.store_share(index, dk, dv)
             block.gradients_staged.arrive(0)
             return
+        if plan.tiles.are_shared:  # what is staged besides, nothing sends
+            is_share = block.walk.locate(index)[0] >= plan.tiles.shares.whole
+            pl.when(is_share)(lambda: self.store_share(index, dk, dv))
         dk = dk.astype(problem.dtype)
         k = block.k_smem.at[block.k_slot(index) + fresh_zero(), :, self.own]
         plan.key_columns.put(k, dk, anew=True)  # or addresses are kept over all steps
@@ -311,6 +314,7 @@ class _Consumer(Products):
         block = self.block
         tile, kv_head_of_all = block.walk.locate(index)
         batch, share = div_rem(kv_head_of_all, self.plan.problem.kv_heads)
-        rows = pl.ds(tile * BLOCK_KV + KEYS * self.number, KEYS)
-        for ref, gradient in ((block.dk, dk), (block.dv, dv)):
+        number = tile - self.plan.tiles.shares.whole
+        rows = pl.ds(number * BLOCK_KV + KEYS * self.number, KEYS)
+        for ref, gradient in ((block.dk_shares, dk), (block.dv_shares, dv)):
             store_tile(ref.at[batch, rows, share, pl.ds(0, gradient.shape[1])], gradient)

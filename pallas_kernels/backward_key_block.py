@@ -42,7 +42,8 @@ class ThreadBlock:
         self.d_outs = Ring(tuple(o_smem), o_full, o_free)
         self.walk, refs = Walk.of_refs(plan.tiles, lax.axis_index("block"), refs)
         self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, *results = refs
-        self.dk, self.dv, *self.ds = split_gradients(plan.tiles, results)
+        whole, shares, self.ds = split_gradients(plan.tiles, results)
+        self.dk, self.dv = whole or shares
         self.weights_mail = mail
         self.ds_mail = mail.at[pl.ds(0, mail_shape(plan.config.block_q, plan.problem.dtype)[0])]
 

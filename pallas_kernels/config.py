@@ -1,6 +1,7 @@
 """What can be set of a kernel: tile sizes, stages, registers. `defaults.py` sets it."""
 
 import dataclasses
+from typing import NamedTuple
 
 from pallas_kernels.problem import need
 
@@ -26,8 +27,11 @@ def _check_thread_blocks(most: int | None) -> None:
     need(most is None or most >= 1, "thread_blocks", most, "None, or at least 1")
 
 
-def _check_shares(shares: int | None) -> None:
-    need(shares is None or shares >= 1, "shares", shares, "at least 1, or None")
+def _check_shares(shares: "int | Shares | None") -> None:
+    if isinstance(shares, Shares):
+        need(min(shares.heads, shares.parts) >= 1, "shares", shares, "heads and parts of at least 1")
+    else:
+        need(shares is None or shares >= 1, "shares", shares, "at least 1, or None")
 
 
 def _check_registers(registers: tuple[int, int], consumers: int) -> None:
@@ -123,6 +127,24 @@ class ForwardFP8Config(ForwardConfig):
         need(self.value_stages >= 2, "value_stages", self.value_stages, "at least 2")
 
 
+class Shares(NamedTuple):
+    """In how many shares the queries of a tile are dealt out, each with dK and dV of its own.
+
+    Attributes:
+      heads: of the query heads of a group.
+      parts: of the steps that the longest tile takes for these; others are cut into as long ones.
+      whole: so many first tiles of a head are not cut, and give dK and dV as users get them.
+    """
+
+    heads: int = 1
+    parts: int = 1
+    whole: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.heads * self.parts
+
+
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Settings of `backward.py`, for widths up to 128.
@@ -134,15 +156,15 @@ class BackwardConfig:
       thread_blocks: how many to launch at most; None for as many as there are SMs, or one a tile
         where tiles are long and are not drawn (`scheduler.thread_blocks`).
       shares: in how many shares the queries of a tile of keys are dealt out, or fewer where so many
-        do not come out even: of the query heads of a group, then of the queries of each. None for
-        what keeps all SMs at work (`key_tiles_shares.dealt_out`).
+        do not come out even; or which. None for what keeps all SMs at work
+        (`key_tiles_shares.dealt_out`).
     """
 
     block_q: int
     stages: int
     registers: tuple[int, int] = (240, 24)
     thread_blocks: int | None = None
-    shares: int | None = None
+    shares: int | Shares | None = None
 
     def __post_init__(self):
         _check_shares(self.shares)
@@ -171,7 +193,7 @@ class BackwardKeyConfig:
     registers: tuple[int, int] = (240, 24)
     thread_blocks: int | None = None
     d_logits_bytes: int = 528 << 20
-    shares: int | None = None
+    shares: int | Shares | None = None
 
     def __post_init__(self):
         _check_shares(self.shares)

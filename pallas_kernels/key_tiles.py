@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments, tickets
-from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT
+from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT, Shares
 from pallas_kernels.mask_functions import COUNT, query_lists
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
@@ -41,22 +41,6 @@ class Section(NamedTuple):
 
     kv_heads: range
     size: int
-
-
-class Shares(NamedTuple):
-    """In how many shares the queries of a tile are dealt out, each with dK and dV of its own.
-
-    Attributes:
-      heads: of the query heads of a group.
-      parts: of the steps that the longest tile takes for these; others are cut into as long ones.
-    """
-
-    heads: int = 1
-    parts: int = 1
-
-    @property
-    def total(self) -> int:
-        return self.heads * self.parts
 
 
 ONE_SHARE = Shares()
@@ -97,8 +81,13 @@ class KeyTiles:
         return -(-self.problem.key_length // self.block_kv)
 
     @property
+    def all_are_shares(self) -> bool:
+        """Whether each gives dK and dV of its own in float32."""
+        return self.are_shared and not self.shares.whole
+
+    @property
     def in_one_part(self) -> "KeyTiles":
-        return dataclasses.replace(self, shares=self.shares._replace(parts=1))
+        return dataclasses.replace(self, shares=Shares(self.shares.heads))
 
     @property
     def kv_heads(self) -> range:
@@ -145,11 +134,13 @@ class KeyTiles:
         if not self.has_parts:
             return np.stack([first, end])
         steps = self.problem.group * (end - first)
-        most = -(-steps.max() // self.shares.parts)
+        cut = slice(self.shares.whole, None)
+        most = steps.copy()
+        most[cut] = -(-steps[cut].max() // self.shares.parts)
         count = -(-steps // most)
         tile = np.repeat(np.arange(len(count)), count)
-        first_step = most * (np.arange(len(tile)) - (count.cumsum() - count)[tile])
-        end_step = np.minimum(first_step + most, steps[tile])
+        first_step = most[tile] * (np.arange(len(tile)) - (count.cumsum() - count)[tile])
+        end_step = np.minimum(first_step + most[tile], steps[tile])
         columns = [first[tile], end[tile], tile, first_step, end_step]
         return np.stack(columns).astype(np.int32)
 

@@ -10,21 +10,24 @@ Sections are for dS', which is in memory for so many key heads at a time.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels import scheduler
-from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT
-from pallas_kernels.key_tiles import KeyTiles, Section, Shares
+from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT, Shares
+from pallas_kernels.key_tiles import KeyTiles, Section
 from pallas_kernels.key_tiles_kernel import key_gradients
-from pallas_kernels.problem import whole_tiles
+from pallas_kernels.problem import Problem, whole_tiles
 
 _MOST_BYTES = 768 << 20  # of dK and dV of all shares
 _SIZES = 8  # of sections that are compared
+_CUT, _LAST_PARTS = 6, (2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of last tiles, and of their parts
 _EVEN = 64  # parts that are shorter than what an SM has in all by this even out no more
 # Microseconds: of what adds shares up, and of a megabyte that is stored and added up; of 1e6
 # multiplications and additions, and of 1000 logits, of which a step takes the longer.
@@ -35,22 +38,24 @@ _APART, _PARTS_APART, _WIDE_APART = 1.06, 1.08, 1.15
 
 
 @functools.lru_cache
-def dealt_out(whole: KeyTiles, wanted: int | None, d_logits_bytes: int = 0) -> KeyTiles:
+def dealt_out(whole: KeyTiles, wanted: int | Shares | None, d_logits_bytes: int = 0) -> KeyTiles:
     """The tiles in as many shares as end earliest, as few as may be: where there are many, in one.
 
     At most in so many that dK and dV of all take `_MOST_BYTES`.
 
     Args:
       whole: the tiles in one share.
-      wanted: None, or how many shares there are to be; fewer where so many do not come out even.
+      wanted: None, or which shares, or how many; fewer where so many do not come out even.
       d_logits_bytes: as for `d_logits_sections`, one after the other; 0 for all heads together.
     """
+    if isinstance(wanted, Shares):
+        return in_shares(whole, wanted)
     if wanted is not None:
         few = [tiles for tiles in _possible(whole) if tiles.shares.total <= wanted]
         return max(few, key=lambda tiles: tiles.shares.total)
     earliest, end = whole, _end(whole, d_logits_bytes)
     all_steps = whole.steps_per_head * len(whole.kv_heads)
-    for tiles in _possible(whole)[1:]:
+    for tiles in itertools.chain(_possible(whole)[1:], _last_in_parts(whole)):
         if _stored_bytes(tiles) > _MOST_BYTES or all_steps / SM_COUNT + _time_of_sum(tiles) >= end:
             continue
         own_end = _end(tiles, d_logits_bytes)
@@ -59,24 +64,45 @@ def dealt_out(whole: KeyTiles, wanted: int | None, d_logits_bytes: int = 0) -> K
     return earliest
 
 
+def _may_have_parts(problem: Problem) -> bool:
+    """Else blocks are known at run time only, or not in a row, or registers are too short."""
+    return problem.is_plain and not (problem.by_batch or problem.picks_keys)
+
+
+def _last_in_parts(whole: KeyTiles) -> Iterator[KeyTiles]:
+    """The last tiles of each head in parts, for SMs that would be idle in the last round."""
+    count, longest = whole.whole_per_head, int(whole.steps().max())
+    # Above width 128 there are no registers to keep what whole tiles give.
+    if count == 1 or not _may_have_parts(whole.problem) or whole.problem.widest > 128:
+        return
+    cut = np.unique(np.geomspace(1, count - 1, _CUT).astype(int)).tolist()
+    for tiles, parts in itertools.product(cut, _LAST_PARTS):
+        if parts <= longest:
+            yield in_shares(whole, Shares(1, parts, count - tiles))
+
+
+def in_shares(whole: KeyTiles, shares: Shares) -> KeyTiles:
+    """The tiles in these, `shares.heads` of which divide a group."""
+    kv_heads = whole.problem.kv_heads * shares.heads
+    problem = dataclasses.replace(whole.problem, kv_heads=kv_heads)
+    return dataclasses.replace(whole, problem=problem, shares=shares)
+
+
 def _possible(whole: KeyTiles) -> list[KeyTiles]:
     """The tiles in any number of shares, the fewest first, of as many those of the most heads."""
     p = whole.problem
-    # Else blocks are known at run time only, or not in a row, or registers are too short.
-    may_have_parts = p.is_plain and not (p.by_batch or p.picks_keys)
+    may_have_parts = _may_have_parts(p)
     all_steps = whole.steps_per_head * len(whole.kv_heads)
     shortest = max(1, all_steps // (_EVEN * SM_COUNT))
     possible = [whole]
     for heads in range(1, p.group + 1):
         if p.group % heads:
             continue
-        of_heads = dataclasses.replace(p, kv_heads=p.kv_heads * heads)
         steps = int(whole.steps().max()) // heads
         lengths = range(min(shortest, steps), steps + 1) if may_have_parts else ()
         for parts in {1, *(-(-steps // length) for length in lengths)}:
             if heads * parts > 1:
-                shares = Shares(heads, parts)
-                possible.append(dataclasses.replace(whole, problem=of_heads, shares=shares))
+                possible.append(in_shares(whole, Shares(heads, parts)))
     return sorted(possible, key=lambda x: (x.shares.total, -x.shares.heads))
 
 
@@ -94,7 +120,8 @@ def _time_of_sum(tiles: KeyTiles) -> float:
     logits = tiles.block_q * tiles.block_kv
     products = 5 * logits * tiles.problem.widest
     step = max(_PRODUCTS * products / 1e6, _LOGITS * logits / 1e3)
-    return (_SUM + _MEGABYTE * _stored_bytes(tiles) / 1e6) / step
+    sums = 3 if tiles.shares.whole else 1  # first in float32, then of dK and of dV
+    return (sums * _SUM + _MEGABYTE * _stored_bytes(tiles) / 1e6) / step
 
 
 def _apart(tiles: KeyTiles) -> float:
@@ -102,6 +129,8 @@ def _apart(tiles: KeyTiles) -> float:
     p, steps = tiles.problem, tiles.steps()
     row_bytes = p.batch * p.kv_heads * p.group * p.query_length * tiles.row_bytes
     if p.group == 1 or row_bytes <= BACKWARD_SECTION_BYTES:
+        return 1.0
+    if tiles.shares.whole:
         return 1.0
     if p.widest <= 128:
         return _PARTS_APART if tiles.has_parts else _APART
@@ -115,7 +144,8 @@ def _end_of_sections(tiles: KeyTiles, sections: Iterable[range]) -> float:
 
 def _stored_bytes(tiles: KeyTiles) -> int:
     """Of dK and dV of all shares, in float32."""
-    return tiles.count * tiles.block_kv * 2 * whole_tiles(tiles.problem.widest) * 4
+    shares = len(tiles.kv_heads) * (tiles.per_head - tiles.shares.whole)
+    return shares * tiles.block_kv * 2 * whole_tiles(tiles.problem.widest) * 4
 
 
 @functools.lru_cache
@@ -143,49 +173,57 @@ def d_logits_sections(tiles: KeyTiles, most_bytes: int) -> list[Section]:
 
 
 def gradients_of_tiles(tiles: KeyTiles, *columns: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of dK and dV, or of what `split_gradients` takes for those of shares.
+    """Shapes of dK and dV, if any tile is whole, and of one array of those of shares, if any is.
 
     Args:
       columns: of shares of dK and dV; what one of them has more is anything in the other.
     """
+    of_whole = () if tiles.all_are_shares else key_gradients(tiles.problem)
     if not tiles.are_shared:
-        return key_gradients(tiles.problem)
+        return of_whole
     batch, kv_heads = tiles.problem.batch, tiles.problem.kv_heads
-    shape = (2, batch, tiles.per_head * tiles.block_kv, kv_heads, max(columns))
-    return (jax.ShapeDtypeStruct(shape, jnp.float32),)
+    rows = (tiles.per_head - tiles.shares.whole) * tiles.block_kv
+    shape = (2, batch, rows, kv_heads, max(columns))
+    return *of_whole, jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def split_gradients(tiles: KeyTiles, refs: Sequence[Any]) -> tuple[Any, ...]:
-    """Refs of dK and dV, and of more results that come behind them.
+def split_gradients(tiles: KeyTiles, refs: Sequence[Any]) -> tuple[list, list, list]:
+    """Refs of dK and dV, those of shares, and refs of more results that come behind them.
 
-    Those of shares are one array, first dK, so that XLA adds up both in one kernel.
+    Shares are one array, first dK, so that XLA adds up both in one kernel.
     """
+    whole, more = ([], refs) if tiles.all_are_shares else (refs[:2], refs[2:])
     if not tiles.are_shared:
-        return tuple(refs)
-    both, *more = refs
-    return both.at[0], both.at[1], *more
+        return list(whole), [], list(more)
+    both, *more = more
+    return list(whole), [both.at[0], both.at[1]], list(more)
 
 
 def summed(
     key: jax.Array, value: jax.Array, gradients: Sequence[jax.Array], tiles: KeyTiles
 ) -> tuple[jax.Array, ...]:
-    """dK and dV, like key and value, of those of shares where there are more than one."""
+    """dK and dV, like key and value, of what a kernel gives as `gradients_of_tiles` has it."""
     if not tiles.are_shared:
         return tuple(gradients)
-    (both,) = gradients
+    *of_whole, both = gradients
     _, batch, _, _, columns = both.shape
     _, rows, kv_heads, _ = key.shape
     both = both.reshape(2, batch, -1, kv_heads, tiles.problem.kv_heads // kv_heads, columns).sum(4)
     if tiles.has_parts:
-        of_tiles = both.reshape(2, batch, tiles.per_head, tiles.block_kv, kv_heads, columns)
+        of_tiles = both.reshape(2, batch, -1, tiles.block_kv, kv_heads, columns)
         both = _summed_parts(of_tiles, tiles).reshape(2, batch, -1, kv_heads, columns)
+    first = tiles.shares.whole * tiles.block_kv
     of_each = zip((key, value), both, strict=True)
-    return tuple(x[:, :rows, :, : like.shape[3]].astype(like.dtype) for like, x in of_each)
+    cut = [x[:, : rows - first, :, : like.shape[3]].astype(like.dtype) for like, x in of_each]
+    if not of_whole:
+        return tuple(cut)
+    put = functools.partial(lax.dynamic_update_slice, start_indices=(0, first, 0, 0))
+    return tuple(put(x, of_cut) for x, of_cut in zip(of_whole, cut, strict=True))
 
 
 def _summed_parts(gradient: jax.Array, tiles: KeyTiles) -> jax.Array:
-    """`[2, B, whole tiles, ...]` of what the parts of tiles gave, `[2, B, tiles, ...]`."""
-    count = np.bincount(tiles.seeing_blocks()[2])
+    """`[2, B, tiles, ...]` of those that are cut, of what their parts gave, `[2, B, parts, ...]`."""
+    count = np.bincount(tiles.seeing_blocks()[2])[tiles.shares.whole :]
     _, batch, _, *tile = gradient.shape
     if (count == count[0]).all():
         return gradient.reshape(2, batch, len(count), count[0], *tile).sum(3)

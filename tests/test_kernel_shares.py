@@ -12,7 +12,7 @@ from pallas_kernels.backward_key_plan import key_tiles
 from pallas_kernels.backward_plan import Plan
 from pallas_kernels.config import BackwardKeyConfig
 from pallas_kernels.defaults import BACKWARD
-from pallas_kernels.key_tiles import KeyTiles, Shares
+from pallas_kernels.key_tiles import KeyTiles
 from pallas_kernels.key_tiles_shares import d_logits_sections, gradients_of_tiles, summed
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.mask_functions import MaskFunction
