@@ -139,8 +139,9 @@ class _Producer:
             for n in range(K_SLOTS):
                 self.load_key(block.first_index() - n)
         self.load_value(block.first_index())
-        # Step, index and number of its tile, and step in the tile.
-        following = zero, block.first_index(), block.walk.number(block.first_index()), zero
+        # Step, index and number of its tile, and step in the tile, as the whole tile counts them.
+        number = block.walk.number(block.first_index())
+        following = zero, block.first_index(), number, self.first_step(block.first_index(), number)
         following = lax.fori_loop(
             zero,
             self.plan.config.stages,
@@ -161,19 +162,20 @@ class _Producer:
 
         def one_step(t, following):
             if plan.with_query_gradient:
-                self.send_dq(index, number, t - 1)
+                self.send_dq(index, number, t - 1, first)
                 self.let_stage()
             return self.load_step(following, index)
 
         number = walk.number(index)
-        steps = walk.steps(index)
-        following = lax.fori_loop(jnp.int32(0), steps, one_step, following)
+        first = self.first_step(index, number)
+        end = walk.end_step(walk.locate(index))
+        following = lax.fori_loop(first, end, one_step, following)
         block.v_free.wait(0)
         self.load_value(block.after(index))
         if plan.with_query_gradient:
             if plan.keeps_nothing:
-                steps = walk.steps(index + fresh_zero())
-            self.send_dq(index, walk.number(index), steps - 1)
+                end = walk.end_step(walk.locate(index + fresh_zero()))
+            self.send_dq(index, walk.number(index), end - 1, first)
         self.send_gradients(index)
         self.let_stage()
         if block.drawn:  # if it is drawn by now, else when it is
@@ -184,6 +186,12 @@ class _Producer:
         if plan.with_query_gradient:
             self.let_start(following[0] - plan.config.stages)
         return following
+
+    def first_step(self, index, number):
+        """Of a tile, as the whole tile counts them."""
+        if not self.block.tiles.has_parts:
+            return jnp.int32(0)
+        return self.block.walk.seeing(self.place_of(index, number), 3)
 
     def place_of(self, index, number):
         """What `walk.locate` gives, of the number at hand or read anew."""
@@ -207,13 +215,13 @@ class _Producer:
         place = _, kv_head_of_all = self.place_of(index, number)
         there = number < block.tiles.count if drawn else index >= 0
         batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
-        query_block, member = walk.step_of(place, t)
+        query_block, member = walk.step_of_tile(place, t)
         rows = pl.ds(query_block * block_q, block_q)
         head = kv_head * problem.group + member
         slot = block.queries.slot(j)
 
         def is_last():  # made anew: kept it would take a register
-            return (t + 1 == walk.steps_of(self.place_of(index, number))) & there
+            return (t + 1 == walk.end_step(self.place_of(index, number))) & there
 
         if drawn:
             # Late, as who is free first should have the next tile, but before the last step of this
@@ -235,13 +243,12 @@ class _Producer:
                 for _, target in self.dq_parts(place, query_block, member):
                     prefetch(target, is_first)
 
-        zero, after = jnp.int32(0), block.after
-        following = lax.cond(
-            is_last(),
-            lambda: (after(index), walk.number(after(index)), zero),
-            lambda: (index, number, t + 1),
-        )
-        return j + 1, *following
+        def first_of_next():
+            after = block.after(index)
+            number = walk.number(after)
+            return after, number, self.first_step(after, number)
+
+        return j + 1, *lax.cond(is_last(), first_of_next, lambda: (index, number, t + 1))
 
     def load_rows(self, place, slot) -> None:
         """Rows of Q and dO of a batch entry and head, and their statistics."""
@@ -284,7 +291,7 @@ class _Producer:
         @pl.when((kv_head_of_all >= zeroed.start) & (kv_head_of_all < zeroed.stop))
         def _():
             counter = walk.prepared_tiles(lax.div(kv_head_of_all, jnp.int32(section)))
-            await_count(counter, section * tiles.per_head)
+            await_count(counter, section * tiles.preparing)
 
     def zero_ahead(self, index) -> None:
         """Zeros a tile's part of dQ of a head of the section after its own."""
@@ -295,10 +302,14 @@ class _Producer:
         number = block.walk.number(index) + section * tiles.per_head
         kv_head_of_all, part = div_rem(number, tiles.per_head)
 
-        @pl.when(kv_head_of_all < zeroed.stop)
+        prepares = kv_head_of_all < zeroed.stop
+        if tiles.preparing < tiles.per_head:
+            prepares &= part < tiles.preparing
+
+        @pl.when(prepares)
         def _():
             of_kv_head = plan.dq_tiles_of_kv_head
-            size = -(-of_kv_head // tiles.per_head)
+            size = -(-of_kv_head // tiles.preparing)
             rows = pl.ds(0, fragment_shape(max(plan.dq.columns_of_tiles))[0])
 
             @pl.loop(part * size, jnp.minimum((part + 1) * size, of_kv_head))
@@ -325,18 +336,18 @@ class _Producer:
             source = fragment_of(block.dq_smem.at[consumer], columns)
             yield source, fragment_of(block.dq.at[first + consumer], columns)
 
-    def send_dq(self, index, number, t) -> None:
-        """Adds dQ of step t of a tile, staged in the next one, or stores it; none for t = -1."""
+    def send_dq(self, index, number, t, first) -> None:
+        """Adds dQ of step t of a tile, staged in the next one, or stores it; none before first."""
         place = self.place_of(index, number)
-        query_block, member = self.block.walk.step_of(place, t)
+        query_block, member = self.block.walk.step_of_tile(place, t)
         if self.plan.dq_is_whole:
-            self.store_dq(place, query_block, member, t >= 0)
+            self.store_dq(place, query_block, member, t >= first)
             return
         for consumer, (source, target) in enumerate(self.dq_parts(place, query_block, member)):
             self.block.dq_staged.wait(consumer)
             reduction_op = "add" if self.plan.sums_dq else None
             send = functools.partial(plgpu.copy_smem_to_gmem, source, target)
-            pl.when(t >= 0)(functools.partial(send, reduction_op=reduction_op))
+            pl.when(t >= first)(functools.partial(send, reduction_op=reduction_op))
 
     def store_dq(self, place, query_block, member, there) -> None:
         block, problem = self.block, self.plan.problem

@@ -86,6 +86,11 @@ class KeyTiles:
         return self.are_shared and not self.shares.whole
 
     @property
+    def preparing(self) -> int:
+        """The first of each head prepare something for another head: all before any part starts."""
+        return self.shares.whole or self.per_head
+
+    @property
     def in_one_part(self) -> "KeyTiles":
         return dataclasses.replace(self, shares=Shares(self.shares.heads))
 
@@ -379,6 +384,9 @@ class KeyTiles:
         if not self.problem.by_batch:
             cost = self.steps() + TILE_OVERHEAD
         tile, kv_head = scheduler.tile_order(cost, len(kv_heads), section, last_section)
+        if self.shares.whole:  # parts are for SMs that are free when all whole ones are in work
+            late = np.argsort(tile >= self.shares.whole, kind="stable")
+            tile, kv_head = tile[late], kv_head[late]
         return (kv_heads.start + kv_head) * self.per_head + tile, tile, cost[tile]
 
     def table_to_draw(self, thread_blocks: int, cost: jax.Array | None = None) -> jax.Array:

@@ -296,16 +296,22 @@ class Walk:
         if self.lists is not None:
             return self.of_list(place, COUNT)
         if self.tiles.has_parts:
-            return self.seeing(place, 4) - self.seeing(place, 3)
+            return self.end_step(place) - self.seeing(place, 3)
         _, per_head = self.blocks_of(place)
         return per_head * self.tiles.problem.group
 
+    def end_step(self, place):
+        """The end of its steps, as the whole tile counts them."""
+        return self.seeing(place, 4) if self.tiles.has_parts else self.steps_of(place)
+
     def step_of(self, place, t):
-        """Query block of step t of a tile, and the query head's number in its group."""
+        """Query block of its step t, and the query head's number in its group."""
+        return self.step_of_tile(place, t + self.seeing(place, 3) if self.tiles.has_parts else t)
+
+    def step_of_tile(self, place, t):
+        """The same of a step as the whole tile counts them."""
         if self.lists is not None:
             return self.listed_step(place, t)
-        if self.tiles.has_parts:
-            t = t + self.seeing(place, 3)
         _, per_head = self.blocks_of(place)
         member = lax.div(t, per_head) if self.tiles.problem.group > 1 else 0
         return self.end_block(place) - 1 - t + member * per_head, member
