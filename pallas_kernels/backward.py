@@ -213,7 +213,7 @@ class _Producer:
         problem, block_q = plan.problem, plan.config.block_q
         j, index, number, t = carry
         place = _, kv_head_of_all = self.place_of(index, number)
-        there = number < block.tiles.count if drawn else index >= 0
+        there = number < block.tiles.numbers if drawn else index >= 0
         batch, kv_head = div_rem(kv_head_of_all, problem.kv_heads)
         query_block, member = walk.step_of_tile(place, t)
         rows = pl.ds(query_block * block_q, block_q)
@@ -291,7 +291,7 @@ class _Producer:
         @pl.when((kv_head_of_all >= zeroed.start) & (kv_head_of_all < zeroed.stop))
         def _():
             counter = walk.prepared_tiles(lax.div(kv_head_of_all, jnp.int32(section)))
-            await_count(counter, section * tiles.preparing)
+            await_count(counter, section * tiles.per_uncut_head)
 
     def zero_ahead(self, index) -> None:
         """Zeros a tile's part of dQ of a head of the section after its own."""
@@ -302,14 +302,10 @@ class _Producer:
         number = block.walk.number(index) + section * tiles.per_head
         kv_head_of_all, part = div_rem(number, tiles.per_head)
 
-        prepares = kv_head_of_all < zeroed.stop
-        if tiles.preparing < tiles.per_head:
-            prepares &= part < tiles.preparing
-
-        @pl.when(prepares)
+        @pl.when(kv_head_of_all < zeroed.stop)
         def _():
             of_kv_head = plan.dq_tiles_of_kv_head
-            size = -(-of_kv_head // tiles.preparing)
+            size = -(-of_kv_head // tiles.per_uncut_head)
             rows = pl.ds(0, fragment_shape(max(plan.dq.columns_of_tiles))[0])
 
             @pl.loop(part * size, jnp.minimum((part + 1) * size, of_kv_head))
@@ -371,7 +367,7 @@ class _Producer:
         if plan.tiles.all_are_shares:  # consumers have stored them
             return
 
-        @pl.when(tile < plan.tiles.shares.whole if plan.tiles.are_shared else True)
+        @pl.when(tile < plan.tiles.whole_per_head if plan.tiles.are_shared else True)
         def _():
             for consumer in range(CONSUMERS):
                 own = pl.ds(consumer * KEYS, KEYS)

@@ -77,7 +77,7 @@ class ThreadBlock:
         return index + 1 if self.drawn else index - 1
 
     def is_tile(self, index):
-        return self.drawn.number(index) < self.tiles.count if self.drawn else index >= 0
+        return self.drawn.number(index) < self.tiles.numbers if self.drawn else index >= 0
 
     def over_tiles(self, whole_tile: Callable, carry: Any) -> None:
         """Runs `whole_tile(index, carry)` for each tile."""

@@ -16,7 +16,6 @@ from pallas_kernels.dropout import as_operand
 from pallas_kernels.key_tiles_loops import loop_over_steps
 from pallas_kernels.key_tiles_masks import masked
 from pallas_kernels.online_softmax import spread
-from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import fence_async_shared
 from pallas_kernels.ptx.compiler import code_fence, fresh_rows, fresh_zero
 from pallas_kernels.ptx.fragments import store_fragment
@@ -297,7 +296,7 @@ class _Consumer(Products):
             block.gradients_staged.arrive(0)
             return
         if plan.tiles.are_shared:  # what is staged besides, nothing sends
-            is_share = block.walk.locate(index)[0] >= plan.tiles.shares.whole
+            is_share = block.walk.locate(index)[0] >= plan.tiles.whole_per_head
             pl.when(is_share)(lambda: self.store_share(index, dk, dv))
         dk = dk.astype(problem.dtype)
         k = block.k_smem.at[block.k_slot(index) + fresh_zero(), :, self.own]
@@ -312,9 +311,7 @@ class _Consumer(Products):
     def store_share(self, index, dk, dv) -> None:
         """dK and dV of a share, in float32, for a sum over shares."""
         block = self.block
-        tile, kv_head_of_all = block.walk.locate(index)
-        batch, share = div_rem(kv_head_of_all, self.plan.problem.kv_heads)
-        number = tile - self.plan.tiles.shares.whole
-        rows = pl.ds(number * BLOCK_KV + KEYS * self.number, KEYS)
+        batch, tile, share = self.plan.tiles.share_of(block.walk.locate(index))
+        rows = pl.ds(tile * BLOCK_KV + KEYS * self.number, KEYS)
         for ref, gradient in ((block.dk_shares, dk), (block.dv_shares, dv)):
             store_tile(ref.at[batch, rows, share, pl.ds(0, gradient.shape[1])], gradient)

@@ -16,7 +16,6 @@ from pallas_kernels.far_rows import shared_by_key, weights_by_key
 from pallas_kernels.key_tiles_loops import loop_over_steps
 from pallas_kernels.key_tiles_masks import masked
 from pallas_kernels.online_softmax import spread
-from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import commit_smem, fence_async_shared
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.mail import receive_tile, send_tile
@@ -84,8 +83,8 @@ class _Consumer:
             return gradient.astype(self.plan.problem.dtype)
         block_kv = self.plan.config.block_kv
         # The first tile has none before it: what it stores is in its own place, till that is known.
-        tile, kv_head_of_all = self.block.walk.locate(jnp.maximum(index - 1, 0))
-        batch, share = div_rem(kv_head_of_all, self.plan.problem.kv_heads)
+        place = self.block.walk.locate(jnp.maximum(index - 1, 0))
+        batch, tile, share = self.plan.tiles.share_of(place)
         rows, own = pl.ds(tile * block_kv, block_kv), pl.ds(columns.first, columns.size)
         store_tile(ref.at[batch, rows, share, own], gradient)
         return None

@@ -216,7 +216,8 @@ class Plan:
 
         Lists are as fast where nothing is drawn anyway.
         """
-        return self.is_plain and self.tiles.count <= self._most_thread_blocks
+        are_few = self.tiles.numbers <= self._most_thread_blocks
+        return self.is_plain and are_few and not self.tiles.shares.last
 
     @functools.cached_property
     def deals_few_steps(self) -> bool:

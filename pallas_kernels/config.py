@@ -29,7 +29,9 @@ def _check_thread_blocks(most: int | None) -> None:
 
 def _check_shares(shares: "int | Shares | None") -> None:
     if isinstance(shares, Shares):
-        need(min(shares.heads, shares.parts) >= 1, "shares", shares, "heads and parts of at least 1")
+        need(
+            min(shares.heads, shares.parts) >= 1, "shares", shares, "heads and parts of at least 1"
+        )
     else:
         need(shares is None or shares >= 1, "shares", shares, "at least 1, or None")
 
@@ -127,18 +129,26 @@ class ForwardFP8Config(ForwardConfig):
         need(self.value_stages >= 2, "value_stages", self.value_stages, "at least 2")
 
 
+class Last(NamedTuple):
+    """The last tiles of keys of the last key heads, of all batch entries; how many of each."""
+
+    kv_heads: int
+    tiles: int
+
+
 class Shares(NamedTuple):
     """In how many shares the queries of a tile are dealt out, each with dK and dV of its own.
 
     Attributes:
       heads: of the query heads of a group.
       parts: of the steps that the longest tile takes for these; others are cut into as long ones.
-      whole: so many first tiles of a head are not cut, and give dK and dV as users get them.
+      last: None for all tiles, or those that are in parts. Others have one share, and give dK and
+        dV as users get them.
     """
 
     heads: int = 1
     parts: int = 1
-    whole: int = 0
+    last: Last | None = None
 
     @property
     def total(self) -> int:

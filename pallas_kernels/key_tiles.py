@@ -73,7 +73,13 @@ class KeyTiles:
 
     @functools.cached_property
     def per_head(self) -> int:
+        """Tiles of a head; where the last ones alone are cut, those of any, whole and in parts."""
         return self.seeing_blocks().shape[1] if self.has_parts else self.whole_per_head
+
+    @property
+    def per_uncut_head(self) -> int:
+        """Tiles of a head that is not one of the last, which alone are cut."""
+        return self.whole_per_head if self.shares.last else self.per_head
 
     @property
     def whole_per_head(self) -> int:
@@ -83,12 +89,7 @@ class KeyTiles:
     @property
     def all_are_shares(self) -> bool:
         """Whether each gives dK and dV of its own in float32."""
-        return self.are_shared and not self.shares.whole
-
-    @property
-    def preparing(self) -> int:
-        """The first of each head prepare something for another head: all before any part starts."""
-        return self.shares.whole or self.per_head
+        return self.are_shared and self.shares.last is None
 
     @property
     def in_one_part(self) -> "KeyTiles":
@@ -102,7 +103,23 @@ class KeyTiles:
     @property
     def count(self) -> int:
         """Tiles of all heads, of every batch entry."""
+        if self.shares.last is None:
+            return len(self.kv_heads) * self.per_head
+        heads, tiles = self.shares.last
+        parts = self.per_head - self.whole_per_head
+        return len(self.kv_heads) * self.whole_per_head + heads * (parts - tiles)
+
+    @property
+    def numbers(self) -> int:
+        """The end of the numbers of tiles; where the last ones alone are cut, some are of none."""
         return len(self.kv_heads) * self.per_head
+
+    @property
+    def shares_in_place(self) -> tuple[int, int, int]:
+        """Batch entries, tiles of a head, and heads, of what `share_of` gives."""
+        if self.shares.last is None:
+            return self.problem.batch, self.per_head, self.problem.kv_heads
+        return 1, self.per_head - self.whole_per_head, self.shares.last.kv_heads
 
     @property
     def query_blocks(self) -> int:
@@ -129,7 +146,8 @@ class KeyTiles:
         A tile that no row sees takes one, fully masked, so that every tile has a step. What is
         known at run time only is left out, as if it let every query see every key. With a mask
         function they are its lists. With parts it is `[5, per_head]`: then come the tile that is
-        cut, and first and end of the part's steps among those of the tile, in their order.
+        cut, and first and end of the part's steps among those of the tile, in their order. Where
+        the last ones alone are cut, the tiles of other heads come before their parts.
         """
         if self.problem.has_lists:
             return self.lists
@@ -139,13 +157,17 @@ class KeyTiles:
         if not self.has_parts:
             return np.stack([first, end])
         steps = self.problem.group * (end - first)
-        cut = slice(self.shares.whole, None)
-        most = steps.copy()
-        most[cut] = -(-steps[cut].max() // self.shares.parts)
-        count = -(-steps // most)
-        tile = np.repeat(np.arange(len(count)), count)
-        first_step = most[tile] * (np.arange(len(tile)) - (count.cumsum() - count)[tile])
-        end_step = np.minimum(first_step + most[tile], steps[tile])
+        last = self.shares.last
+        cut = np.arange(len(steps))[-last.tiles if last else 0 :]
+        most = -(-steps[cut].max() // self.shares.parts)
+        count = -(-steps[cut] // most)
+        tile = np.repeat(cut, count)
+        first_step = most * (np.arange(len(tile)) - np.repeat(count.cumsum() - count, count))
+        end_step = np.minimum(first_step + most, steps[tile])
+        if last:
+            tile = np.append(np.arange(len(steps)), tile)
+            first_step = np.append(np.zeros_like(steps), first_step)
+            end_step = np.append(steps, end_step)
         columns = [first[tile], end[tile], tile, first_step, end_step]
         return np.stack(columns).astype(np.int32)
 
@@ -295,7 +317,7 @@ class KeyTiles:
           kv_heads: those that have tiles; None for all.
           draws: thread blocks draw their tiles: None stands for one on each SM.
         """
-        count = len(kv_heads or self.kv_heads) * self.per_head
+        count = len(kv_heads) * self.per_head if kv_heads else self.count
         if most is None and not draws:
             is_known = not self.problem.by_batch
             return scheduler.thread_blocks(count, self.steps(), SM_COUNT, is_known)
@@ -332,8 +354,15 @@ class KeyTiles:
         """
         section, last_section = self._sections_to_draw(thread_blocks)
         heads = len(self.kv_heads)
-        *_, last, _ = scheduler.section_starts(self.per_head, heads, section, last_section)
+        *_, last, _ = scheduler.section_starts(self.per_uncut_head, heads, section, last_section)
         return section, range(section, last + section)
+
+    @property
+    def last_section(self) -> int:
+        """How many key heads it has, where costs are known."""
+        heads = len(self.kv_heads)
+        *_, last, end = scheduler.section_starts(1, heads, self._section(self.kv_heads, 1))
+        return end - last
 
     def _sections_to_draw(self, thread_blocks: int) -> tuple[int, int]:
         """Key heads of a section, and tiles of the last one."""
@@ -351,7 +380,7 @@ class KeyTiles:
         p = self.problem
         sizes = dict(
             bytes_per_kv_head=p.group * p.query_length * self.row_bytes,
-            tiles_per_kv_head=self.per_head,
+            tiles_per_kv_head=self.per_uncut_head,
             slots=SM_COUNT,
             kv_heads=len(kv_heads),
             group=1,
@@ -359,7 +388,7 @@ class KeyTiles:
         section_bytes = longer * BACKWARD_SECTION_BYTES
         if p.by_batch:
             return scheduler.heads_per_section(section_bytes, **sizes)
-        cost = self.steps() + TILE_OVERHEAD
+        cost = self.steps()[: self.per_uncut_head] + TILE_OVERHEAD
         return scheduler.section_that_ends_early(cost, section_bytes, **sizes)
 
     def costs_in_order(self, kv_heads: range) -> np.ndarray:
@@ -383,11 +412,21 @@ class KeyTiles:
         cost = np.zeros(self.per_head)
         if not self.problem.by_batch:
             cost = self.steps() + TILE_OVERHEAD
-        tile, kv_head = scheduler.tile_order(cost, len(kv_heads), section, last_section)
-        if self.shares.whole:  # parts are for SMs that are free when all whole ones are in work
-            late = np.argsort(tile >= self.shares.whole, kind="stable")
-            tile, kv_head = tile[late], kv_head[late]
+        uncut = cost[: self.per_uncut_head]
+        tile, kv_head = scheduler.tile_order(uncut, len(kv_heads), section, last_section)
+        if self.shares.last:
+            tile, kv_head = self._last_cut(tile, kv_head)
         return (kv_heads.start + kv_head) * self.per_head + tile, tile, cost[tile]
+
+    def _last_cut(self, tile: np.ndarray, kv_head: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """An order of whole tiles, with the last ones in parts behind all others."""
+        assert self.shares.last is not None
+        heads, tiles = self.shares.last
+        first_head = len(self.kv_heads) - heads
+        stays = (kv_head < first_head) | (tile < self.whole_per_head - tiles)
+        part, of_head = scheduler.tile_order(self.steps()[self.whole_per_head :], heads, heads)
+        tile = np.append(tile[stays], self.whole_per_head + part)
+        return tile, np.append(kv_head[stays], first_head + of_head)
 
     def table_to_draw(self, thread_blocks: int, cost: jax.Array | None = None) -> jax.Array:
         """The numbers of tiles in the order to draw them, as `tickets.Tickets` takes them.
@@ -400,13 +439,22 @@ class KeyTiles:
             order = scheduler.order_by_rank(order, cost, len(self.kv_heads) // cost.shape[0])
         # Behind the last stands what is no tile. Static numbers that go up by one to the end would
         # be made by XLA in a kernel of its own.
-        none = self.count if cost is not None else self.count + 1
+        none = self.numbers if cost is not None else self.numbers + 1
         return jnp.pad(jnp.asarray(order), (0, 1), constant_values=none)
 
     def counters_to_draw(self, thread_blocks: int) -> int:
         """How many counters a kernel that draws has: of tickets, then of each section's tiles."""
         section, _ = self.prepared(thread_blocks)
         return 1 + len(self.kv_heads) // section
+
+    def share_of(self, place):
+        """Where dK and dV of a share of what `locate` gives stand: batch entry, tile, head."""
+        tile, kv_head_of_all = place
+        if self.shares.last:
+            first_head = len(self.kv_heads) - self.shares.last.kv_heads
+            return 0, tile - self.whole_per_head, kv_head_of_all - first_head
+        batch, share = div_rem(kv_head_of_all, self.problem.kv_heads)
+        return batch, tile, share
 
     def locate(self, number):
         """Tile and key head, of every batch entry, of a tile's number."""

@@ -11,6 +11,7 @@ Sections are for dS', which is in memory for so many key heads at a time.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import scheduler
-from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT, Shares
+from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT, Last, Shares
 from pallas_kernels.key_tiles import KeyTiles, Section
 from pallas_kernels.key_tiles_kernel import key_gradients
 from pallas_kernels.problem import Problem, whole_tiles
@@ -71,14 +72,21 @@ def _may_have_parts(problem: Problem) -> bool:
 
 def _last_in_parts(whole: KeyTiles) -> Iterator[KeyTiles]:
     """The last tiles of each head in parts, for SMs that would be idle in the last round."""
-    count, longest = whole.whole_per_head, int(whole.steps().max())
+    p, tiles, longest = whole.problem, whole.whole_per_head, int(whole.steps().max())
     # Above width 128 there are no registers to keep what whole tiles give.
-    if count == 1 or not _may_have_parts(whole.problem) or whole.problem.widest > 128:
+    if not _may_have_parts(p) or p.widest > 128 or whole.count <= SM_COUNT:
         return
-    cut = np.unique(np.geomspace(1, count - 1, _CUT).astype(int)).tolist()
-    for tiles, parts in itertools.product(cut, _LAST_PARTS):
-        if parts <= longest:
-            yield in_shares(whole, Shares(1, parts, count - tiles))
+    possible = [
+        n for n in range(1, whole.last_section + 1) if n <= p.kv_heads or n % p.kv_heads == 0
+    ]
+    over = whole.count % SM_COUNT  # tiles of the last round, if all are alike
+    possible = [n for n in possible if n * tiles >= over] or possible[-1:]
+    numbers = np.unique(np.geomspace(1, len(possible), _CUT).astype(int)) - 1
+    for heads in (possible[n] for n in numbers.tolist()):
+        for cut in {tiles, min(tiles, -(-over // heads) or 1)}:
+            for parts in (n for n in _LAST_PARTS if n <= longest):
+                if heads * cut < whole.count:
+                    yield in_shares(whole, Shares(1, parts, Last(heads, cut)))
 
 
 def in_shares(whole: KeyTiles, shares: Shares) -> KeyTiles:
@@ -120,7 +128,7 @@ def _time_of_sum(tiles: KeyTiles) -> float:
     logits = tiles.block_q * tiles.block_kv
     products = 5 * logits * tiles.problem.widest
     step = max(_PRODUCTS * products / 1e6, _LOGITS * logits / 1e3)
-    sums = 3 if tiles.shares.whole else 1  # first in float32, then of dK and of dV
+    sums = 3 if tiles.shares.last else 1  # first in float32, then of dK and of dV
     return (sums * _SUM + _MEGABYTE * _stored_bytes(tiles) / 1e6) / step
 
 
@@ -130,7 +138,7 @@ def _apart(tiles: KeyTiles) -> float:
     row_bytes = p.batch * p.kv_heads * p.group * p.query_length * tiles.row_bytes
     if p.group == 1 or row_bytes <= BACKWARD_SECTION_BYTES:
         return 1.0
-    if tiles.shares.whole:
+    if tiles.shares.last:
         return 1.0
     if p.widest <= 128:
         return _PARTS_APART if tiles.has_parts else _APART
@@ -144,8 +152,8 @@ def _end_of_sections(tiles: KeyTiles, sections: Iterable[range]) -> float:
 
 def _stored_bytes(tiles: KeyTiles) -> int:
     """Of dK and dV of all shares, in float32."""
-    shares = len(tiles.kv_heads) * (tiles.per_head - tiles.shares.whole)
-    return shares * tiles.block_kv * 2 * whole_tiles(tiles.problem.widest) * 4
+    rows = math.prod(tiles.shares_in_place) * tiles.block_kv
+    return rows * 2 * whole_tiles(tiles.problem.widest) * 4
 
 
 @functools.lru_cache
@@ -181,9 +189,8 @@ def gradients_of_tiles(tiles: KeyTiles, *columns: int) -> tuple[jax.ShapeDtypeSt
     of_whole = () if tiles.all_are_shares else key_gradients(tiles.problem)
     if not tiles.are_shared:
         return of_whole
-    batch, kv_heads = tiles.problem.batch, tiles.problem.kv_heads
-    rows = (tiles.per_head - tiles.shares.whole) * tiles.block_kv
-    shape = (2, batch, rows, kv_heads, max(columns))
+    batch, count, kv_heads = tiles.shares_in_place
+    shape = (2, batch, count * tiles.block_kv, kv_heads, max(columns))
     return *of_whole, jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
@@ -206,24 +213,36 @@ def summed(
     if not tiles.are_shared:
         return tuple(gradients)
     *of_whole, both = gradients
-    _, batch, _, _, columns = both.shape
-    _, rows, kv_heads, _ = key.shape
-    both = both.reshape(2, batch, -1, kv_heads, tiles.problem.kv_heads // kv_heads, columns).sum(4)
+    _, batch, rows, heads, columns = both.shape
+    both = both.reshape(2, batch, rows, -1, tiles.shares.heads, columns).sum(4)
     if tiles.has_parts:
-        of_tiles = both.reshape(2, batch, -1, tiles.block_kv, kv_heads, columns)
-        both = _summed_parts(of_tiles, tiles).reshape(2, batch, -1, kv_heads, columns)
-    first = tiles.shares.whole * tiles.block_kv
+        of_tiles = both.reshape(2, batch, -1, tiles.block_kv, *both.shape[3:])
+        both = _summed_parts(of_tiles, tiles).reshape(2, batch, -1, *both.shape[3:])
+    last, rows = tiles.shares.last, key.shape[1]
+    if last:
+        rows -= (tiles.whole_per_head - last.tiles) * tiles.block_kv
     of_each = zip((key, value), both, strict=True)
-    cut = [x[:, : rows - first, :, : like.shape[3]].astype(like.dtype) for like, x in of_each]
-    if not of_whole:
+    cut = [x[:, :rows, :, : like.shape[3]].astype(like.dtype) for like, x in of_each]
+    if not last:
         return tuple(cut)
-    put = functools.partial(lax.dynamic_update_slice, start_indices=(0, first, 0, 0))
-    return tuple(put(x, of_cut) for x, of_cut in zip(of_whole, cut, strict=True))
+    return tuple(_put_last(x, of_cut) for x, of_cut in zip(of_whole, cut, strict=True))
+
+
+def _put_last(gradient: jax.Array, of_last: jax.Array) -> jax.Array:
+    """Puts `[1, rows, heads, H]` of the last rows of the last heads, of all batch entries."""
+    batch, rows, kv_heads, width = gradient.shape
+    if of_last.shape[2] > kv_heads:  # of whole batch entries
+        of_last = of_last.reshape(of_last.shape[1], -1, kv_heads, width).swapaxes(0, 1)
+    first = (a - b for a, b in zip(gradient.shape, of_last.shape, strict=True))
+    return lax.dynamic_update_slice(gradient, of_last, tuple(first))
 
 
 def _summed_parts(gradient: jax.Array, tiles: KeyTiles) -> jax.Array:
     """`[2, B, tiles, ...]` of those that are cut, of what their parts gave, `[2, B, parts, ...]`."""
-    count = np.bincount(tiles.seeing_blocks()[2])[tiles.shares.whole :]
+    tile = tiles.seeing_blocks()[2]
+    if tiles.shares.last:
+        tile = tile[tiles.whole_per_head :] - (tiles.whole_per_head - tiles.shares.last.tiles)
+    count = np.bincount(tile)
     _, batch, _, *tile = gradient.shape
     if (count == count[0]).all():
         return gradient.reshape(2, batch, len(count), count[0], *tile).sum(3)
