@@ -28,7 +28,9 @@ from pallas_kernels.problem import Problem, whole_tiles
 
 _MOST_BYTES = 768 << 20  # of dK and dV of all shares
 _SIZES = 8  # of sections that are compared
-_CUT, _LAST_PARTS = 6, (2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of last tiles, and of their parts
+# Where the last tiles alone are cut: how many numbers of heads are tried, and numbers of parts; by
+# how much tiles are to end earlier; and in how many rounds the last one counts for little.
+_CUT, _LAST_PARTS, _WORTH, _MOST_ROUNDS = 6, (2, 3, 4, 6, 8, 12, 16, 24, 32), 1.03, 12
 _EVEN = 64  # parts that are shorter than what an SM has in all by this even out no more
 # Microseconds: of what adds shares up, and of a megabyte that is stored and added up; of 1e6
 # multiplications and additions, and of 1000 logits, of which a step takes the longer.
@@ -55,11 +57,12 @@ def dealt_out(whole: KeyTiles, wanted: int | Shares | None, d_logits_bytes: int 
         few = [tiles for tiles in _possible(whole) if tiles.shares.total <= wanted]
         return max(few, key=lambda tiles: tiles.shares.total)
     earliest, end = whole, _end(whole, d_logits_bytes)
-    all_steps = whole.steps_per_head * len(whole.kv_heads)
+    least = whole.steps_per_head * len(whole.kv_heads) / SM_COUNT
     for tiles in itertools.chain(_possible(whole)[1:], _last_in_parts(whole)):
-        if _stored_bytes(tiles) > _MOST_BYTES or all_steps / SM_COUNT + _time_of_sum(tiles) >= end:
+        worth = _WORTH if tiles.shares.last else 1.0
+        if _stored_bytes(tiles) > _MOST_BYTES or worth * least + _time_of_sum(tiles) >= end:
             continue
-        own_end = _end(tiles, d_logits_bytes)
+        own_end = worth * _end(tiles, d_logits_bytes)
         if own_end < end:
             earliest, end = tiles, own_end
     return earliest
@@ -74,7 +77,9 @@ def _last_in_parts(whole: KeyTiles) -> Iterator[KeyTiles]:
     """The last tiles of each head in parts, for SMs that would be idle in the last round."""
     p, tiles, longest = whole.problem, whole.whole_per_head, int(whole.steps().max())
     # Above width 128 there are no registers to keep what whole tiles give.
-    if not _may_have_parts(p) or p.widest > 128 or whole.count <= SM_COUNT:
+    if not _may_have_parts(p) or p.widest > 128:
+        return
+    if not SM_COUNT < whole.count < _MOST_ROUNDS * SM_COUNT:
         return
     possible = [
         n for n in range(1, whole.last_section + 1) if n <= p.kv_heads or n % p.kv_heads == 0
@@ -138,10 +143,8 @@ def _apart(tiles: KeyTiles) -> float:
     row_bytes = p.batch * p.kv_heads * p.group * p.query_length * tiles.row_bytes
     if p.group == 1 or row_bytes <= BACKWARD_SECTION_BYTES:
         return 1.0
-    if tiles.shares.last:
-        return 1.0
     if p.widest <= 128:
-        return _PARTS_APART if tiles.has_parts else _APART
+        return _PARTS_APART if tiles.has_parts and tiles.all_are_shares else _APART
     return _WIDE_APART if tiles.has_parts or steps.min() < steps.max() else 1.0
 
 
