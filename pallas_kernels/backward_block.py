@@ -48,8 +48,9 @@ class ThreadBlock:
         self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, *results = refs
         self.dq: Any = results.pop(0) if plan.with_query_gradient else None
         whole, shares, others = split_gradients(plan.tiles, results)
-        self.dk, self.dv = whole or (None, None)
-        self.dk_shares, self.dv_shares = shares or (None, None)
+        none: tuple[Any, Any] = (None, None)
+        self.dk, self.dv = whole or none
+        self.dk_shares, self.dv_shares = shares or none
         self.d_bias: Any = others[0] if plan.with_bias_gradient else None
         (
             self.ds_stored, free, self.v_free, self.dq_staged, self.gradients_staged, self.sent,

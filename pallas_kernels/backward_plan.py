@@ -303,7 +303,7 @@ class Plan:
         With dropout, and at width 64 under a mask where query heads share keys, it would spill.
         """
         p = self.problem
-        has_room = self.is_wide or p.by_batch or p.group == 1 or not self.tiles.any_mask
+        has_room = self.is_wide or p.by_batch or p.group == 1
         return has_room and not self.keeps_nothing
 
     @property

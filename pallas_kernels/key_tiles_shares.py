@@ -3,7 +3,8 @@
 A tile of keys takes the queries of all heads of its group. Where there are few tiles, most SMs
 would have none. So its steps are dealt out: in shares of some query heads each, and where these do
 not come out even, in parts of that, steps in a row. Each share gives dK and dV of its own in
-float32, of whole tiles, which are added up in a fixed order.
+float32, of whole tiles, which are added up in a fixed order. Where there are some more than the SMs
+take in whole rounds, the last ones alone are in parts.
 
 Sections are for dS', which is in memory for so many key heads at a time.
 """
@@ -24,13 +25,14 @@ from pallas_kernels import scheduler
 from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT, Last, Shares
 from pallas_kernels.key_tiles import KeyTiles, Section
 from pallas_kernels.key_tiles_kernel import key_gradients
-from pallas_kernels.problem import Problem, whole_tiles
+from pallas_kernels.problem import Problem, need, whole_tiles
 
 _MOST_BYTES = 768 << 20  # of dK and dV of all shares
 _SIZES = 8  # of sections that are compared
-# Where the last tiles alone are cut: how many numbers of heads are tried, and numbers of parts; by
-# how much tiles are to end earlier; and in how many rounds the last one counts for little.
-_CUT, _LAST_PARTS, _WORTH, _MOST_ROUNDS = 6, (2, 3, 4, 6, 8, 12, 16, 24, 32), 1.03, 12
+# Where the last tiles alone are cut: how many numbers of heads are tried, and which of parts; by
+# how much tiles are to end earlier; of how many rounds the last counts for little.
+_TRIED_HEADS, _TRIED_PARTS = 6, (2, 3, 4, 6, 8, 12, 16, 24, 32)
+_WORTH, _MOST_ROUNDS = 1.05, 12
 _EVEN = 64  # parts that are shorter than what an SM has in all by this even out no more
 # Microseconds: of what adds shares up, and of a megabyte that is stored and added up; of 1e6
 # multiplications and additions, and of 1000 logits, of which a step takes the longer.
@@ -42,7 +44,7 @@ _APART, _PARTS_APART, _WIDE_APART = 1.06, 1.08, 1.15
 
 @functools.lru_cache
 def dealt_out(whole: KeyTiles, wanted: int | Shares | None, d_logits_bytes: int = 0) -> KeyTiles:
-    """The tiles in as many shares as end earliest, as few as may be: where there are many, in one.
+    """The tiles in the shares that end earliest, as few as may be: where there are many, in one.
 
     At most in so many that dK and dV of all take `_MOST_BYTES`.
 
@@ -73,32 +75,53 @@ def _may_have_parts(problem: Problem) -> bool:
     return problem.is_plain and not (problem.by_batch or problem.picks_keys)
 
 
+def in_shares(whole: KeyTiles, shares: Shares) -> KeyTiles:
+    """The tiles in these shares.
+
+    Raises:
+      ValueError: if they do not come out even, or the last are those of no `_last_heads`.
+    """
+    p, last = whole.problem, shares.last
+    need(p.group % shares.heads == 0, "shares", shares, f"heads that divide {p.group}")
+    if last:
+        have = shares.heads == 1 < shares.parts and last.kv_heads in _last_heads(whole)
+        have &= 1 <= last.tiles <= whole.whole_per_head
+        need(have, "shares", shares, f"parts of 1 head; last heads of {_last_heads(whole)}")
+    problem = dataclasses.replace(p, kv_heads=p.kv_heads * shares.heads)
+    return dataclasses.replace(whole, problem=problem, shares=shares)
+
+
+@functools.lru_cache
+def _last_heads(whole: KeyTiles) -> list[int]:
+    """Of how many last key heads tiles may be cut where others are not: what is one rectangle.
+
+    Of the last section alone, as tiles of others zero dQ for those of the section after theirs.
+    """
+    kv_heads = whole.problem.kv_heads
+    most = range(1, whole.last_section + 1)
+    return [n for n in most if n <= kv_heads or n % kv_heads == 0]
+
+
 def _last_in_parts(whole: KeyTiles) -> Iterator[KeyTiles]:
-    """The last tiles of each head in parts, for SMs that would be idle in the last round."""
-    p, tiles, longest = whole.problem, whole.whole_per_head, int(whole.steps().max())
-    # Above width 128 there are no registers to keep what whole tiles give.
+    """The last tiles of all in parts, for SMs that the last round would leave idle.
+
+    As Stream-K does it where it is a hybrid (Osama et al. 2023).
+    """
+    p, tiles = whole.problem, whole.whole_per_head
+    # Kernels of wider heads have no registers for both ways out of a tile.
     if not _may_have_parts(p) or p.widest > 128:
         return
     if not SM_COUNT < whole.count < _MOST_ROUNDS * SM_COUNT:
         return
-    possible = [
-        n for n in range(1, whole.last_section + 1) if n <= p.kv_heads or n % p.kv_heads == 0
-    ]
     over = whole.count % SM_COUNT  # tiles of the last round, if all are alike
-    possible = [n for n in possible if n * tiles >= over] or possible[-1:]
-    numbers = np.unique(np.geomspace(1, len(possible), _CUT).astype(int)) - 1
-    for heads in (possible[n] for n in numbers.tolist()):
-        for cut in {tiles, min(tiles, -(-over // heads) or 1)}:
-            for parts in (n for n in _LAST_PARTS if n <= longest):
-                if heads * cut < whole.count:
+    enough = [n for n in _last_heads(whole) if n * tiles >= over] or _last_heads(whole)[-1:]
+    tried = np.unique(np.geomspace(1, len(enough), _TRIED_HEADS).astype(int)) - 1
+    for heads in (enough[n] for n in tried.tolist()):
+        fewest = max(1, min(tiles, -(-over // heads)))
+        for cut in dict.fromkeys((fewest, tiles)):
+            if heads * cut < whole.count:
+                for parts in _TRIED_PARTS:
                     yield in_shares(whole, Shares(1, parts, Last(heads, cut)))
-
-
-def in_shares(whole: KeyTiles, shares: Shares) -> KeyTiles:
-    """The tiles in these, `shares.heads` of which divide a group."""
-    kv_heads = whole.problem.kv_heads * shares.heads
-    problem = dataclasses.replace(whole.problem, kv_heads=kv_heads)
-    return dataclasses.replace(whole, problem=problem, shares=shares)
 
 
 def _possible(whole: KeyTiles) -> list[KeyTiles]:
@@ -133,7 +156,7 @@ def _time_of_sum(tiles: KeyTiles) -> float:
     logits = tiles.block_q * tiles.block_kv
     products = 5 * logits * tiles.problem.widest
     step = max(_PRODUCTS * products / 1e6, _LOGITS * logits / 1e3)
-    sums = 3 if tiles.shares.last else 1  # first in float32, then of dK and of dV
+    sums = 2 if tiles.shares.last else 1  # they go into two arrays then
     return (sums * _SUM + _MEGABYTE * _stored_bytes(tiles) / 1e6) / step
 
 
@@ -216,7 +239,7 @@ def summed(
     if not tiles.are_shared:
         return tuple(gradients)
     *of_whole, both = gradients
-    _, batch, rows, heads, columns = both.shape
+    _, batch, rows, _, columns = both.shape
     both = both.reshape(2, batch, rows, -1, tiles.shares.heads, columns).sum(4)
     if tiles.has_parts:
         of_tiles = both.reshape(2, batch, -1, tiles.block_kv, *both.shape[3:])
@@ -233,7 +256,7 @@ def summed(
 
 def _put_last(gradient: jax.Array, of_last: jax.Array) -> jax.Array:
     """Puts `[1, rows, heads, H]` of the last rows of the last heads, of all batch entries."""
-    batch, rows, kv_heads, width = gradient.shape
+    *_, kv_heads, width = gradient.shape
     if of_last.shape[2] > kv_heads:  # of whole batch entries
         of_last = of_last.reshape(of_last.shape[1], -1, kv_heads, width).swapaxes(0, 1)
     first = (a - b for a, b in zip(gradient.shape, of_last.shape, strict=True))
@@ -241,7 +264,7 @@ def _put_last(gradient: jax.Array, of_last: jax.Array) -> jax.Array:
 
 
 def _summed_parts(gradient: jax.Array, tiles: KeyTiles) -> jax.Array:
-    """`[2, B, tiles, ...]` of those that are cut, of what their parts gave, `[2, B, parts, ...]`."""
+    """`[2, B, tiles that are cut, ...]` of what their parts gave, `[2, B, parts, ...]`."""
     tile = tiles.seeing_blocks()[2]
     if tiles.shares.last:
         tile = tile[tiles.whole_per_head :] - (tiles.whole_per_head - tiles.shares.last.tiles)

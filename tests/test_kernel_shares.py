@@ -1,6 +1,7 @@
 """Tiles of keys whose queries are dealt out in shares, in the backward."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,15 @@ import pytest
 from pallas_kernels import config, defaults, scheduler
 from pallas_kernels.backward_key_plan import key_tiles
 from pallas_kernels.backward_plan import Plan
-from pallas_kernels.config import BackwardKeyConfig
+from pallas_kernels.config import BackwardKeyConfig, Last, Shares
 from pallas_kernels.defaults import BACKWARD
 from pallas_kernels.key_tiles import KeyTiles
-from pallas_kernels.key_tiles_shares import d_logits_sections, gradients_of_tiles, summed
+from pallas_kernels.key_tiles_shares import (
+    d_logits_sections,
+    gradients_of_tiles,
+    in_shares,
+    summed,
+)
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.mask_functions import MaskFunction
 from pallas_kernels.problem import Problem
@@ -80,6 +86,23 @@ def test_parts_of_tiles(N, K, H, T, shares, options):
         check(arrays, config=with_shares(H, shares), **options)
 
 
+@pytest.mark.parametrize(
+    ("N", "K", "H", "T", "S", "shares", "options"),
+    [
+        (2, 1, 64, 140, 300, Shares(1, 3, Last(1, 2)), {}),
+        slow(2, 2, 80, 300, 300, Shares(1, 2, Last(4, 3)), {"is_causal": True}),
+        long(2, 2, 128, 140, 300, Shares(1, 2, Last(1, 1)), {"deterministic": True}),
+        slow(3, 1, 40, 400, 400, Shares(1, 5, Last(1, 3)), {"local_window_size": (90, 40)}),
+        slow(2, 1, 72, 140, 400, Shares(1, 2, Last(2, 1)), {"is_causal": True}),
+    ],
+)
+def test_last_tiles_alone_in_parts(N, K, H, T, S, shares, options):
+    """Beside whole ones of these heads and of others, whose dK and dV leave in another way."""
+    with interpret_mode():
+        arrays = inputs(2, T, S, N, K, H, jnp.bfloat16)
+        check(arrays, config=with_shares(H, shares), **options)
+
+
 def test_sections_of_heads_end_early():
     """The last is half as large, where even ones of 9 leave more SMs without a tile."""
     tiles = key_tiles(
@@ -131,10 +154,15 @@ def dealt(described: Problem, shares: int | None = None):
         ((2, 4096, 4096, 16, 4, 192), (1, 1)),
         ((3, 12288, 64, 6, 1, 256), (6, 7)),
         ((4, 4096, 4096, 8, 8, 256, True), (1, 1)),
+        ((4, 2136, 2136, 16, 2, 128), (1, 32, Last(1, 4))),  # 136 tiles: four of a second round
+        ((13, 1024, 1024, 12, 4, 24), (1, 6, Last(4, 5))),  # 20 of the fourth round
+        ((51, 696, 696, 5, 1, 96), (1, 3, Last(7, 6))),
+        ((7, 8440, 816, 28, 28, 128), (1, 1)),  # 52 of the eleventh
+        ((4, 2136, 2136, 16, 2, 256), (4, 1)),  # no registers for both ways out of a tile
     ],
 )
 def test_where_there_are_few_tiles_their_queries_are_dealt_out(sizes, expected):
-    assert dealt(problem(*sizes))[0] == expected
+    assert dealt(problem(*sizes))[0] == Shares(*expected)
 
 
 @pytest.mark.parametrize("width", [64, 256])
@@ -159,7 +187,7 @@ def test_tiles_that_nothing_sees_have_a_share():
 @pytest.mark.parametrize("options", [{"dynamic": True}, {"segmented": True}])
 def test_blocks_known_at_run_time_have_no_parts(options):
     described = dataclasses.replace(problem(1, 4096, 64, 2, 1, 128), **options)
-    assert dealt(described, 64)[0] == (2, 1)
+    assert dealt(described, 64)[0] == Shares(2, 1)
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (None, 0), (-300, 40)])
@@ -192,6 +220,84 @@ def test_parts_are_the_steps_of_their_tile(bounds, parts, group):
         assert steps[index] == [(block, head) for head in range(group) for block in blocks]
 
 
+@pytest.mark.parametrize("bounds", [(None, None), (None, 0), (-300, 40)])
+@pytest.mark.parametrize(("heads", "tiles"), [(1, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize("group", [1, 3])
+def test_parts_of_last_tiles_are_their_steps(bounds, heads, tiles, group):
+    """Each step of each tile once, of which only those of the last tiles are cut."""
+    lowest, highest = bounds
+    described = problem(3, 260, 300, 2 * group, 2, 64)
+    described = dataclasses.replace(described, lowest=lowest, highest=highest)
+    whole = KeyTiles(described, 128, 64, row_bytes=1)
+    cut = in_shares(whole, Shares(1, 3, Last(heads, tiles)))
+    order = cut.order_to_draw(132)
+    assert len(set(order)) == len(order) == cut.count and max(order) < cut.numbers
+    np.testing.assert_array_equal(np.sort(cut.schedule(cut.count)[:, 1]), np.sort(order))
+    walk = Walk(cut, jnp.asarray(order)[None], jnp.asarray(cut.seeing_blocks()), 0)
+    steps: dict[tuple[int, int], list] = {}
+    stored = set()
+    for number in order.tolist():
+        row, head = place = cut.locate(jnp.int32(number))
+        tile = int(walk.tile_of(place))
+        first, end = int(cut.seeing_blocks()[3, row]), int(walk.end_step(place))
+        assert end - first == walk.steps_of(place) == cut.steps()[row]
+        is_whole = int(head) < 6 - heads or tile < 3 - tiles
+        assert (row < cut.whole_per_head) == is_whole
+        if is_whole:
+            assert (row, first, end) == (tile, 0, whole.steps()[tile])
+        else:
+            stored.add(tuple(int(x) for x in cut.share_of(place)))
+        steps.setdefault((int(head), tile), []).extend(range(first, end))
+    assert stored == set(itertools.product(*map(range, cut.shares_in_place)))
+    for head, tile in itertools.product(range(6), range(3)):
+        assert sorted(steps[head, tile]) == list(range(whole.steps()[tile]))
+
+
+@pytest.mark.parametrize(("heads", "tiles"), [(1, 1), (2, 2), (4, 2)])
+def test_gradients_of_last_tiles_come_beside_others(heads, tiles):
+    whole = KeyTiles(problem(3, 512, 250, 2, 2, 64), 128, 64, row_bytes=1)
+    cut = in_shares(whole, Shares(1, 3, Last(heads, tiles)))
+    d_key, _, shape = gradients_of_tiles(cut, 64, 40)
+    rng = np.random.default_rng(0)
+    both = rng.standard_normal(shape.shape, np.float32)
+    gradients = [rng.standard_normal((3, 250, 2, width), np.float32) for width in (64, 40)]
+    assert d_key.shape == gradients[0].shape
+    expected = [x.copy() for x in gradients]
+    for head in range(6 - heads, 6):
+        for tile in range(2 - tiles, 2):
+            parts = np.flatnonzero(cut.seeing_blocks()[2, 2:] == tile)
+            of_tile = both.reshape(2, -1, 128, heads, 64)[:, parts, :, head - (6 - heads)].sum(1)
+            rows = slice(128 * tile, min(128 * (tile + 1), 250))
+            for x, of_either in zip(expected, of_tile, strict=True):
+                x[head // 2, rows, head % 2] = of_either[: rows.stop - rows.start, : x.shape[3]]
+    key, value = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in gradients)
+    found = summed(key, value, [*map(jnp.asarray, gradients), jnp.asarray(both)], cut)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_all_that_is_zeroed_ahead_is_of_whole_tiles():
+    """Tiles of the last section alone are cut."""
+    whole = KeyTiles(problem(16, 1024, 1024, 8, 4, 128), 128, 64, row_bytes=1024)
+    section, prepared = whole.prepared(132)
+    assert prepared and whole.last_section >= section
+    cut = in_shares(whole, Shares(1, 2, Last(whole.last_section, 8)))
+    assert cut.prepared(132) == (section, prepared)
+    heads = len(whole.kv_heads) - whole.last_section
+    row, head = np.divmod(cut.order_to_draw(132), cut.per_head)[::-1]
+    assert (row[head < heads] < cut.per_uncut_head).all()
+    assert prepared.stop - section <= heads
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [Shares(5), Shares(2, 3, Last(1, 1)), Shares(1, 2, Last(3, 1)), Shares(1, 2, Last(1, 9))],
+)
+def test_shares_that_do_not_come_out_even(shares):
+    with pytest.raises(ValueError, match="shares: got Shares"):
+        dealt(problem(2, 500, 500, 4, 2, 64), shares)
+
+
 @pytest.mark.parametrize("bounds", [(None, None), (None, 0)])
 def test_gradients_of_shares_are_added_up(bounds):
     lowest, highest = bounds
@@ -212,6 +318,10 @@ def test_gradients_of_shares_are_added_up(bounds):
 
 @pytest.mark.parametrize("width", [64, 256])
 def test_shares_are_at_least_one(width):
+    with pytest.raises(
+        ValueError, match=r"shares: got Shares.*, needs heads and parts of at least"
+    ):
+        dataclasses.replace(BACKWARD[width], shares=Shares(1, 0))
     with pytest.raises(ValueError, match="shares: got 0, needs at least 1, or None"):
         dataclasses.replace(BACKWARD[width], shares=0)
 

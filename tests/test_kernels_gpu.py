@@ -141,7 +141,31 @@ def test_shares_of_few_tiles_of_many_queries(B, T, S, N, K, H):
     check(inputs(B, T, S, N, K, H, jnp.bfloat16))
 
 
-@pytest.mark.parametrize("kind", ["full", "causal", "documents", "lengths"])
+@all_masks
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("H", "last"), [(64, (1, 8)), (80, (2, 3)), (128, (4, 1)), (40, (1, 2))])
+def test_last_tiles_alone_in_parts(H, last, deterministic, mask):
+    """Beside whole ones of these heads and of others."""
+    arrays = inputs(2, 700, 900, 6, 2, H, jnp.bfloat16)
+    settings = with_shares(H, config.Shares(1, 5, config.Last(*last)))
+    check(arrays, **mask, config=settings, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "S", "N", "K", "H"),
+    [
+        (13, 1024, 1024, 12, 4, 24),
+        (3, 328, 5888, 7, 1, 128),
+        (3, 696, 696, 5, 1, 96),
+        (8, 3824, 256, 10, 10, 32),
+        (2, 256, 8528, 5, 1, 72),
+    ],
+)
+def test_tiles_of_a_last_round(B, T, S, N, K, H):
+    check(inputs(B, T, S, N, K, H, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "documents", "lengths", "parts"])
 @pytest.mark.parametrize("H", [64, 128])
 def test_dq_that_tiles_of_another_section_zero(H, kind):
     """In memory that held NaN, beside deterministic gradients, of which dQ is never added to."""
@@ -156,6 +180,7 @@ def test_dq_that_tiles_of_another_section_zero(H, kind):
             "query_seq_lengths": jnp.array([T, 900]),
             "key_value_seq_lengths": jnp.array([T, 500]),
         },
+        "parts": {"config": with_shares(H, config.Shares(1, 3, config.Last(1, 8)))},
     }[kind]
 
     def gradients(deterministic):

@@ -238,6 +238,9 @@ SHAPES = {
     "alone": (2997, 2997, 1, 1, jnp.bfloat16),
     # Of groups whose steps are dealt out amid a head: a share for each thread block, and drawn.
     "cut": (520, 205, 12, 4, jnp.bfloat16),
+    # Some tiles more than whole rounds take, so that the last ones alone are in parts.
+    "rest": (3033, 3033, 12, 4, jnp.bfloat16),
+    "over": (2200, 2200, 32, 8, jnp.bfloat16),
     # Where the forward has other settings at width 64.
     "s700": (700, 700, 12, 12, jnp.bfloat16),
     "s700-20": (700, 700, 20, 20, jnp.bfloat16),
@@ -285,6 +288,10 @@ SHORT = [
     *((width, "sides", "even") for width in (72, 256)),
     (72, "window", "even"),
     *((256, mask, "long") for mask in ("window", "sides")),
+    *((width, mask, "rest") for width in (40, 64, 72, 96, 128) for mask in ("full", "window")),
+    (80, "window", "rest"),
+    (120, "full", "rest"),
+    (128, "causal", "over"),
 ]
 
 
