@@ -491,7 +491,7 @@ def _backward(
     from pallas_kernels.mask_bits import are_seen, with_mask_bits
 
     problem = settings.problem(query, key, value)
-    query, d_out = zero_empty(query, d_out, lse, problem)
+    query = zero_empty(query, lse, problem)
     if not (settings.all_count or settings.backward_ignores_unseen(problem)):
         d_out = zero_unseeing(d_out, problem, intervals, ids)
     if differentiated:

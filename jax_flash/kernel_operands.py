@@ -214,14 +214,12 @@ def _zero_outside(x: jax.Array, kept: slice) -> jax.Array:
     return x
 
 
-def zero_empty(query, d_out, lse, problem: Problem):
-    """Query and d_out with zeros in rows that see nothing by mask or bias, where 0 * NaN is NaN."""
-    if not (problem.has_elements or problem.has_given_lists):
-        return query, d_out
-    seeing = jnp.logical_not(jnp.isneginf(of_rows(lse, d_out))).transpose(0, 2, 1)[..., None]
-    d_out = jnp.where(seeing, d_out, 0)
-    hides = problem.has_mask or problem.has_given_lists
-    return jnp.where(seeing, query, 0) if hides else query, d_out
+def zero_empty(query, lse, problem: Problem):
+    """Query with zeros in rows that see nothing by a mask, where 0 * NaN is NaN."""
+    if not (problem.has_mask or problem.has_given_lists):
+        return query
+    seeing = jnp.logical_not(jnp.isneginf(of_rows(lse, query))).transpose(0, 2, 1)[..., None]
+    return jnp.where(seeing, query, 0)
 
 
 def folding_vmap(run, leading: int = 0):

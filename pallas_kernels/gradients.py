@@ -121,7 +121,7 @@ def attention_gradients(
     if with_bias_gradient or reads:  # with more, dQ has tiles at its end that nothing uses
         rows_of_statistics = max(padded_rows, in_whole(bias_gradient.BLOCK_Q))
     counters = jax.new_ref(jnp.zeros(1 if plan is None else plan.counters, jnp.int32))
-    start, minus_delta, far, *zeros = row_statistics.row_statistics(
+    start, minus_delta, far, d_out, *zeros = row_statistics.row_statistics(
         out,
         lse,
         d_out,

@@ -258,6 +258,11 @@ class Problem:
         return self.has_mask or self.beyond_products
 
     @property
+    def hides_rows(self) -> bool:
+        """Whether it is known at run time only, and of single pairs, that a row sees nothing."""
+        return self.has_elements or self.has_given_lists
+
+    @property
     def seeing_queries(self) -> slice:
         """The queries that see any key, as far as is static."""
         first = 0 if self.highest is None else max(0, -self.highest)

@@ -3,6 +3,7 @@
     start        -LSE / unit (`Problem.logit_unit`): -LSE / scale, where the accumulator of the
                  logits starts, or with a soft cap -LSE / cap, which is added later
     minus_delta  dLSE - rowsum(dO * O), times `Problem.delta_unit`
+    d_out        dO with zeros in rows that see no key, where it may be NaN (`Problem.hides_rows`)
     far          if the problem `has_marks`, reference and log_sum of rows far from 0, whose start
                  marks them (`far_rows.py`); anything in 64 rows of which none is
     dQ           zeros, where thread blocks of the main kernel add to it and none of them zeros it
@@ -53,7 +54,7 @@ def row_statistics(
     dq_columns: tuple[int, ...] = (),
     zeroed_later: range = range(0),
 ) -> tuple[jax.Array, ...]:
-    """Start, minus_delta and far of every row, and zeros for dQ.
+    """Start, minus_delta and far of every row, dO, and zeros for dQ.
 
     XLA may skip the rounding of a cotangent that it computes in float32 (excess precision), and a
     delta of its own would not be of the d_out that another kernel reads. This one is: both read the
@@ -75,9 +76,9 @@ def row_statistics(
     Returns:
       Start, `[B, N, 1 or 2, padded_rows]` float32, with the share of each row if the problem
       `has_shares`, minus_delta, `[B, N, padded_rows]` float32, far as `far_rows.far_shape` has it,
-      and if there are dq_columns zeros for B * N * padded_rows rows of dQ: `[row tiles * column
-      tiles, *fragment_shape(64)]` float32, in fragment order. A tile of fewer columns is its first
-      part.
+      d_out, and if there are dq_columns zeros for B * N * padded_rows rows of dQ: `[row tiles *
+      column tiles, *fragment_shape(64)]` float32, in fragment order. A tile of fewer columns is its
+      first part.
 
     Raises:
       ValueError: padded_rows is no multiple of 64, or less than problem.query_length.
@@ -90,7 +91,10 @@ def row_statistics(
     has = d_lse is not None, references is not None
     kernel = _build(problem, padded_rows, dq_columns, zeroed_later, *has, interpreting())
     optional = [x for x in (d_lse, references) if x is not None]
-    return kernel(out, lse, d_out, *optional, counters)
+    statistics = kernel(out, lse, d_out, *optional, counters)
+    if not problem.hides_rows:
+        statistics = (*statistics[:3], d_out, *statistics[3:])
+    return statistics
 
 
 @functools.lru_cache
@@ -109,13 +113,15 @@ def _build(
     def row_statistics(out_ref, lse_ref, do_ref, *refs):
         d_lse_refs, refs = refs[: int(has_d_lse)], refs[int(has_d_lse) :]
         reference_refs, refs = refs[: int(has_references)], refs[int(has_references) :]
-        counters_ref, start_ref, minus_delta_ref, far_ref, *dq_refs = refs
+        counters_ref, start_ref, minus_delta_ref, far_ref, *refs = refs
+        copy_refs, dq_refs = refs[: int(problem.hides_rows)], refs[int(problem.hides_rows) :]
         # From the end on, as the forward may have left O there in L2.
         tile_of_all, head = div_rem(thread_blocks - 1 - lax.axis_index("block"), problem.heads)
         batch, tile = div_rem(tile_of_all, tiles)
         first = tile * _ROWS
         out_rows, do_rows = (r.at[batch, :, head] for r in (out_ref, do_ref))
-        products = row_products(out_rows, do_rows, first, last)
+        copies = [(r.at[batch, :, head], lse_ref.at[batch, head]) for r in copy_refs]
+        products = row_products(out_rows, do_rows, first, last, *copies)
         rows_of = lambda ref: load_rows(ref.at[batch, head], first, last)
         lse, d_lse = rows_of(lse_ref), sum(map(rows_of, d_lse_refs))
 
@@ -173,11 +179,13 @@ def _build(
     )
     far = far_rows.far_shape(problem, padded_rows)
     thread_blocks = problem.batch * problem.heads * tiles
+    d_out_shape = (problem.batch, problem.query_length, problem.heads, problem.value_width)
+    copies = (jax.ShapeDtypeStruct(d_out_shape, problem.dtype),) if problem.hides_rows else ()
     dq_tiles = (thread_blocks * column_tiles, *fragment_shape(64))
     dq = (jax.ShapeDtypeStruct(dq_tiles, jnp.float32),) if dq_columns else ()
     return plgpu.kernel(
         row_statistics,
-        out_type=(starts, statistics, far, *dq),
+        out_type=(starts, statistics, far, *copies, *dq),
         grid=(thread_blocks,),
         grid_names=("block",),
         compiler_params=HAND_ORDERED,

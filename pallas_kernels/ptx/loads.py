@@ -1,8 +1,10 @@
 """Loads from global memory."""
 
 import math
+from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -127,24 +129,38 @@ def count_sorted(ref, rows: jax.Array, *, or_equal: bool) -> jax.Array:
     return search(rows, ref)
 
 
-def row_products(a_ref, b_ref, first, last) -> jax.Array:
+def row_products(a_ref, b_ref, first, last, copy: tuple[Any, Any] | None = None) -> jax.Array:
     """`(64,)` float32 rowsum(a * b) of rows of two 16-bit views `(rows, n)` of global memory.
 
     From row `first` on; rows after `last` read as `last`. n / 8 lanes read a row together, 16 bytes
     each, so that a warp reads whole rows. Each quad of them then gets the sum of one row. Where
     n / 8 is no power of two, or below 4, lanes that read the last bytes again fill up.
+
+    Args:
+      copy: None, or a view like b that gets these rows of b, of which those are 0 where the other,
+        `(rows,)` float32, is -inf: what NaN there is takes no part in products that follow.
     """
     if interpreting():
         rows = jnp.minimum(first + jnp.arange(64), last)
-        a, b = (ref[...][rows].astype(jnp.float32) for ref in (a_ref, b_ref))
-        return (a * b).sum(1)
+        a, b = (ref[...][rows] for ref in (a_ref, b_ref))
+        if copy is not None:
+            copy_ref, marks_ref = copy
+            kept = jnp.where(jnp.isneginf(marks_ref[...][rows])[:, None], 0, b)
+
+            @pl.loop(0, jnp.clip(last + 1 - first, 0, 64))
+            def _store(n):
+                copy_ref[first + n] = kept[n]
+
+        return (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(1)
 
     zeros = plgpu.layout_cast(jnp.zeros((64,), jnp.float32), ROWS)
     shape = result_type((64,), jnp.float32, layout=ROWS)
-    refs, splats = (plgpu.RefType(),) * 2, (plgpu.Layout.WG_SPLAT,) * 2
+    copies = copy or ()
+    refs, splats = (plgpu.RefType(),) * (2 + len(copies)), (plgpu.Layout.WG_SPLAT,) * 2
 
     @plgpu.inline_mgpu(arg_types=(*refs, *splats, ROWS), return_type=shape)
-    def products(_, a_ref, b_ref, first, last, like):
+    def products(_, a_ref, b_ref, *args):
+        *copies, first, last, like = args
         i32 = ir.IntegerType.get_signless(32)
         first, last = first.registers[()], last.registers[()]
         row_type = ir.MemRefType(a_ref.type)
@@ -173,6 +189,23 @@ def row_products(a_ref, b_ref, first, last) -> jax.Array:
                 )
                 for base in bases
             ]
+
+        def store_copy(row, words):
+            copy_ref, marks_ref = copies
+            target_strides, _ = ir.MemRefType(copy_ref.type).get_strides_and_offset()
+            target = global_address(copy_ref, column)
+            asm(
+                "{ .reg .pred p; .reg .f32 x; .reg .b32 w<4>; ld.global.nc.f32 x, [$1];"
+                " setp.neu.f32 p, x, 0fFF800000;"
+                + "".join(f" selp.b32 w{n}, ${n + 2}, 0, p;" for n in range(4))
+                + " st.global.v4.b32 [$0], {w0, w1, w2, w3}; }",
+                "l,l,r,r,r,r,~{memory}",
+                [
+                    arith.addi(target, bytes_to(row, 2 * target_strides[0])),
+                    arith.addi(base_address(marks_ref), bytes_to(row, 4)),
+                    *(llvm.extractvalue(i32, words, [n]) for n in range(4)),
+                ],
+            )
 
         def multiply(a, b):
             """Sum of 8 products."""
@@ -205,13 +238,18 @@ def row_products(a_ref, b_ref, first, last) -> jax.Array:
                 total = arith.addf(total, mgpu_utils.shfl_bfly(total, distance))
             return total
 
-        loaded = [
-            [load(clamped(arith.addi(first_row, int32(n)), half, last)) for n in range(rows)]
+        own = [
+            [clamped(arith.addi(first_row, int32(n)), half, last) for n in range(rows)]
             for half in range(2)
         ]
+        loaded = [[load(row) for row in of_half] for of_half in own]
+        if copies:
+            for half in range(2):
+                for row, (_, words) in zip(own[half], loaded[half], strict=True):
+                    store_copy(row, words)
         return rows_like(like, [one_row_a_quad([multiply(*x) for x in row]) for row in loaded])
 
-    return products(a_ref, b_ref, jnp.int32(first), jnp.int32(last), zeros)
+    return products(a_ref, b_ref, *copies, jnp.int32(first), jnp.int32(last), zeros)
 
 
 def load_at(ref, places, *, by_row: bool = False, by_column: bool = False) -> jax.Array:

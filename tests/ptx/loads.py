@@ -87,6 +87,27 @@ def products_of_rows(dtype, columns):
     return Case(body, (a, b, firsts), (np.broadcast_to(expected[..., None], (4, 64, 8)),))
 
 
+@case(row_products, dtype=SHORT_DTYPES, columns=(8, 24, 64, 256))
+def copies_of_rows(dtype, columns):
+    """Of one head of three, with zeros where a row is marked, for what is NaN there."""
+    count = 90
+    a, b = (integers(count, 3, columns, least=low, end=9, dtype=dtype) for low in (-8, -7))
+    marks = np.where(np.arange(count) % 7 == 3, -np.inf, np.arange(count) - 40.0)
+    marks = marks.astype(np.float32)
+    b[marks == -np.inf] = np.nan
+
+    def body(a_ref, b_ref, marks_ref, copy_ref):
+        of_a, of_b, copy = (ref.at[:, 1] for ref in (a_ref, b_ref, copy_ref))
+        for first in (0, 64):
+            row_products(of_a, of_b, first, count - 1, (copy, marks_ref))
+
+    expected = np.zeros_like(b)
+    expected[:, 1] = np.where((marks == -np.inf)[:, None], 0, b[:, 1])
+    return Case(
+        body, (a, b, marks), (expected,), of=lambda copy: (np.where(np.arange(3)[:, None] == 1, copy, 0),)
+    )
+
+
 @case(load_at, dtype=(jnp.float32, jnp.int32), columns=(8, 16, 64))
 def elements_at_places(dtype, columns):
     x = numbers(1, 300)[0].view(dtype)
