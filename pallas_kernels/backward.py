@@ -243,12 +243,14 @@ class _Producer:
                 for _, target in self.dq_parts(place, query_block, member):
                     prefetch(target, is_first)
 
-        def first_of_next():
-            after = block.after(index)
-            number = walk.number(after)
-            return after, number, self.first_step(after, number)
+        after = block.after
 
-        return j + 1, *lax.cond(is_last(), first_of_next, lambda: (index, number, t + 1))
+        def first_of_next():
+            of_next = after(index), walk.number(after(index))
+            return *of_next, self.first_step(*of_next)
+
+        following = lax.cond(is_last(), first_of_next, lambda: (index, number, t + 1))
+        return j + 1, *following
 
     def load_rows(self, place, slot) -> None:
         """Rows of Q and dO of a batch entry and head, and their statistics."""

@@ -1,5 +1,6 @@
 """Loads from global memory."""
 
+import itertools
 import math
 from typing import Any
 
@@ -238,16 +239,15 @@ def row_products(a_ref, b_ref, first, last, copy: tuple[Any, Any] | None = None)
                 total = arith.addf(total, mgpu_utils.shfl_bfly(total, distance))
             return total
 
-        own = [
-            [clamped(arith.addi(first_row, int32(n)), half, last) for n in range(rows)]
-            for half in range(2)
-        ]
-        loaded = [[load(row) for row in of_half] for of_half in own]
+        def own_rows(half):
+            return (clamped(arith.addi(first_row, int32(n)), half, last) for n in range(rows))
+
+        loaded = [[(row, load(row)) for row in own_rows(half)] for half in range(2)]
         if copies:
-            for half in range(2):
-                for row, (_, words) in zip(own[half], loaded[half], strict=True):
-                    store_copy(row, words)
-        return rows_like(like, [one_row_a_quad([multiply(*x) for x in row]) for row in loaded])
+            for row, (_, words) in itertools.chain(*loaded):
+                store_copy(row, words)
+        sums = [one_row_a_quad([multiply(*x) for _, x in of_half]) for of_half in loaded]
+        return rows_like(like, sums)
 
     return products(a_ref, b_ref, *copies, jnp.int32(first), jnp.int32(last), zeros)
 

@@ -104,7 +104,10 @@ def copies_of_rows(dtype, columns):
     expected = np.zeros_like(b)
     expected[:, 1] = np.where((marks == -np.inf)[:, None], 0, b[:, 1])
     return Case(
-        body, (a, b, marks), (expected,), of=lambda copy: (np.where(np.arange(3)[:, None] == 1, copy, 0),)
+        body,
+        (a, b, marks),
+        (expected,),
+        of=lambda copy: (np.where(np.arange(3)[:, None] == 1, copy, 0),),
     )
 
 
