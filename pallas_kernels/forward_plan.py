@@ -83,6 +83,13 @@ class Plan:
         """Whether all steps mask: with a window, loops of other steps take a bias's registers."""
         return self.problem.beyond_products and self.problem.has_far_edge
 
+    @property
+    def has_blank_steps(self) -> bool:
+        """Whether a warpgroup that has no rows in the last tile takes shorter steps there."""
+        p, rows = self.problem, self.problem.query_length % self.config.block_q
+        has_none = 0 < rows <= self.config.block_q - ROWS and not self.tiles.shift
+        return has_none and not (p.has_lists or p.by_batch or self.mask_throughout)
+
     @functools.cached_property
     def reference(self) -> float | None:
         """Of all rows, where a soft cap bounds their maxima. Then no step looks for them."""
