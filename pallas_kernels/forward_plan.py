@@ -85,10 +85,14 @@ class Plan:
 
     @property
     def has_blank_steps(self) -> bool:
-        """Whether a warpgroup that has no rows in the last tile takes shorter steps there."""
+        """Whether a warpgroup that has no rows in the last tile takes shorter steps there.
+
+        Of two, the other one alone would be as slow, or slower.
+        """
         p, rows = self.problem, self.problem.query_length % self.config.block_q
         has_none = 0 < rows <= self.config.block_q - ROWS and not self.tiles.shift
-        return has_none and not (p.has_lists or p.by_batch or self.mask_throughout)
+        fits = not (p.has_lists or p.by_batch or self.mask_throughout)
+        return has_none and fits and self.config.consumers > 2
 
     @functools.cached_property
     def reference(self) -> float | None:

@@ -38,8 +38,10 @@ _EVEN = 64  # parts that are shorter than what an SM has in all by this even out
 # multiplications and additions, and of 1000 logits, of which a step takes the longer.
 _SUM, _MEGABYTE, _PRODUCTS, _LOGITS = 2.5, 0.5, 0.4, 0.12
 # How much longer tiles take that are at several query heads of a group at a time, where L2 does not
-# have the rows of all heads: up to width 128, parts of these, and above.
-_APART, _PARTS_APART, _WIDE_APART = 1.06, 1.08, 1.15
+# have the rows of all heads: up to width 128, parts of these, tiles of unlike length of many heads,
+# and above.
+_APART, _PARTS_APART, _MANY_APART, _WIDE_APART = 1.06, 1.08, 1.2, 1.15
+_MANY_HEADS = 4  # of a tile or a part
 
 
 @functools.lru_cache
@@ -162,12 +164,16 @@ def _time_of_sum(tiles: KeyTiles) -> float:
 
 def _apart(tiles: KeyTiles) -> float:
     """How much longer they take because they are at several query heads at a time."""
-    p, steps = tiles.problem, tiles.steps()
+    p, steps = tiles.problem, tiles.in_one_part.steps()
     row_bytes = p.batch * p.kv_heads * p.group * p.query_length * tiles.row_bytes
     if p.group == 1 or row_bytes <= BACKWARD_SECTION_BYTES:
         return 1.0
     if p.widest <= 128:
-        return _PARTS_APART if tiles.has_parts and tiles.all_are_shares else _APART
+        parts = tiles.shares.parts if tiles.all_are_shares else 1
+        is_unlike = p.widest > 64 and steps.min() < steps.max()
+        if is_unlike and p.group > _MANY_HEADS * parts:
+            return _MANY_APART
+        return _PARTS_APART if parts > 1 else _APART
     return _WIDE_APART if tiles.has_parts or steps.min() < steps.max() else 1.0
 
 
