@@ -201,6 +201,9 @@ SPECIAL = {
         Row(3, 264, 32, 4, 24, False, key_length=200),
         _changed(defaults.BACKWARD, 64, shares=4),
     ),
+    "last tiles alone in parts": Special(
+        "both", Row(13, 1024, 12, 4, 24, False), _other(key_tiles_shares, _TRIED_PARTS=())
+    ),
     "shares of several heads": Special(
         "both", Row(3, 3456, 24, 3, 128, False), _other(key_tiles_shares, _APART=1.0)
     ),
