@@ -140,8 +140,8 @@ class _Producer:
                 self.load_key(block.first_index() - n)
         self.load_value(block.first_index())
         # Step, index and number of its tile, and step in the tile, as the whole tile counts them.
-        number = block.walk.number(block.first_index())
-        following = zero, block.first_index(), number, self.first_step(block.first_index(), number)
+        first = block.first_index(), block.walk.number(block.first_index())
+        following = zero, *first, self.first_step(*first)
         following = lax.fori_loop(
             zero,
             self.plan.config.stages,
