@@ -27,6 +27,7 @@ from pallas_kernels import (
     bias_gradient,
     defaults,
     forward,
+    forward_plan,
     gradients,
     key_tiles_shares,
     scheduler,
@@ -191,10 +192,16 @@ SPECIAL = {
     "branches of a cap": Special(
         "both", dataclasses.replace(_128, soft_cap=30.0), _other(_PLAN, cap_branches=False)
     ),
+    "blank steps of the forward": Special(
+        "forward", Row(32, 577, 16, 16, 64, False), _other(forward_plan.Plan, has_blank_steps=False)
+    ),
     "shares": Special(
         "both",
         Row(1, 8192, 8, 1, 128, True),
         _changed(defaults.BACKWARD, 128, shares=1),
+    ),
+    "shares of many heads": Special(
+        "both", Row(2, 4096, 64, 8, 128, True), _other(key_tiles_shares, _MANY_APART=1.06)
     ),
     "shares amid a head": Special(
         "both",

@@ -90,8 +90,8 @@ from pallas_kernels.ptx.loads import prefetch
 def build(plan: Plan, interpret: bool):
     """The main kernel, or without dQ one that gives dK and dV alone.
 
-    Where the queries of tiles are dealt out, it gives dK and dV of each share, in float32, as
-    `key_tiles_shares.gradients_of_tiles` has them.
+    Where the queries of tiles are dealt out, all or the last, it gives dK and dV of each share,
+    in float32, as `key_tiles_shares.gradients_of_tiles` has them.
     """
 
     def attention_backward(*refs, **scratch):

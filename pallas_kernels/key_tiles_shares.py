@@ -33,6 +33,7 @@ _SIZES = 8  # of sections that are compared
 # how much tiles are to end earlier; of how many rounds the last counts for little.
 _TRIED_HEADS, _TRIED_PARTS = 6, (2, 3, 4, 6, 8, 12, 16, 24, 32)
 _WORTH, _MOST_ROUNDS = 1.05, 12
+_WIDEST_CUT_LAST = 128  # above it there are no registers for both ways out of a tile
 _EVEN = 64  # parts that are shorter than what an SM has in all by this even out no more
 # Microseconds: of what adds shares up, and of a megabyte that is stored and added up; of 1e6
 # multiplications and additions, and of 1000 logits, of which a step takes the longer.
@@ -81,11 +82,13 @@ def in_shares(whole: KeyTiles, shares: Shares) -> KeyTiles:
     """The tiles in these shares.
 
     Raises:
-      ValueError: if they do not come out even, or the last are those of no `_last_heads`.
+      ValueError: if they do not come out even, or kernels cannot take them.
     """
     p, last = whole.problem, shares.last
     need(p.group % shares.heads == 0, "shares", shares, f"heads that divide {p.group}")
+    need(shares.parts == 1 or _may_have_parts(p), "shares", shares, "one part")
     if last:
+        need(p.widest <= _WIDEST_CUT_LAST, "shares", shares, f"no last above {_WIDEST_CUT_LAST}")
         have = shares.heads == 1 < shares.parts and last.kv_heads in _last_heads(whole)
         have &= 1 <= last.tiles <= whole.whole_per_head
         need(have, "shares", shares, f"parts of 1 head; last heads of {_last_heads(whole)}")
@@ -110,8 +113,7 @@ def _last_in_parts(whole: KeyTiles) -> Iterator[KeyTiles]:
     As Stream-K does it where it is a hybrid (Osama et al. 2023).
     """
     p, tiles = whole.problem, whole.whole_per_head
-    # Kernels of wider heads have no registers for both ways out of a tile.
-    if not _may_have_parts(p) or p.widest > 128:
+    if not _may_have_parts(p) or p.widest > _WIDEST_CUT_LAST:
         return
     if not SM_COUNT < whole.count < _MOST_ROUNDS * SM_COUNT:
         return

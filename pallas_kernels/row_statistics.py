@@ -113,8 +113,9 @@ def _build(
     def row_statistics(out_ref, lse_ref, do_ref, *refs):
         d_lse_refs, refs = refs[: int(has_d_lse)], refs[int(has_d_lse) :]
         reference_refs, refs = refs[: int(has_references)], refs[int(has_references) :]
-        counters_ref, start_ref, minus_delta_ref, far_ref, *refs = refs
-        copy_refs, dq_refs = refs[: int(problem.hides_rows)], refs[int(problem.hides_rows) :]
+        counters_ref, start_ref, minus_delta_ref, far_ref, *more_refs = refs
+        count = int(problem.hides_rows)
+        copy_refs, dq_refs = more_refs[:count], more_refs[count:]
         # From the end on, as the forward may have left O there in L2.
         tile_of_all, head = div_rem(thread_blocks - 1 - lax.axis_index("block"), problem.heads)
         batch, tile = div_rem(tile_of_all, tiles)

@@ -157,6 +157,9 @@ def dealt(described: Problem, shares: int | None = None):
         ((4, 2136, 2136, 16, 2, 128), (1, 32, Last(1, 4))),  # 136 tiles: four of a second round
         ((13, 1024, 1024, 12, 4, 24), (1, 6, Last(4, 5))),  # 20 of the fourth round
         ((51, 696, 696, 5, 1, 96), (1, 3, Last(7, 6))),
+        ((2, 4096, 4096, 64, 8, 128, True), (2, 1)),  # eight heads of unlike tiles are too many
+        ((1, 4096, 4096, 64, 4, 128, True), (4, 1)),
+        ((2, 4096, 4096, 64, 8, 128), (1, 1)),
         ((7, 8440, 816, 28, 28, 128), (1, 1)),  # 52 of the eleventh
         ((4, 2136, 2136, 16, 2, 256), (4, 1)),  # no registers for both ways out of a tile
     ],
@@ -188,6 +191,8 @@ def test_tiles_that_nothing_sees_have_a_share():
 def test_blocks_known_at_run_time_have_no_parts(options):
     described = dataclasses.replace(problem(1, 4096, 64, 2, 1, 128), **options)
     assert dealt(described, 64)[0] == Shares(2, 1)
+    with pytest.raises(ValueError, match=r"shares: got Shares.*, needs one part"):
+        dealt(described, Shares(1, 2))
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (None, 0), (-300, 40)])
@@ -290,12 +295,18 @@ def test_all_that_is_zeroed_ahead_is_of_whole_tiles():
 
 
 @pytest.mark.parametrize(
-    "shares",
-    [Shares(5), Shares(2, 3, Last(1, 1)), Shares(1, 2, Last(3, 1)), Shares(1, 2, Last(1, 9))],
+    ("shares", "width"),
+    [
+        (Shares(5), 64),
+        (Shares(2, 3, Last(1, 1)), 64),
+        (Shares(1, 2, Last(3, 1)), 64),
+        (Shares(1, 2, Last(1, 9)), 64),
+        (Shares(1, 2, Last(1, 1)), 160),
+    ],
 )
-def test_shares_that_do_not_come_out_even(shares):
+def test_shares_that_do_not_come_out_even(shares, width):
     with pytest.raises(ValueError, match="shares: got Shares"):
-        dealt(problem(2, 500, 500, 4, 2, 64), shares)
+        dealt(problem(2, 500, 500, 4, 2, width), shares)
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (None, 0)])

@@ -12,6 +12,8 @@ import pytest
 import jax_flash
 from pallas_kernels import config, defaults, scheduler
 from pallas_kernels.backward_key_plan import key_tiles
+from pallas_kernels.forward_plan import Plan as ForwardPlan
+from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles
 from pallas_kernels.key_tiles_shares import d_logits_sections
 from pallas_kernels.problem import Problem
@@ -787,3 +789,36 @@ def test_the_last_section_has_at_least_so_many_tiles(last_section, heads):
 def test_named_barriers_are_sixteen():
     with pytest.raises(ValueError, match="16"):
         NamedBarriers(first=14, count=3, arrivers=1)
+
+
+@pytest.mark.parametrize(
+    ("S", "options"),
+    [
+        (520, {}),
+        long(1030, {"key_value_seq_lengths": jnp.array([700])}),
+        slow(1030, {"local_window_size": (600, 300)}),
+    ],
+)
+def test_a_warpgroup_without_rows_in_the_last_tile(S, options):
+    """Its turns come and go; of three, beside one with few rows."""
+    own = dataclasses.replace(defaults.default(64), forward=defaults.FORWARD[64])
+    with interpret_mode():
+        check(inputs(1, 200, S, 2, 1, 64, jnp.bfloat16), config=own, **options)
+
+
+@pytest.mark.parametrize(
+    ("T", "width", "highest", "has_some"),
+    [
+        (200, 64, None, True),
+        (1, 64, None, True),
+        (320, 64, None, True),
+        (321, 64, None, False),  # each warpgroup has a row
+        (384, 64, None, False),
+        (200, 64, 0, False),  # the first tile is the one with rows that are none
+        (200, 128, None, False),  # two consumers
+    ],
+)
+def test_steps_of_a_warpgroup_without_rows(T, width, highest, has_some):
+    described = Problem(1, T, 512, 2, 1, width, np.dtype(jnp.bfloat16), 1.0, highest=highest)
+    plan = ForwardPlan(Tiles(described, defaults.FORWARD[width]), False, False, None)
+    assert plan.has_blank_steps == has_some
