@@ -84,8 +84,13 @@ MISTAKES = [
         "kernels kernel_windows kernel_elements tickets",
         (
             "forward: a slot of V a step too late",
-            "block.keys.slot(steps + j), block.values.slot(steps + j - 1)",
-            "block.keys.slot(steps + j), block.values.slot(steps + j)",
+            "block.values.slot(steps + j - 1)\n        looks",
+            "block.values.slot(steps + j)\n        looks",
+        ),
+        (
+            "forward: steps of rows that are there are blank",
+            "is_blank = self.rows.first(tile) >= plan.problem.query_length",
+            "is_blank = self.rows.first(tile) + 64 >= plan.problem.query_length",
         ),
         (
             "forward: the output is not corrected",
@@ -235,8 +240,13 @@ MISTAKES = [
         "kernel_shares",
         (
             "shares: dV of dK",
-            "return both.at[0], both.at[1], *more",
-            "return both.at[0], both.at[0], *more",
+            "[both.at[0], both.at[1]]",
+            "[both.at[0], both.at[0]]",
+        ),
+        (
+            "shares: those of the last tiles come first",
+            "first = (a - b for a, b",
+            "first = (0 * a for a, b",
         ),
     ),
     *_in(
@@ -321,8 +331,18 @@ MISTAKES = [
         "kernel_shares kernels kernel_dropout kernel_segments",
         (
             "backward: dQ of the step after",
-            "self.send_dq(index, number, t - 1)",
-            "self.send_dq(index, number, t)",
+            "self.send_dq(index, number, t - 1, first)",
+            "self.send_dq(index, number, t, first)",
+        ),
+        (
+            "backward: each part loads from the first step of its tile on",
+            "return self.block.walk.seeing(self.place_of(index, number), 3)",
+            "return jnp.int32(0)",
+        ),
+        (
+            "backward: a part counts as a whole tile",
+            "@pl.when(tile < plan.tiles.whole_per_head if",
+            "@pl.when(tile >= 0 if",
         ),
         (
             "backward: queries of the group's first head",
@@ -442,6 +462,31 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
+        "key_tiles",
+        "kernel_shares",
+        (
+            "backward: last tiles are cut in all heads",
+            "stays = (kv_head < first_head) | (tile <",
+            "stays = (kv_head < 0) | (tile <",
+        ),
+        (
+            "backward: shares of the last tiles stand behind others",
+            "return 0, tile - self.whole_per_head, kv_head_of_all - first_head",
+            "return 0, tile - self.whole_per_head, kv_head_of_all",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "backward_consumer",
+        "kernel_shares",
+        (
+            "backward: the first part of the last tiles goes nowhere",
+            "is_share = block.walk.locate(index)[0] >= plan",
+            "is_share = block.walk.locate(index)[0] > plan",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
         "key_tiles_walk",
         "kernel_shares kernel_windows kernel_elements kernel_intervals",
         (
@@ -456,8 +501,8 @@ MISTAKES = [
         ),
         (
             "backward: each part begins with the first step of its tile",
-            "t = t + self.seeing(place, 3)",
-            "t = t + 0",
+            "t + self.seeing(place, 3) if self.tiles.has_parts else t",
+            "t",
         ),
         (
             "lengths: keys of the tile's first consumer for both",
@@ -798,6 +843,11 @@ MISTAKES = [
             "twins: rows beyond the last",
             "return ref[...][jnp.minimum(first + jnp.arange(64), last)]",
             "return ref[...][jnp.minimum(first + jnp.arange(64), last - 1)]",
+        ),
+        (
+            "twins: what is copied is what is marked",
+            "kept = jnp.where(jnp.isneginf(",
+            "kept = jnp.where(~jnp.isneginf(",
         ),
     ),
     *_in(
