@@ -28,6 +28,9 @@ key blocks in the place of one, those that need a mask first (`mask_functions.py
 Where tiles are few, their keys are dealt out in shares, which are tiles of their own, and whose
 results are put together behind the kernel (`forward_shares.py`).
 
+A warpgroup that has no rows in the last tile, which lie beyond the last query, takes blank steps:
+it passes its turns on, so that the others have its time.
+
 A bias of one value a key, or of 16 bits in tiles, comes with K, and the logits begin with it.
 Threads load other biases, and the bits of masks, themselves (`elements.py`).
 

@@ -275,30 +275,6 @@ class _Consumer(Products):
             carry = masked_steps(near, blocks, carry, exact=False, far=True)
         return blocks, carry
 
-    def blank_steps(self, tile, steps, first, end):
-        """The steps without a mask of a tile in which the warpgroup has no rows; returns their end.
-
-        It gives back what it gets, and its turn.
-        """
-        block, plan = self.block, self.plan
-        is_blank = self.rows.first(tile) >= plan.problem.query_length
-        end = jnp.where(is_blank, end, first)
-
-        @pl.loop(first, end)
-        def _(j):
-            k_slot, v_slot = block.keys.slot(steps + j), block.values.slot(steps + j - 1)
-            block.keys.await_full(k_slot)
-            if not plan.own_values:
-                block.values.await_full(v_slot)
-            block.turns.take()
-            block.turns.pass_on()
-            block.keys.give_back(k_slot)
-            block.values.give_back(v_slot)
-            if plan.own_values:
-                block.values.await_full(k_slot)
-
-        return end
-
     def listed_steps(self, index, steps, place, carry):
         """The same of a list: those that look for maxima, others with a mask, those without."""
         block, plan = self.block, self.plan

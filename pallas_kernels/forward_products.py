@@ -81,6 +81,30 @@ class Products:
         if self.plan.own_values:
             pl.when(there())(lambda: self.block.values.await_full(slot))
 
+    def blank_steps(self, tile, steps, first, end):
+        """The steps without a mask of a tile in which the warpgroup has no rows; returns their end.
+
+        It gives back what it gets, and its turn.
+        """
+        block, plan = self.block, self.plan
+        is_blank = self.rows.first(tile) >= plan.problem.query_length
+        end = jnp.where(is_blank, end, first)
+
+        @pl.loop(first, end)
+        def _(j):
+            k_slot, v_slot = block.keys.slot(steps + j), block.values.slot(steps + j - 1)
+            block.keys.await_full(k_slot)
+            if not plan.own_values:
+                block.values.await_full(v_slot)
+            block.turns.take()
+            block.turns.pass_on()
+            block.keys.give_back(k_slot)
+            block.values.give_back(v_slot)
+            if plan.own_values:
+                block.values.await_full(k_slot)
+
+        return end
+
     def zero_unseen_values(self, slot, place, key_block) -> None:
         """Rows of V that no query of a tile sees: 0 times what they hold may be NaN."""
         tile, batch, head = place

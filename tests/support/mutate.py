@@ -80,17 +80,22 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "forward_consumer",
-        "kernels kernel_windows kernel_elements tickets",
-        (
-            "forward: a slot of V a step too late",
-            "block.values.slot(steps + j - 1)\n        looks",
-            "block.values.slot(steps + j)\n        looks",
-        ),
+        "forward_products",
+        "kernels",
         (
             "forward: steps of rows that are there are blank",
             "is_blank = self.rows.first(tile) >= plan.problem.query_length",
             "is_blank = self.rows.first(tile) + 64 >= plan.problem.query_length",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_consumer",
+        "kernels kernel_windows kernel_elements tickets",
+        (
+            "forward: a slot of V a step too late",
+            "block.keys.slot(steps + j), block.values.slot(steps + j - 1)",
+            "block.keys.slot(steps + j), block.values.slot(steps + j)",
         ),
         (
             "forward: the output is not corrected",
