@@ -1,5 +1,6 @@
 """The pass over O and dO that the backward starts with, beside numpy in float64."""
 
+import dataclasses
 import functools
 
 import jax
@@ -67,7 +68,8 @@ def check(B, T, N, H, dtype, padded_rows, unseen=0, more_lse_rows=0):
     dq_columns = columns_of_dq(H)
     settings = dict(problem=shape, padded_rows=padded_rows, dq_columns=dq_columns)
     run = jax.jit(functools.partial(statistics_of, **settings))
-    start, minus_delta, _, dq = (np.asarray(x) for x in run(*arrays))
+    start, minus_delta, _, d_out, dq = (np.asarray(x) for x in run(*arrays))
+    np.testing.assert_array_equal(d_out, arrays[2])
     exact_start, exact_minus_delta = exact(*arrays, shape, padded_rows)
     np.testing.assert_allclose(start[:, :, 0], exact_start, rtol=1e-6)
     np.testing.assert_array_equal(start[:, :, 1], 1.0)  # shares
@@ -104,14 +106,36 @@ def test_tiles_of_dq_that_are_zeroed_later_are_left_alone():
     arrays, shape = inputs(1, 128, 2, 128, jnp.bfloat16), problem(1, 128, 2, 128, jnp.bfloat16)
     settings = dict(problem=shape, padded_rows=128, dq_columns=(64, 64))
     with interpret_mode():
-        *expected, _, _ = statistics_of(*arrays, **settings)
-        *statistics, _, dq = statistics_of(*arrays, **settings, zeroed_later=range(3, 6))
+        *expected, _, _, _ = statistics_of(*arrays, **settings)
+        *statistics, _, _, dq = statistics_of(*arrays, **settings, zeroed_later=range(3, 6))
     for got, whole in zip(statistics, expected, strict=True):
         np.testing.assert_array_equal(got, whole)
     # What nothing was stored to is NaN in interpret mode.
     untouched = np.isnan(dq).all((1, 2))
     np.testing.assert_array_equal(untouched, [n in range(3, 6) for n in range(8)])
     np.testing.assert_array_equal(dq[~untouched], 0)
+
+
+def check_copy(B, T, N, H, unseen):
+    arrays = inputs(B, T, N, H, jnp.bfloat16, unseen)
+    shape = dataclasses.replace(problem(B, T, N, H, jnp.bfloat16), has_bias=True)
+    run = jax.jit(functools.partial(statistics_of, problem=shape, padded_rows=T + -T % 64 + 64))
+    _, _, _, d_out = run(*arrays)
+    expected = arrays[2][:, :T].at[:, :unseen].set(0)
+    np.testing.assert_array_equal(d_out, expected)
+
+
+@pytest.mark.parametrize(("T", "unseen"), [(70, 3), (1, 1)])
+def test_d_out_of_rows_that_a_bias_may_hide(T, unseen):
+    """Infinity there does not come through, and rows beyond the end are not written."""
+    with interpret_mode():
+        check_copy(2, T, 2, 40, unseen)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("T", "H"), [(1001, 64), (257, 24), (64, 256)])
+def test_d_out_of_rows_that_a_bias_may_hide_on_a_gpu(T, H):
+    check_copy(2, T, 5, H, 17)
 
 
 @pytest.mark.fast_cases(
@@ -145,7 +169,7 @@ def test_other_widths_on_a_gpu(H):
     run = jax.jit(functools.partial(statistics_of, problem=shape, padded_rows=1024))
     clean = run(*arrays)
     out, lse, d_out, d_lse = arrays
-    start, minus_delta, _ = run(out.at[:, :, 1].set(jnp.nan), lse, d_out, d_lse)
+    start, minus_delta, _, _ = run(out.at[:, :, 1].set(jnp.nan), lse, d_out, d_lse)
     exact_start, exact_minus_delta = exact(*arrays, shape, 1024)
     np.testing.assert_allclose(start[:, :, 0], exact_start, rtol=1e-6)
     for head in (0, 2):
@@ -172,7 +196,7 @@ def test_more_than_two_to_the_31_elements():
         )(*arrays)
         for b, arrays in ((B, many), (1, one))
     ]
-    (*many_statistics, _, zeros), (*statistics, _, _) = results
+    (*many_statistics, _, _, zeros), (*statistics, _, _, _) = results
     for last, alone in zip(many_statistics, statistics, strict=True):
         np.testing.assert_array_equal(last[-1:], alone)
     assert not zeros.any()
