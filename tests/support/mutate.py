@@ -345,11 +345,6 @@ MISTAKES = [
             "return jnp.int32(0)",
         ),
         (
-            "backward: a part counts as a whole tile",
-            "@pl.when(tile < plan.tiles.whole_per_head if",
-            "@pl.when(tile >= 0 if",
-        ),
-        (
             "backward: queries of the group's first head",
             "head = kv_head * problem.group + member",
             "head = kv_head * problem.group",
