@@ -126,7 +126,7 @@ def problem(B, T, S, N, K, H, is_causal=False) -> Problem:
     return Problem(B, T, S, N, K, H, dtype, scale=1.0, highest=0 if is_causal else None)
 
 
-def dealt(described: Problem, shares: int | None = None):
+def dealt(described: Problem, shares: int | Shares | None = None):
     """The shares of tiles, and what is dealt out."""
     own = dataclasses.replace(BACKWARD[described.widest], shares=shares)
     if isinstance(own, BackwardKeyConfig):

@@ -135,9 +135,16 @@ def test_shares_of_wide_heads(H, shares, d_logits_heads, mask):
         (1, 2688, 856, 4, 1, 64),
         (3, 264, 200, 32, 4, 24),
         (3, 400, 864, 16, 2, 64),
+        # Some tiles more than whole rounds take.
+        (13, 1024, 1024, 12, 4, 24),
+        (3, 328, 5888, 7, 1, 128),
+        (3, 696, 696, 5, 1, 96),
+        (8, 3824, 256, 10, 10, 32),
+        (2, 256, 8528, 5, 1, 72),
     ],
 )
-def test_shares_of_few_tiles_of_many_queries(B, T, S, N, K, H):
+def test_shares_of_rows_that_were_drawn(B, T, S, N, K, H):
+    """Few tiles of many queries, and tiles of a last round."""
     check(inputs(B, T, S, N, K, H, jnp.bfloat16))
 
 
@@ -149,20 +156,6 @@ def test_last_tiles_alone_in_parts(H, last, deterministic, mask):
     arrays = inputs(2, 700, 900, 6, 2, H, jnp.bfloat16)
     settings = with_shares(H, config.Shares(1, 5, config.Last(*last)))
     check(arrays, **mask, config=settings, deterministic=deterministic)
-
-
-@pytest.mark.parametrize(
-    ("B", "T", "S", "N", "K", "H"),
-    [
-        (13, 1024, 1024, 12, 4, 24),
-        (3, 328, 5888, 7, 1, 128),
-        (3, 696, 696, 5, 1, 96),
-        (8, 3824, 256, 10, 10, 32),
-        (2, 256, 8528, 5, 1, 72),
-    ],
-)
-def test_tiles_of_a_last_round(B, T, S, N, K, H):
-    check(inputs(B, T, S, N, K, H, jnp.bfloat16))
 
 
 @pytest.mark.parametrize("kind", ["full", "causal", "documents", "lengths", "parts"])

@@ -29,8 +29,8 @@ def inputs(B, T, S, N, K, H, dtype, seed=0, h=None):
     return (*arrays, jnp.array(rng.standard_normal((B, T, N), np.float32)))
 
 
-def with_shares(H: int, shares: int | None) -> config.Config:
-    """Default settings, but for the shares of a group in the backward."""
+def with_shares(H: int, shares: int | config.Shares | None) -> config.Config:
+    """Default settings, but for the shares of tiles in the backward."""
     default = defaults.default(H)
     return dataclasses.replace(
         default, backward=dataclasses.replace(default.backward, shares=shares)
