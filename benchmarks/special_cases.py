@@ -36,8 +36,6 @@ from pallas_kernels.bias_gradient_pieces import Pieces
 from pallas_kernels.config import ForwardConfig
 from pallas_kernels.key_tiles import KeyTiles
 
-_TIMED = defaults.FORWARD_TIMED
-
 Without = Callable[[], contextlib.AbstractContextManager]
 
 
@@ -56,9 +54,30 @@ def _as_in(other: dict, table: dict, width: int) -> Without:
     return lambda: mock.patch.dict(table, {width: other[width]})
 
 
-def _with_timed(fits: Callable[[ForwardConfig], bool]) -> Without:
-    """With those settings alone of width 64 that fit."""
-    return _other(defaults, FORWARD_TIMED=tuple(x for x in _TIMED if fits(x.config)))
+def _with_timed(fits: Callable[[ForwardConfig], bool], table: str = "TIMED_64") -> Without:
+    """With those settings alone that fit."""
+    return _other(defaults, **{table: tuple(x for x in vars(defaults)[table] if fits(x.config))})
+
+
+def _timed_as(
+    fits: Callable[[ForwardConfig], bool], table: str = "TIMED_64", **changes: Any
+) -> Without:
+    """With other settings in the place of those that fit."""
+
+    def changed(timed):
+        if not fits(timed.config):
+            return timed
+        return dataclasses.replace(timed, config=dataclasses.replace(timed.config, **changes))
+
+    return _other(defaults, **{table: tuple(map(changed, vars(defaults)[table]))})
+
+
+def _has_two(config: ForwardConfig) -> bool:
+    return config.consumers == 2
+
+
+def _has_three(config: ForwardConfig) -> bool:
+    return config.consumers == 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +99,6 @@ class Special:
 
 _PLAN = backward_plan.Plan
 _DROPOUT = lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
-_PRODUCTS_LATE = tuple(
-    dataclasses.replace(x, config=dataclasses.replace(x.config, products_first=False))
-    for x in _TIMED
-)
-_ONE_BUFFER = tuple(
-    dataclasses.replace(x, config=dataclasses.replace(x.config, query_buffers=1))
-    if x.config.consumers == 4
-    else x
-    for x in _TIMED
-)
 _without_four = _with_timed(lambda config: config.consumers < 4)
 _64, _128 = Row(4, 4096, 32, 32, 64, True), Row(4, 4096, 16, 16, 128, True)
 
@@ -97,37 +106,54 @@ SPECIAL = {
     "early values": Special(
         "forward",
         dataclasses.replace(_128, causal=False),
-        _changed(defaults.FORWARD, 128, early_values=False),
+        _with_timed(lambda config: not config.early_values, "TIMED_128"),
     ),
-    "products first": Special("forward", _64, _other(defaults, FORWARD_TIMED=_PRODUCTS_LATE)),
-    "three consumers": Special("forward", _64, _with_timed(lambda config: config.consumers == 2)),
+    "products first": Special("forward", _64, _timed_as(lambda config: True, products_first=False)),
+    "three consumers": Special("forward", _64, _with_timed(_has_two)),
     "two of few rows": Special(
-        "forward", Row(64, 197, 12, 12, 80, False), _other(defaults, _THREE_BY_TWO=9.0)
+        "forward", Row(64, 197, 12, 12, 80, False), _with_timed(_has_three, "TIMED_80")
     ),
     "four consumers": Special("forward", Row(8, 256, 16, 16, 64, False), _without_four),
     "four consumers, long rows": Special("forward", Row(2, 1024, 16, 16, 64, False), _without_four),
     "two buffers of four consumers": Special(
-        "forward", Row(64, 197, 16, 16, 64, False), _other(defaults, FORWARD_TIMED=_ONE_BUFFER)
+        "forward",
+        Row(64, 197, 16, 16, 64, False),
+        _timed_as(lambda config: config.consumers == 4, query_buffers=1),
     ),
     "narrow windows": Special(
         "forward",
         Row(1, 16384, 16, 16, 64, True, 256),
-        _as_in(defaults.FORWARD, defaults.FORWARD_NARROW, 64),
+        _with_timed(_has_three),
+    ),
+    "64 keys of narrow windows": Special(
+        "forward",
+        Row(2, 8192, 12, 12, 64, False, 64),
+        _with_timed(lambda config: config.block_kv == 128),
+    ),
+    "64 keys of narrow windows, width 128": Special(
+        "forward",
+        Row(2, 8192, 16, 16, 128, False, 64),
+        _with_timed(lambda config: config.block_kv == 128, "TIMED_128"),
+    ),
+    "few tiles of a window": Special(
+        "forward",
+        Row(1, 3000, 8, 8, 64, True, 255),
+        _with_timed(lambda config: config == defaults.TIMED_64[2].config),
     ),
     "64 keys up to 96 columns": Special(
         "forward",
         Row(4, 4096, 16, 16, 96, False),
-        _as_in(defaults.FORWARD_PARTIAL, defaults.FORWARD_96, 128),
+        _with_timed(_has_two, "TIMED_96"),
     ),
     "64 keys up to 96 columns, 80": Special(
         "forward",
         Row(4, 4096, 16, 16, 80, True),
-        _as_in(defaults.FORWARD_PARTIAL, defaults.FORWARD_96, 128),
+        _with_timed(_has_two, "TIMED_80"),
     ),
     "64 keys of boxes": Special(
         "forward",
         Row(4, 4096, 16, 16, 72, True),
-        _as_in(defaults.FORWARD_PARTIAL, defaults.FORWARD_BOXES, 128),
+        _with_timed(_has_two, "TIMED_72"),
     ),
     "few keys": Special(
         "forward",
@@ -137,7 +163,7 @@ SPECIAL = {
     "few keys, width 128": Special(
         "forward",
         Row(32, 176, 16, 16, 128, False),
-        _as_in(defaults.FORWARD, defaults.FORWARD_SHORT, 128),
+        _with_timed(lambda config: config.block_kv == 128, "TIMED_128"),
     ),
     "bias in tiles, width 64": Special(
         "forward",
@@ -228,7 +254,7 @@ SPECIAL = {
     "shares of keys": Special(
         "forward",
         Row(1, 64, 8, 8, 128, False, key_length=8192),
-        _changed(defaults.FORWARD, 128, shares=1),
+        _timed_as(lambda config: True, "TIMED_128", shares=1),
     ),
     "shares of keys, width 256": Special(
         "both",

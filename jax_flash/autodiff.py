@@ -143,8 +143,6 @@ def _prepared(call: Call):
     lowest, highest, intervals = intervals_of(call)
     ids = segment_ids_of(call)
     are_one = call.visibility.query_segment_ids is call.visibility.key_value_segment_ids
-    width, value_width = call.query.shape[-1], call.value.shape[-1]
-    window = None if lowest is None or highest is None else highest - lowest + 1
     mask_function, blocks, seen = _mask_of_blocks(call, lowest, highest)
     score_function, scores = kernel_scores.score_of(call)
     soft_cap = call.logits_soft_cap if score_function is None else None  # else it is in there
@@ -178,25 +176,7 @@ def _prepared(call: Call):
         mask_function=mask_function,
         score_function=score_function,
         deterministic=call.deterministic,
-        config=call.config
-        or default(
-            width,
-            value_width,
-            queries=(call.query.shape[1], call.query.shape[0] * call.query.shape[2]),
-            keys=call.key.shape[1] if mask_function is None else None,
-            highest=highest,
-            window=window,
-            dynamic=bool(intervals) and not has_lengths,
-            segmented=bool(ids),
-            has_elements=has_mask or has_bias or has_score,
-            forward_loads_elements=has_mask
-            or has_score
-            or (has_bias and not elements.has_bias_of_keys),
-            tiled_bias=elements.tiled_bias_dtype is not None,
-            soft_cap=soft_cap is not None,
-            dropout=call.dropout_rate > 0,
-            key_mask=masks_keys,
-        ),
+        config=call.config,
     )
     sinks: tuple[jax.Array, ...] = ()
     if call.sinks is not None:
@@ -260,7 +240,7 @@ class _Settings:
     mask_function: Any
     score_function: Any
     deterministic: bool
-    config: Config
+    config: Config | None  # None until the problem of a device is known
 
     def problem(self, query: jax.Array, key: jax.Array, value: jax.Array) -> Problem:
         return Problem.of(
@@ -281,6 +261,18 @@ class _Settings:
             mask_function=self.mask_function,
             score_function=self.score_function,
         )
+
+    def with_config(self, problem: Problem, elements: Elements) -> "_Settings":
+        """With settings of the kernels, chosen for what a device has of the call."""
+        if self.config is not None:
+            return self
+        loads_bias = problem.has_bias and not elements.has_bias_of_keys
+        config = default(
+            problem,
+            loads_elements=problem.has_mask or problem.has_score or loads_bias,
+            tiled_bias=elements.tiled_bias_dtype is not None,
+        )
+        return dataclasses.replace(self, config=config)
 
     def backward_ignores_unseen(self, problem: Problem) -> bool:
         """Whether what does not count may be NaN in the backward kernels."""
@@ -425,6 +417,7 @@ def _run_forward(settings, leading, *args):
 
 def _local_forward(settings, query, key, value, *operands):
     problem = settings.problem(query, key, value)
+    settings = settings.with_config(problem, operands[-1])
     out_types = result_types(problem, query.dtype, settings.config.forward)
     return launch(_forward, (settings,), out_types, query, key, value, *operands)
 
@@ -473,8 +466,9 @@ def _run_backward(settings, reads, leading, *args):
 
 def _local_backward(settings, reads, query, key, value, *args):
     """Gradients of query, key, value, of the bias where `differentiated` has one, and of reads."""
-    *_, differentiated, _, _, _, _, _ = args
+    *_, elements, differentiated, _, _, _, _, _ = args
     problem = settings.problem(query, key, value)
+    settings = settings.with_config(problem, elements)
     check_backward(settings.config.backward, problem.widest)
     heads = problem.batch, problem.heads
     of_reads = (jax.ShapeDtypeStruct((*heads, n), jnp.float32) for _, n in reads)

@@ -34,14 +34,13 @@ import jax.numpy as jnp
 from pallas_kernels import hopper, segments
 from pallas_kernels.backward_query_block import CONSUMERS, Plan, ThreadBlock, key_parts
 from pallas_kernels.backward_query_consumer import consume
-from pallas_kernels.config import BackwardQueryConfig
+from pallas_kernels.config import ROWS, BackwardQueryConfig
 from pallas_kernels.dropout import Words
 from pallas_kernels.dropout import operands as dropout_operands
 from pallas_kernels.element_arrays import NO_ELEMENTS, Elements
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import HAND_ORDERED
-from pallas_kernels.row_masks import ROWS
 
 
 def query_gradient(

@@ -17,6 +17,7 @@ from pallas_kernels.columns import Columns
 from pallas_kernels.config import (
     BACKWARD_CONSUMERS,
     FORWARD_SECTION_BYTES,
+    ROWS,
     SM_COUNT,
     BackwardQueryConfig,
 )
@@ -28,7 +29,6 @@ from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of, with_twins
 from pallas_kernels.ptx.compiler import fresh_zero
-from pallas_kernels.row_masks import ROWS
 
 CONSUMERS = BACKWARD_CONSUMERS
 

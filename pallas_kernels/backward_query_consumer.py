@@ -12,6 +12,7 @@ from jax import lax
 from pallas_kernels import soft_cap
 from pallas_kernels.backward_query_block import ThreadBlock
 from pallas_kernels.backward_query_masks import KeyBlocks, hide, key_blocks
+from pallas_kernels.config import ROWS
 from pallas_kernels.dropout import d_logits
 from pallas_kernels.elements import NOTHING_LOADED
 from pallas_kernels.elements import masked as masked_by_element
@@ -22,7 +23,7 @@ from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.loads import load_intervals, load_rows
 from pallas_kernels.ptx.masks import equal_columns, keep_bits
 from pallas_kernels.ptx.mlir import zero_tile
-from pallas_kernels.row_masks import PER_ROW, ROWS
+from pallas_kernels.row_masks import PER_ROW
 from pallas_kernels.score_functions import sloped
 
 

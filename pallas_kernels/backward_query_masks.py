@@ -9,9 +9,10 @@ import numpy as np
 
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import segments
+from pallas_kernels.config import ROWS
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.masks import keep_columns_from, keep_columns_to
-from pallas_kernels.row_masks import PER_ROW, ROWS
+from pallas_kernels.row_masks import PER_ROW
 
 
 def hide(weights, problem: Problem, first_row, first_key, bounds, fill: float = 0.0) -> jax.Array:

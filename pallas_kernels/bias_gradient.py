@@ -49,6 +49,7 @@ from pallas_kernels.bias_gradient_block import ThreadBlock
 from pallas_kernels.bias_gradient_consumer import consume
 from pallas_kernels.bias_gradient_pieces import BLOCK_Q, CONSUMERS, Pieces
 from pallas_kernels.columns import Columns
+from pallas_kernels.config import ROWS
 from pallas_kernels.defaults import BIAS_GRADIENT
 from pallas_kernels.dropout import Words
 from pallas_kernels.dropout import operands as dropout_operands
@@ -57,7 +58,6 @@ from pallas_kernels.interpret import interpreting
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import HAND_ORDERED, NamedBarriers
 from pallas_kernels.ptx.compiler import code_fence
-from pallas_kernels.row_masks import ROWS
 from pallas_kernels.score_functions import ScoreFunction, ScoreRead
 
 _REGISTERS = (232, 40)  # of a thread of a consumer, and of the producer

@@ -12,6 +12,7 @@ from pallas_kernels import soft_cap
 from pallas_kernels.backward_query_masks import hide
 from pallas_kernels.bias_gradient_block import ThreadBlock
 from pallas_kernels.bias_gradient_pieces import BLOCK_Q, WARPS
+from pallas_kernels.config import ROWS
 from pallas_kernels.dropout import d_logits
 from pallas_kernels.elements import masked
 from pallas_kernels.far_rows import weights_by_query
@@ -28,7 +29,7 @@ from pallas_kernels.ptx.stores import (
     store_tile,
     store_tile_inside,
 )
-from pallas_kernels.row_masks import PER_ROW, ROWS
+from pallas_kernels.row_masks import PER_ROW
 from pallas_kernels.score_functions import sloped
 
 _Place = tuple[Any, Any, Any, Any]  # batch entry, head, first row and first key

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.config import BACKWARD_CONSUMERS, BiasGradientConfig
+from pallas_kernels.config import BACKWARD_CONSUMERS, ROWS, BiasGradientConfig
 from pallas_kernels.defaults import BIAS_GRADIENT
 from pallas_kernels.element_arrays import Blocks
 from pallas_kernels.mask_functions import BLOCK, coarse
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
-from pallas_kernels.row_masks import ROWS
 
 CONSUMERS = BACKWARD_CONSUMERS
 BLOCK_Q = CONSUMERS * ROWS

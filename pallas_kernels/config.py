@@ -6,6 +6,7 @@ from typing import NamedTuple
 from pallas_kernels.problem import need
 
 SM_COUNT = 132  # H100 SXM and H200
+ROWS = 64  # query rows of a consumer: the M of a wgmma
 BACKWARD_CONSUMERS = 2  # how they share a tile is in the backward*.py
 DQ_TILE = 64  # dQ is accumulated in tiles of 64 rows by up to 64 columns
 # What the heads in work at a time may take of the 50 MB of L2: K and V where a thread block owns
@@ -101,7 +102,7 @@ class ForwardConfig:
 
     @property
     def block_q(self) -> int:
-        return 64 * self.consumers
+        return ROWS * self.consumers
 
     def whole_tiles(self, query_length: int) -> int:
         """Rows of the tiles that hold so many queries."""

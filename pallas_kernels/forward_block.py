@@ -9,6 +9,7 @@ from jax import lax
 
 from pallas_kernels import tickets
 from pallas_kernels.bit_words import WORD
+from pallas_kernels.config import ROWS
 from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
 from pallas_kernels.forward_plan import Plan
@@ -18,7 +19,7 @@ from pallas_kernels.key_masks import KeyBlocks
 from pallas_kernels.mask_functions import LISTED, MaskRefs
 from pallas_kernels.ptx.barriers import with_twins
 from pallas_kernels.ptx.compiler import fresh_zero
-from pallas_kernels.row_masks import ROWS, RowMasks, in_each_row
+from pallas_kernels.row_masks import RowMasks, in_each_row
 
 
 class Block:

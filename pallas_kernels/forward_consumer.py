@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import online_softmax
+from pallas_kernels.config import ROWS
 from pallas_kernels.dropout import kept
 from pallas_kernels.elements import NOTHING_LOADED
 from pallas_kernels.forward_block import ThreadBlock
@@ -19,7 +20,6 @@ from pallas_kernels.mask_functions import COUNT, MASKED
 from pallas_kernels.online_softmax import RowState, spread
 from pallas_kernels.ptx.barriers import warpgroup_any
 from pallas_kernels.ptx.compiler import code_fence, fresh_zero
-from pallas_kernels.row_masks import ROWS
 
 
 def consume(block: ThreadBlock) -> None:

@@ -11,14 +11,14 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import ForwardFP8Config
+from pallas_kernels.config import ROWS, ForwardFP8Config
 from pallas_kernels.forward_block import Block
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.hopper import Ring, Turns
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of, with_twins
 from pallas_kernels.ptx.operands import float8_operand
-from pallas_kernels.row_masks import ROWS, RowMasks
+from pallas_kernels.row_masks import RowMasks
 
 
 @dataclasses.dataclass(frozen=True)

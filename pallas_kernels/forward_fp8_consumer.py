@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import half_softmax, online_softmax
+from pallas_kernels.config import ROWS
 from pallas_kernels.forward_fp8_block import ThreadBlock
 from pallas_kernels.forward_tiles import BLOCKS, EXACT, FAR
 from pallas_kernels.half_softmax import SUM_LIMIT
@@ -21,7 +22,6 @@ from pallas_kernels.ptx.loads import load_rows
 from pallas_kernels.ptx.mlir import zero_tile
 from pallas_kernels.ptx.stores import store_rows
 from pallas_kernels.ptx.votes import any_from
-from pallas_kernels.row_masks import ROWS
 
 # Logits that are masked at a time, in float32.
 _MASKED_COLUMNS = 16

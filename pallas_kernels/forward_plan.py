@@ -10,12 +10,11 @@ import numpy as np
 
 from pallas_kernels import online_softmax, tickets
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import ForwardConfig
+from pallas_kernels.config import ROWS, ForwardConfig
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.problem import Problem, need
 from pallas_kernels.ptx.barriers import BlockVote, NamedBarriers, twins_of
 from pallas_kernels.ptx.operands import SharedZeros, operand_form
-from pallas_kernels.row_masks import ROWS
 from pallas_kernels.soft_cap import known_reference
 
 BIAS_BOX = 64  # keys: of 16 bits, as wide as TMA swizzles

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bit_words import WORD
+from pallas_kernels.config import ROWS
 from pallas_kernels.element_arrays import compressed
 from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_plan import BIAS_BOX
@@ -21,7 +22,6 @@ from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.mlir import zero_tile
 from pallas_kernels.ptx.operands import load_operand
 from pallas_kernels.ptx.stores import store_tile
-from pallas_kernels.row_masks import ROWS
 
 _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 

@@ -8,6 +8,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_kernels import online_softmax
+from pallas_kernels.config import ROWS
 from pallas_kernels.dropout import kept
 from pallas_kernels.element_arrays import expanded
 from pallas_kernels.elements import NOTHING_LOADED, Loaded
@@ -19,7 +20,7 @@ from pallas_kernels.problem import LOG2E
 from pallas_kernels.ptx.elements import load_bits
 from pallas_kernels.ptx.masks import all_columns, keep_bits
 from pallas_kernels.ptx.stores import store_rows
-from pallas_kernels.row_masks import ROWS, in_each_row
+from pallas_kernels.row_masks import in_each_row
 from pallas_kernels.soft_cap import capped, weights_of
 
 

@@ -11,14 +11,13 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels import scheduler, segments, tickets
+from pallas_kernels import scheduler, seen_blocks, segments, tickets
 from pallas_kernels.columns import Columns
-from pallas_kernels.config import ForwardConfig
+from pallas_kernels.config import ROWS, ForwardConfig
 from pallas_kernels.hopper import kernel
 from pallas_kernels.mask_functions import COUNT, key_lists
 from pallas_kernels.problem import Problem, sees_itself
 from pallas_kernels.ptx.arithmetic import div_rem
-from pallas_kernels.row_masks import ROWS
 
 _TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
 
@@ -61,16 +60,11 @@ class Tiles:
 
     @property
     def shift(self) -> int:
-        """Rows by which the first tile starts before the first query.
-
-        Where tiles do not divide the rows, some warpgroups of one tile have none. Under a causal
-        mask that is the first tile, which sees the fewest keys.
-        """
-        rows_of_warpgroups = -(-self.problem.query_length // ROWS) * ROWS
-        is_causal = self.problem.highest is not None and not self.problem.segmented
-        if self.problem.has_lists:
-            is_causal = self.problem.mask_function.grows()
-        return self.rows - rows_of_warpgroups if is_causal else 0
+        """Rows by which the first tile starts before the first query (`seen_blocks.shift`)."""
+        p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv
+        if p.has_lists:
+            return seen_blocks.unused_rows(p.query_length, block_q) * p.mask_function.grows()
+        return 0 if p.segmented else seen_blocks.shift(p, block_q, block_kv)
 
     def first_row(self, tile, warpgroup):
         """First query row of a warpgroup: beyond the last query for one that has none."""
@@ -133,28 +127,7 @@ class Tiles:
             raise ValueError("problem: got one that is dynamic or segmented, needs key_blocks_of")
         if self.are_shared:
             return self._key_blocks_of_shares()[0]
-        first_row = np.arange(self.per_head) * block_q - self.shift
-        last_row = np.minimum(first_row + block_q, p.query_length) - 1
-        first_row = np.maximum(first_row, 0)
-        seen_by_last = seen_by_first = np.full(self.per_head, p.key_length)
-        if p.highest is not None:
-            seen_by_first = np.minimum(p.key_length, first_row + 1 + p.highest)
-            seen_by_last = np.minimum(p.key_length, last_row + 1 + p.highest)
-        end = np.maximum(1, -(-seen_by_last // block_kv))
-        # Causal tiles: one more block where none of the masked ones holds a key of the first row.
-        unmasked = np.clip((seen_by_first - (p.highest is not None)) // block_kv, 0, end)
-        if p.lowest is None:
-            return np.stack([end, end - unmasked], axis=1).astype(np.int32)
-        first = np.clip((first_row + p.lowest) // block_kv, 0, end - 1)
-        first_unmasked = np.maximum(0, -(-(last_row + p.lowest) // block_kv))
-        blocks, any_unmasked = end - first, first_unmasked < unmasked
-        # Then steps at the far edge may trust the maximum, as each row has seen its last key.
-        all_see = last_row + p.lowest < p.key_length
-        if p.highest is not None:
-            all_see &= first_row + p.highest >= 0
-        exact = np.where(all_see, end - unmasked, blocks)
-        near = np.where(any_unmasked, end - np.maximum(first_unmasked, first), exact)
-        return np.stack([blocks, exact, near, end], axis=1).astype(np.int32)
+        return seen_blocks.key_blocks(p, block_q, block_kv, self.shift)
 
     def _key_blocks_of_shares(self) -> tuple[np.ndarray, np.ndarray]:
         """`key_blocks` of shares, and of each how many blocks it has, `[tiles]`, be it none.

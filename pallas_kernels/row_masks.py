@@ -7,6 +7,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels.config import ROWS
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.loads import load_intervals, load_rows
 from pallas_kernels.ptx.masks import (
@@ -17,7 +18,6 @@ from pallas_kernels.ptx.masks import (
     keep_equal_columns,
 )
 
-ROWS = 64  # query rows of a consumer: the M of a wgmma
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 

@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from benchmarks import (
@@ -25,6 +26,7 @@ from benchmarks import (
     train_lm,
 )
 from pallas_kernels import defaults
+from pallas_kernels.problem import Problem
 
 COMMANDS = sorted(
     path.stem
@@ -74,7 +76,7 @@ def test_help_says_every_default(command, monkeypatch, capsys):
 @pytest.mark.parametrize("name", special_cases.SPECIAL)
 def test_what_a_special_case_is_without_is_there(name):
     """To be replaced: names of settings and plans."""
-    settings = [defaults.FORWARD, defaults.FORWARD_SHORT, defaults.BACKWARD]
+    settings = [defaults.FORWARD, defaults.TIMED_64, defaults.BACKWARD]
     before = copy.deepcopy(settings)
     with special_cases.SPECIAL[name].without():
         pass
@@ -85,20 +87,24 @@ def test_what_a_special_case_is_without_is_there(name):
 def test_a_special_case_of_settings_changes_those_of_its_row(name):
     special = special_cases.SPECIAL[name]
     row = special.row
-    options = dict(dropout=True) if special.options() else {}
-    if row.biased:
-        options |= dict(has_elements=True, forward_loads_elements=True, tiled_bias=True)
+    problem = Problem(
+        row.batch,
+        row.length,
+        row.key_length or row.length,
+        row.heads,
+        row.key_heads,
+        row.width,
+        np.dtype(row.dtype),
+        scale=1.0,
+        lowest=None if row.window is None else -row.window,
+        highest=0 if row.causal else row.window,
+        has_bias=row.biased,
+        soft_cap=row.soft_cap,
+        dropout=int(bool(special.options())),
+    )
 
     def settings():
-        return defaults.default(
-            row.width,
-            queries=(row.length, row.batch * row.heads),
-            keys=row.key_length or row.length,
-            highest=0 if row.causal else None,
-            window=row.window,
-            soft_cap=row.soft_cap is not None,
-            **options,
-        )
+        return defaults.default(problem, loads_elements=row.biased, tiled_bias=row.biased)
 
     def constants():
         return {name: copy.copy(x) for name, x in vars(defaults).items() if name.isupper()}

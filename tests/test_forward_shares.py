@@ -20,9 +20,9 @@ from tests.support.kernel_calls import check, inputs
 WINDOW = {"local_window_size": (150, 60)}
 
 
-def with_shares(H: int, shares: int | None, **options) -> config.Config:
+def with_shares(H: int, shares: int | None) -> config.Config:
     """Default settings, but for the shares of the forward."""
-    own = defaults.default(H, **options)
+    own = defaults.of_width(H)
     return dataclasses.replace(own, forward=dataclasses.replace(own.forward, shares=shares))
 
 
@@ -31,8 +31,7 @@ def tiles(B, T, S, N, K, H, lowest=None, highest=None, **options) -> Tiles:
     dtype = np.dtype(jnp.bfloat16)
     described = Problem(B, T, S, N, K, H, dtype, scale=1.0, lowest=lowest, highest=highest)
     described = dataclasses.replace(described, **options)
-    settings = defaults.default(H, queries=(T, B * N), keys=S, highest=highest)
-    return Tiles(described, settings.forward)
+    return Tiles(described, defaults.default(described).forward)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_beside_a_mask_a_bias_and_sinks(kind):
     sizes = dict(b=1, n=2, t=70, s=300)
     shape = tuple(size if axis in kind else 1 for axis, size in sizes.items())
     bias = jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    own = with_shares(64, 3, has_elements=True, forward_loads_elements=True)
+    own = with_shares(64, 3)
     arrays = inputs(1, 70, 300, 2, 1, 64, jnp.bfloat16)
     with interpret_mode():
         check(arrays, config=own, mask=jnp.asarray(mask), bias=bias, sinks=jnp.array([0.3, -2.0]))
@@ -178,8 +177,7 @@ def test_each_share_has_a_thread_block(thread_blocks, shares):
 def test_shares_on_a_gpu(B, T, S, N, K, H, shares, options):
     """As often as it is run the same to the bit."""
     arrays = inputs(B, T, S, N, K, H, jnp.bfloat16)
-    causal = bool(options.get("is_causal"))
-    own = with_shares(H, shares, queries=(T, B * N), keys=S, highest=0 if causal else None)
+    own = with_shares(H, shares)
     check(arrays, config=own, **options)
     if options.get("dropout_rate"):
         return

@@ -116,7 +116,7 @@ def test_sections_of_heads_end_early():
 def test_sections_of_shares():
     """dS' of one share at a time."""
     backward = config.BackwardKeyConfig(shares=4, d_logits_bytes=3 * 3 * 64 * 64 * 2)
-    own = dataclasses.replace(defaults.default(160), backward=backward)
+    own = dataclasses.replace(defaults.of_width(160), backward=backward)
     with interpret_mode():
         check(inputs(1, 140, 140, 2, 1, 160, jnp.bfloat16), config=own)
 

@@ -14,6 +14,7 @@ from pallas_kernels import config, defaults, scheduler
 from pallas_kernels.backward_key_plan import key_tiles
 from pallas_kernels.forward_plan import Plan as ForwardPlan
 from pallas_kernels.forward_tiles import Tiles
+from pallas_kernels.forward_times import Timed
 from pallas_kernels.key_tiles import KeyTiles
 from pallas_kernels.key_tiles_shares import d_logits_sections
 from pallas_kernels.problem import Problem
@@ -120,7 +121,7 @@ def test_vmap_over_sinks():
     ],
 )
 def test_deterministic_settings_other_than_the_default(backward_query):
-    settings = dataclasses.replace(defaults.default(64), backward_query=backward_query)
+    settings = dataclasses.replace(defaults.of_width(64), backward_query=backward_query)
     arrays = inputs(1, 200, 290, 1, 1, 64, jnp.bfloat16)
     with interpret_mode():
         check(arrays, is_causal=True, query_offset=60, config=settings, deterministic=True)
@@ -230,7 +231,7 @@ def test_sections_of_heads_at_width_256(sections, options):
     problem = Problem(3, 140, 70, 2, 1, 256, np.dtype(jnp.bfloat16), scale=1.0)
     made = d_logits_sections(key_tiles(problem, backward), most)
     assert tuple(len(section.kv_heads) for section in made) == sections
-    settings = dataclasses.replace(defaults.default(256), backward=backward)
+    settings = dataclasses.replace(defaults.of_width(256), backward=backward)
     with interpret_mode():
         check(arrays, **options, config=settings)
 
@@ -270,7 +271,7 @@ def test_gradients_do_not_depend_on_thread_blocks(H, options):
     *arrays, dout, _ = inputs(1, 150, 277, 2, 1, H, jnp.bfloat16)
 
     def gradients(thread_blocks, deterministic):
-        settings = defaults.default(H)
+        settings = defaults.of_width(H)
         backward = dataclasses.replace(settings.backward, thread_blocks=thread_blocks)
         attention = functools.partial(
             jax_flash.attention,
@@ -307,7 +308,7 @@ def test_settings_other_than_the_default():
 @pytest.mark.long
 @pytest.mark.parametrize("is_causal", [False, slow(True)])
 def test_four_consumers(is_causal):
-    settings = dataclasses.replace(defaults.default(64), forward=defaults.FOUR_CONSUMERS)
+    settings = dataclasses.replace(defaults.of_width(64), forward=defaults.FOUR_CONSUMERS)
     with interpret_mode():
         check(
             inputs(1, 300, 140, 2, 1, 64, jnp.bfloat16),
@@ -346,7 +347,7 @@ def trace_gradients(width: int, settings: config.Config) -> None:
 
 @pytest.mark.parametrize(("width", "backward"), [(256, 64), (64, 256)])
 def test_settings_of_the_other_backward_kernel(width, backward):
-    settings = dataclasses.replace(defaults.default(width), backward=defaults.BACKWARD[backward])
+    settings = dataclasses.replace(defaults.of_width(width), backward=defaults.BACKWARD[backward])
     with pytest.raises(TypeError, match=f"config: got .* at width {width}"):
         trace_gradients(width, settings)
 
@@ -417,31 +418,35 @@ def test_backward_query_settings_that_cannot_be(change, name):
 )
 def test_no_settings_of_widths_that_kernels_do_not_take(widths, name):
     with pytest.raises(ValueError, match=f"^{name}: got {widths[-1]}"):
-        defaults.default(*widths)
+        defaults.of_width(*widths)
+
+
+def described(width: int, keys: int, length: int = 2048, heads: int = 528, **options) -> Problem:
+    dtype = np.dtype(jnp.bfloat16)
+    return Problem(1, length, keys, heads, heads, width, dtype, 1.0, **options)
 
 
 @pytest.mark.parametrize(
     ("width", "keys", "options", "consumers", "block_kv"),
     [
-        (64, None, {}, 3, 128),
-        (64, 157, {}, 3, 64),
+        (64, 157, {}, 4, 64),
         (64, 200, {}, 3, 128),  # as many in either steps
-        (64, 576, {}, 3, 64),
         (64, 577, {}, 3, 128),
-        (64, 157, dict(queries=(197, 768), dynamic=True), 2, 64),
-        (64, 157, dict(queries=(197, 768), dropout=True), 2, 128),
-        (64, 157, dict(soft_cap=True), 2, 128),
-        (40, 157, {}, 3, 64),
+        (64, 157, dict(length=197, heads=768, dynamic=True), 2, 64),
+        (64, 157, dict(length=197, heads=768, dropout=99), 2, 128),
+        (64, 157, dict(soft_cap=1.0), 2, 128),
+        (64, 157, dict(segmented=True), 2, 128),
+        (40, 157, {}, 4, 64),
         (80, 157, {}, 3, 64),
-        (128, 512, {}, 2, 64),
-        (128, 513, {}, 2, 64),
+        (128, 157, {}, 2, 64),
         (128, 577, {}, 2, 128),
-        (128, 157, dict(has_elements=True), 2, 128),
+        (128, 157, dict(has_bias=True), 2, 128),
+        (128, 157, dict(segmented=True), 2, 128),
         (256, 157, {}, 2, 64),
     ],
 )
 def test_few_keys_take_steps_of_64(width, keys, options, consumers, block_kv):
-    forward = defaults.default(width, keys=keys, **options).forward
+    forward = defaults.default(described(width, keys, **options)).forward
     assert (forward.consumers, forward.block_kv) == (consumers, block_kv)
 
 
@@ -463,25 +468,30 @@ def test_settings_of_width_64_are_those_that_end_earliest(
     length, heads, keys, causal, consumers, block_kv
 ):
     highest = 0 if causal else None
-    settings = defaults.default(64, queries=(length, heads), keys=keys, highest=highest).forward
+    problem = described(64, keys, length, heads, highest=highest)
+    settings = defaults.default(problem).forward
     assert (settings.consumers, settings.block_kv) == (consumers, block_kv)
 
 
 @pytest.mark.parametrize("highest", [None, 300])
 def test_times_are_those_of_tiles(highest):
-    """Of 44 heads of 3 tiles, one for each SM, and of 88; of 5 steps or causal of 5, 5 and 4."""
-    timed = dataclasses.replace(
-        defaults.FORWARD_TIMED[2], launch=100.0, tile=10.0, causal_tile=7.0, step=1.0
-    )
-    longest, other = (15, 15) if highest is None else (22, 21)
-    assert timed.time((300, 44), 600, highest) == 100 + longest
-    assert timed.time((300, 88), 600, highest) == 100 + 2 * longest
-    assert timed.time((300, 48), 600, highest) == 100 + 2 * other
+    """Of 44 heads of 3 tiles, one for each SM, 88 and 48; of 5 steps or causal of 5, 4 and 3."""
+    timed = Timed(defaults.TIMED_64[2].config, launch=100.0, tile=10.0, edge=7.0, step=1.0)
+    time = lambda heads: timed.time(described(64, 600, 300, heads, highest=highest))
+    wanted = (15, 30, 30) if highest is None else (22, 22 + 20, 20 + 20)
+    assert [time(44), time(88), time(48)] == [100 + x for x in wanted]
+
+
+def test_times_of_windows_are_those_of_the_blocks_that_they_see():
+    """One of 128 keys has two blocks a tile, but for the first; with 20 keys more it has three."""
+    timed = Timed(defaults.TIMED_64[2].config, launch=0.0, tile=0.0, edge=5.0, step=1.0)
+    time = lambda window: timed.time(described(64, 512, 512, 33, lowest=-window, highest=0))
+    assert [time(127), time(148)] == [12.0, 13.0]
 
 
 def test_query_blocks_that_two_consumers_cannot_share():
     backward = config.BackwardConfig(block_q=64, stages=2)
-    settings = dataclasses.replace(defaults.default(64), backward=backward)
+    settings = dataclasses.replace(defaults.of_width(64), backward=backward)
     with pytest.raises(ValueError, match="block_q: got 64 at width 64"):
         trace_gradients(64, settings)
 
@@ -709,8 +719,8 @@ def test_an_explicit_number_of_thread_blocks_is_kept(H, kernel, block_kv):
     """
     length = 32768
     shape = jax.ShapeDtypeStruct((1, length, 4, H), jnp.bfloat16)
-    backward = dataclasses.replace(defaults.default(H).backward, thread_blocks=30)
-    explicit = dataclasses.replace(defaults.default(H), backward=backward)
+    backward = dataclasses.replace(defaults.of_width(H).backward, thread_blocks=30)
+    explicit = dataclasses.replace(defaults.of_width(H), backward=backward)
     tiles = 4 * length // block_kv
 
     def program(settings):
@@ -801,7 +811,7 @@ def test_named_barriers_are_sixteen():
 )
 def test_a_warpgroup_without_rows_in_the_last_tile(S, options):
     """Its turns come and go; of three, beside one with few rows."""
-    own = dataclasses.replace(defaults.default(64), forward=defaults.FORWARD[64])
+    own = dataclasses.replace(defaults.of_width(64), forward=defaults.FORWARD[64])
     with interpret_mode():
         check(inputs(1, 200, S, 2, 1, 64, jnp.bfloat16), config=own, **options)
 

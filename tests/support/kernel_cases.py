@@ -285,7 +285,9 @@ SHORT = [
     *((width, mask, "pieces") for width in (64, 128) for mask in ("full", "causal", "window")),
     *((width, "causal", "pieces") for width in (40, 72, 96, 256)),
     (256, "causal", "cut"),
-    *((width, "sides", "even") for width in (72, 256)),
+    *((width, "sides", "even") for width in (64, 72, 80, 96, 104, 128, 256)),
+    (104, "full", "alone"),
+    (112, "causal", "s1000"),
     (72, "window", "even"),
     *((256, mask, "long") for mask in ("window", "sides")),
     *((width, mask, "rest") for width in (40, 64, 72, 96, 128) for mask in ("full", "window")),
@@ -712,7 +714,7 @@ def _cases_of_fp8() -> list[tuple[str, Callable, Any]]:
         cases.append((name, _forward_fp8(MASKS.get(mask, {})), args))
         if (mask, shape) == ("lengths", "ragged") and width in defaults.FORWARD_FP8_PROMOTING:
             own = defaults.FORWARD_FP8_PROMOTING[width]
-            settings = dataclasses.replace(defaults.default(width), forward_fp8=own)
+            settings = dataclasses.replace(defaults.of_width(width), forward_fp8=own)
             cases.append((f"{name}-promoting", _forward_fp8({"config": settings}), args))
         if (width, mask, shape, segmented) == (256, "causal", "ragged", False):
             quantize = functools.partial(jax_flash.quantize_fp8, block_size=64)
