@@ -23,6 +23,7 @@ from jax_flash.call import LSE_NAME, Call, named
 from jax_flash.kernel_operands import (
     SCALES,
     SOFT_CAPS,
+    Operands,
     bounds_beside_lengths,
     elements_of,
     folding_vmap,
@@ -112,7 +113,7 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     """Attention on the kernels; call must be one that `unsupported` has no reason against."""
     call = folding.folded(kernel_scores.without_caps(call))
     settings, operands = _prepared(call)
-    out, lse = _attention(settings, *operands, vary_alike(kernel_scores.sums_of(call), operands))
+    out, lse = _attention(settings, operands, vary_alike(kernel_scores.sums_of(call), operands))
     return kernel_scores.with_gradients_of_captured(call, out, lse.transpose(0, 2, 1))
 
 
@@ -128,13 +129,13 @@ def gradients(
     """
     settings, operands = _prepared(call)
     # A row that sees nothing of these keys has no weights here, whatever it has elsewhere.
-    query, key, value, _, intervals, ids, *_ = operands
-    problem = settings.problem(query, key, value)
-    seeing = zero_unseeing(jnp.ones(lse.shape, jnp.int8), problem, intervals, ids) > 0
+    ones = jnp.ones(lse.shape, jnp.int8)
+    seeing = zero_unseeing(ones, settings.problem(operands), operands.intervals, operands.ids) > 0
     lse, d_lse = jnp.where(seeing, lse, -jnp.inf), jnp.where(seeing, d_lse, 0.0)
     lse, d_lse = (x.transpose(0, 2, 1) for x in (lse, d_lse))
-    residuals = _Wanted(), *operands, out, lse, None
-    return _attention_backward(settings, residuals, (d_out, d_lse))[:3]
+    residuals = _Wanted(), operands, out, lse, None
+    d_operands, _ = _attention_backward(settings, residuals, (d_out, d_lse))
+    return d_operands.query, d_operands.key, d_operands.value
 
 
 def _prepared(call: Call):
@@ -183,15 +184,18 @@ def _prepared(call: Call):
         # For each batch entry, as vmap makes the batch longer, and sharded as the query is.
         batch_and_heads = jnp.zeros_like(call.query[:, 0, :, 0], jnp.float32)
         sinks = (batch_and_heads + call.sinks.astype(jnp.float32)[None],)
-    query, key, value = call.query, call.key, call.value
-    problem = settings.problem(query, key, value)
+    given = call.query, call.key, call.value, sinks, intervals, ids, *words_of(call)
+    operands = Operands(*given, blocks, elements)
+    problem = settings.problem(operands)
+    zeroed_keys = lambda zeroed: dataclasses.replace(
+        operands, key=zeroed(operands.key), value=zeroed(operands.value)
+    )
     if has_mask and mask_function is None:
-        key, value = (zero_masked(x, call.visibility, problem) for x in (key, value))
+        operands = zeroed_keys(lambda x: zero_masked(x, call.visibility, problem))
     if seen is not None:
-        key, value = (zero_unseen_by_heads(x, seen) for x in (key, value))
+        operands = zeroed_keys(lambda x: zero_unseen_by_heads(x, seen))
     if not (settings.all_count or problem.forward_ignores_unseen):
-        query, key, value = zero_all_unseen(query, key, value, problem, intervals, ids)
-    operands = query, key, value, sinks, intervals, ids, *words_of(call), blocks, elements
+        operands = operands.with_zeros(problem)
     return settings, vary_alike(operands)
 
 
@@ -242,11 +246,11 @@ class _Settings:
     deterministic: bool
     config: Config | None  # None until the problem of a device is known
 
-    def problem(self, query: jax.Array, key: jax.Array, value: jax.Array) -> Problem:
+    def problem(self, operands: Operands) -> Problem:
         return Problem.of(
-            query,
-            key,
-            value,
+            operands.query,
+            operands.key,
+            operands.value,
             scale=self.scale,
             lowest=self.lowest,
             highest=self.highest,
@@ -280,41 +284,24 @@ class _Settings:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    settings,
-    query,
-    key,
-    value,
-    sinks,
-    intervals,
-    ids,
-    query_words,
-    key_words,
-    blocks,
-    elements,
-    sums,
-):
-    """Output `[B, T, N, h]` and LSE `[B, N, T]`; sinks are one `[B, N]` or none.
+def _attention(settings, operands, sums):
+    """Output `[B, T, N, h]` and LSE `[B, N, T]`.
 
-    Intervals are one `[B, 2, T]`, or none where they are static. Ids are `[B, T]` of queries and
-    `[B, S]` of keys, or none. Words of dropout are one `[B, N, T]` of queries, T rounded up, and
-    one `[B, S]` of keys, or none. Blocks are one `element_arrays.Blocks`, or none. Sums are zeros,
-    in whose place reads of a score function get their gradients (`kernel_scores.sums_of`).
+    Sums are zeros, in whose place reads of a score function get their gradients
+    (`kernel_scores.sums_of`).
     """
     del sums
-    operands = query, key, value, sinks, intervals, ids, query_words, key_words, blocks, elements
-    return _attention_forward(settings, *operands)[0]
+    return _attention_forward(settings, operands)[0]
 
 
-def _attention_with_residuals(settings, *args):
+def _attention_with_residuals(settings, operands, sums):
     """What `_attention_forward` gives, and which other gradients are asked for.
 
     Args:
-      settings, *args: as for `_attention`, with leaves that are `CustomVJPPrimal`.
+      settings, operands, sums: as for `_attention`, with leaves that are `CustomVJPPrimal`.
     """
-    *operands, sums = args
-    results, residuals = _attention_forward(settings, *jax.tree.map(lambda x: x.value, operands))
-    bias = operands[-1].bias
+    results, residuals = _attention_forward(settings, jax.tree.map(lambda x: x.value, operands))
+    bias = operands.elements.bias
     reads = tuple((number, x.value.shape[-1]) for number, x in enumerate(sums) if x.perturbed)
     return results, (_Wanted(bias is not None and bias.perturbed, reads, len(sums)), *residuals)
 
@@ -335,50 +322,71 @@ class _Wanted:
     count: int = 0
 
 
-def _attention_forward(settings, *operands):
-    run = folding_vmap(functools.partial(_run_forward, settings))
-    out, lse, references = run(*operands)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _OfResults:
+    """What the backward takes beside the operands, or what stands for each.
+
+    Attributes:
+      bias: one whose gradient is asked for, or none. It is folded like all others, as under vmap
+        each has its own.
+      references: of the kernel, one `[B, N, 2, T]`, or none where the LSE is of other keys too.
+      out, lse: results, `[B, T, N, h]` and `[B, N, T]`.
+      d_out, d_lse: their cotangents; of the LSE one or none.
+    """
+
+    bias: Any
+    references: Any
+    out: Any
+    lse: Any
+    d_out: Any
+    d_lse: Any
+
+
+def _attention_forward(settings, operands):
+    out, lse, references = folding_vmap(functools.partial(_run_forward, settings))(operands)
     out, lse = named(out, lse)
     references = checkpoint_name(references, LSE_NAME)
-    return (out, of_rows(lse, out)), (*operands, out, lse, references)
+    return (out, of_rows(lse, out)), (operands, out, lse, references)
 
 
 def _attention_backward(settings, residuals, cotangents):
-    wanted, query, key, value, sinks, intervals, ids, *more = residuals
-    problem = settings.problem(query, key, value)
+    wanted, operands, *results = residuals
+    problem = settings.problem(operands)
     if not problem.forward_ignores_unseen or settings.backward_ignores_unseen(problem):
         return _operand_gradients(settings, residuals, cotangents)
     # As if they had been set to zero before the forward pass, as others are.
-    zeroed = functools.partial(zero_all_unseen, problem=problem, intervals=intervals, ids=ids)
-    operands = *zeroed(query, key, value), sinks, intervals, ids
-    results = _operand_gradients(settings, (wanted, *operands, *more), cotangents)
-    return *zeroed(*results[:3]), *results[3:]
+    residuals = wanted, operands.with_zeros(problem), *results
+    d_operands, d_sums = _operand_gradients(settings, residuals, cotangents)
+    d_qkv = d_operands.query, d_operands.key, d_operands.value
+    d_qkv = zero_all_unseen(*d_qkv, problem, operands.intervals, operands.ids)
+    d_query, d_key, d_value = d_qkv
+    return dataclasses.replace(d_operands, query=d_query, key=d_key, value=d_value), d_sums
 
 
 def _operand_gradients(settings, residuals, cotangents):
-    """Of the operands of `_attention`, which are zero where they do not count."""
-    wanted, *operands, out, lse, references = residuals
-    query, key, value, sinks, *masks, elements = operands
+    """Of the operands of `_attention`, which are zero where they do not count; and of its sums."""
+    wanted, operands, out, lse, references = residuals
+    sinks, elements = operands.sinks, operands.elements
     d_out, d_lse = cotangents
     if isinstance(d_out, SymbolicZero):
         d_out = jnp.zeros(d_out.shape, d_out.dtype)
     d_lse = () if isinstance(d_lse, SymbolicZero) else (d_lse,)  # as most often
-    results_and_cotangents = out, lse, d_out, d_lse
-    # A bias whose gradient is wanted is folded like all others, as under vmap each has its own.
-    differentiated: tuple[jax.Array, ...] = ()
+    bias: tuple[jax.Array, ...] = ()
     if wanted.bias:
-        differentiated, elements = (elements.bias,), elements._replace(bias=None)
+        bias, elements = (elements.bias,), elements._replace(bias=None)
     run = folding_vmap(functools.partial(_run_backward, settings, wanted.reads))
     # A sink is in the LSE: to the gradients of the others it is no more than that.
-    of_rows = () if references is None else (references,)
     d_query, d_key, d_value, *others = run(
-        query, key, value, *masks, elements, differentiated, of_rows, *results_and_cotangents
+        dataclasses.replace(operands, sinks=(), elements=elements),
+        _OfResults(bias, () if references is None else (references,), out, lse, d_out, d_lse),
     )
-    d_sinks = tuple(_sink_gradient(sink, *results_and_cotangents) for sink in sinks)
+    d_sinks = tuple(_sink_gradient(sink, out, lse, d_out, d_lse) for sink in sinks)
     d_elements = Elements(None, others.pop(0)) if wanted.bias else None
     d_reads = dict(zip((number for number, _ in wanted.reads), others, strict=True))
-    d_sums = tuple(map(d_reads.get, range(wanted.count)))
-    return d_query, d_key, d_value, d_sinks, *(None for _ in masks), d_elements, d_sums
+    none = dict.fromkeys(field.name for field in dataclasses.fields(Operands))
+    d_operands = dict(query=d_query, key=d_key, value=d_value, sinks=d_sinks, elements=d_elements)
+    return Operands(**none | d_operands), tuple(map(d_reads.get, range(wanted.count)))
 
 
 def _sink_gradient(sink, out, lse, d_out, d_lse):
@@ -396,124 +404,125 @@ def _sink_gradient(sink, out, lse, d_out, d_lse):
 _attention.defvjp(_attention_with_residuals, _attention_backward, symbolic_zeros=True)
 
 
-# Letters of `sharding.over_devices`: of several arrays, and of the operands of `_attention`.
-_QUERY, _KEY, _ROWS, _INTERVALS, _IDS, _ELEMENTS = "b.n.", "b.k.", "bn.", "b..", "b.", "bn.."
-_REFERENCES = "bn.."
-_MASKS = _INTERVALS, _IDS, _ROWS, _IDS  # words of dropout too
-_BLOCKS = "bn..", "bn.", "bn.", "b*"  # of the fields of `element_arrays.Blocks`
+# Letters of `sharding.over_devices`.
+_QUERY, _KEY, _ROWS, _ELEMENTS, _REFERENCES = "b.n.", "b.k.", "bn.", "bn..", "bn.."
+_BLOCKS: Any = "bn..", "bn.", "bn.", "b*"  # of the fields of `element_arrays.Blocks`
+_OF_RESULTS = _OfResults(_ELEMENTS, _REFERENCES, _QUERY, _ROWS, _QUERY, _ROWS)
 
 
-def _letters_of_blocks(blocks: tuple) -> tuple:
-    return tuple(type(x)(*_BLOCKS) for x in blocks)
+def _letters_of(operands: Operands) -> Operands:
+    return Operands(
+        query=_QUERY,
+        key=_KEY,
+        value=_KEY,
+        sinks="bn",
+        intervals="b..",
+        ids="b.",
+        query_words=_ROWS,
+        key_words="b.",
+        blocks=tuple(Blocks(*_BLOCKS) for _ in operands.blocks),
+        elements=_ELEMENTS,
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that calls outside of jit compile once
-def _run_forward(settings, leading, *args):
+def _run_forward(settings, leading, operands):
     run = functools.partial(_local_forward, settings)
-    blocks = _letters_of_blocks(args[-2])
-    operands = _QUERY, _KEY, _KEY, "bn", *_MASKS, blocks, _ELEMENTS
-    return over_devices(run, operands, (_QUERY, _ROWS, _REFERENCES), leading)(*args)
+    letters = (_letters_of(operands),)
+    return over_devices(run, letters, (_QUERY, _ROWS, _REFERENCES), leading)(operands)
 
 
-def _local_forward(settings, query, key, value, *operands):
-    problem = settings.problem(query, key, value)
-    settings = settings.with_config(problem, operands[-1])
-    out_types = result_types(problem, query.dtype, settings.config.forward)
-    return launch(_forward, (settings,), out_types, query, key, value, *operands)
+def _local_forward(settings, operands):
+    problem = settings.problem(operands)
+    settings = settings.with_config(problem, operands.elements)
+    out_types = result_types(problem, operands.query.dtype, settings.config.forward)
+    return launch(_forward, (settings,), out_types, operands)
 
 
-def _forward(
-    settings, query, key, value, sinks, intervals, ids, query_words, key_words, blocks, elements
-):
+def _forward(settings, operands):
     from pallas_kernels import forward  # of Pallas, which is slow to import
-    from pallas_kernels.mask_bits import with_mask_bits
+    from pallas_kernels.mask_bits import blocks_of, with_mask_bits
 
-    problem = settings.problem(query, key, value)
-    elements = with_mask_bits(elements, problem)
+    problem = settings.problem(operands)
+    elements, blocks = with_mask_bits(operands.elements, problem), operands.blocks
     if problem.has_dense_lists:
-        blocks = (Blocks(elements.mask.kinds, elements.mask.seen),)
+        blocks = (blocks_of(elements),)
     out, lse, references = forward.attention(
-        query,
-        key,
-        value,
-        next(iter(sinks), None),
-        next(iter(intervals), None),
-        ids or None,
+        operands.query,
+        operands.key,
+        operands.value,
+        next(iter(operands.sinks), None),
+        next(iter(operands.intervals), None),
+        operands.ids or None,
         elements,
-        (*query_words, *key_words) or None,
+        operands.words,
         next(iter(blocks), None),
         problem=problem,
         config=settings.config.forward,
     )
-    if sinks and problem.unbounded:  # then what the kernel says of an LSE is finite
-        is_infinite = jnp.isposinf(sinks[0])[:, :, None] & (lse > -jnp.inf)
+    if operands.sinks and problem.unbounded:  # then what the kernel says of an LSE is finite
+        is_infinite = jnp.isposinf(operands.sinks[0])[:, :, None] & (lse > -jnp.inf)
         lse = jnp.where(is_infinite, jnp.inf, lse)
     return out, lse, references
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run_backward(settings, reads, leading, *args):
-    results_and_cotangents = _QUERY, _ROWS, _QUERY, _ROWS
-    blocks = _letters_of_blocks(args[7])
-    of_operands = _QUERY, _KEY, _KEY, *_MASKS, blocks, _ELEMENTS, _ELEMENTS, _REFERENCES
-    operands = *of_operands, *results_and_cotangents
-    differentiated = args[-6]
-    of_reads = tuple(_ROWS for _ in reads)
-    results = _QUERY, _KEY, _KEY, *(_ELEMENTS for _ in differentiated), *of_reads
+def _run_backward(settings, reads, leading, operands, results):
     run = functools.partial(_local_backward, settings, reads)
-    return over_devices(run, operands, results, leading)(*args)
+    given = _letters_of(operands), _OF_RESULTS
+    of_others = *(_ELEMENTS for _ in results.bias), *(_ROWS for _ in reads)
+    gradients = _QUERY, _KEY, _KEY, *of_others
+    return over_devices(run, given, gradients, leading)(operands, results)
 
 
-def _local_backward(settings, reads, query, key, value, *args):
-    """Gradients of query, key, value, of the bias where `differentiated` has one, and of reads."""
-    *_, elements, differentiated, _, _, _, _, _ = args
-    problem = settings.problem(query, key, value)
-    settings = settings.with_config(problem, elements)
+def _local_backward(settings, reads, operands, results):
+    """Gradients of query, key, value, of the bias that is asked for, and of reads."""
+    problem = settings.problem(operands)
+    settings = settings.with_config(problem, operands.elements)
     check_backward(settings.config.backward, problem.widest)
     heads = problem.batch, problem.heads
     of_reads = (jax.ShapeDtypeStruct((*heads, n), jnp.float32) for _, n in reads)
-    out_types = query, key, value, *differentiated, *of_reads
+    out_types = operands.query, operands.key, operands.value, *results.bias, *of_reads
     numbers = tuple(number for number, _ in reads)
-    return launch(_backward, (settings, numbers), out_types, query, key, value, *args)
+    return launch(_backward, (settings, numbers), out_types, operands, results)
 
 
-def _backward(
-    settings, reads, query, key, value, intervals, ids, query_words, key_words, blocks, elements,
-    differentiated, references, out, lse, d_out, d_lse,
-):  # fmt: skip
+def _backward(settings, reads, operands, results):
     from pallas_kernels.gradients import attention_gradients  # of Pallas, slow to import
-    from pallas_kernels.mask_bits import are_seen, with_mask_bits
+    from pallas_kernels.mask_bits import are_seen, blocks_of, with_mask_bits
 
-    problem = settings.problem(query, key, value)
-    query = zero_empty(query, lse, problem)
+    problem = settings.problem(operands)
+    key, value, d_out = operands.key, operands.value, results.d_out
+    query = zero_empty(operands.query, results.lse, problem)
     if not (settings.all_count or settings.backward_ignores_unseen(problem)):
-        d_out = zero_unseeing(d_out, problem, intervals, ids)
-    if differentiated:
-        elements = elements._replace(bias=differentiated[0])
+        d_out = zero_unseeing(d_out, problem, operands.intervals, operands.ids)
+    elements, blocks = operands.elements, operands.blocks
+    if results.bias:
+        elements = elements._replace(bias=results.bias[0])
     elements = with_mask_bits(elements, problem)
     if problem.has_dense_lists:
-        blocks = (Blocks(elements.mask.kinds, elements.mask.seen),)
+        blocks = (blocks_of(elements),)
     if problem.has_dense_lists and reads:
-        seen = are_seen(elements.mask.seen, problem.key_length)
+        seen = are_seen(blocks[0].seen, problem.key_length)
         key, value = (zero_unseen_by_heads(x, seen) for x in (key, value))
     return attention_gradients(
         query,
         key,
         value,
-        out,
-        lse,
+        results.out,
+        results.lse,
         d_out,
-        next(iter(d_lse), None),
-        next(iter(references), None),
+        next(iter(results.d_lse), None),
+        next(iter(results.references), None),
         problem=problem,
         config=settings.config.backward,
         deterministic=settings.deterministic,
         query_config=settings.config.backward_query,
-        intervals=next(iter(intervals), None),
-        ids=ids or None,
+        intervals=next(iter(operands.intervals), None),
+        ids=operands.ids or None,
         elements=elements,
-        dropout_words=(*query_words, *key_words) or None,
+        dropout_words=operands.words,
         blocks=next(iter(blocks), None),
-        with_bias_gradient=bool(differentiated),
+        with_bias_gradient=bool(results.bias),
         reads=reads,
     )

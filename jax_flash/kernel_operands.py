@@ -1,5 +1,6 @@
 """What the kernels take in the place of a call's arrays: intervals, zeros, words."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -19,6 +20,43 @@ from pallas_kernels.problem import Problem
 SCALES = (1e-30, 1e4)  # of logits, that kernels take
 SOFT_CAPS = (1e-3, 1e6)  # likewise
 _FEWEST_ROWS = 128  # of a tile of the forward
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The arrays that the kernels take of a call, or what stands for each of them.
+
+    Attributes:
+      query, key, value: `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, h]`.
+      sinks: one `[B, N]` float32, or none.
+      intervals: one `[B, 2, T]` int32, or none where they are static.
+      ids: segment ids of queries, `[B, T]`, and of keys, `[B, S]`, or none.
+      query_words, key_words: of dropout, one `[B, N, T]`, T rounded up, and one `[B, S]`; or none.
+      blocks: one `Blocks`, or none.
+      elements: what is known of single pairs.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    sinks: Any
+    intervals: Any
+    ids: Any
+    query_words: Any
+    key_words: Any
+    blocks: Any
+    elements: Any
+
+    @property
+    def words(self) -> tuple[jax.Array, ...] | None:
+        return (*self.query_words, *self.key_words) or None
+
+    def with_zeros(self, problem: Problem) -> "Operands":
+        """With zeros in queries that see no key, and in keys that no query sees."""
+        arrays = self.query, self.key, self.value
+        query, key, value = zero_all_unseen(*arrays, problem, self.intervals, self.ids)
+        return dataclasses.replace(self, query=query, key=key, value=value)
 
 
 def segment_ids_of(call: Call) -> tuple[jax.Array, ...]:
@@ -226,9 +264,10 @@ def folding_vmap(run, leading: int = 0):
     """`run(leading, *arrays)` of arrays `[B, ...]`, where vmap gives all one more leading axis.
 
     Each device makes the leading axes part of its batch (`over_devices`): done here, that would
-    gather a batch that is sharded. Its arguments may be tuples of such arrays, or `Elements` or
-    `Blocks`, whose arrays may have an axis of 1 for the batch, or of what divides it.
+    gather a batch that is sharded. Its arguments may be trees of such arrays, with `Elements` and
+    `Blocks` among them, whose arrays may have an axis of 1 for the batch, or of what divides it.
     """
+    has_ones = lambda part: isinstance(part, (Elements, Blocks))
     function = jax.custom_batching.custom_vmap(functools.partial(run, leading))
 
     @function.def_vmap
@@ -240,14 +279,10 @@ def folding_vmap(run, leading: int = 0):
             is_one = not batched and set(x.shape[: leading + 1]) == {1}
             return x[None] if is_one else spread(x, batched)
 
-        def has_ones(arg):
-            parts = arg if isinstance(arg, tuple) else ()
-            return isinstance(arg, Elements) or any(isinstance(x, Blocks) for x in parts)
+        def spread_part(part, batched):
+            return jax.tree.map(spread_element if has_ones(part) else spread, part, batched)
 
-        spread_args = (
-            jax.tree.map(spread_element if has_ones(arg) else spread, arg, batched)
-            for arg, batched in zip(args, in_batched, strict=True)
-        )
+        spread_args = jax.tree.map(spread_part, args, tuple(in_batched), is_leaf=has_ones)
         if axis_size == 0:  # no device has a batch to run a kernel on
             out = mapped_zero_times(functools.partial(run, leading), in_batched, args)
         else:

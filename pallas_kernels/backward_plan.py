@@ -216,7 +216,7 @@ class Plan:
 
         Lists are as fast where nothing is drawn anyway.
         """
-        are_few = self.tiles.numbers <= self._most_thread_blocks
+        are_few = self.tiles.count <= self._most_thread_blocks
         return self.is_plain and are_few and not self.tiles.shares.last
 
     @functools.cached_property

@@ -101,25 +101,19 @@ def attention_gradients(
     """
     check_backward(config, problem.widest)
     query_config = query_config or BACKWARD_QUERY[problem.widest]
-    # Where its tiles add to dQ in global memory, it is in the order in which thread blocks end.
-    plan = Plan(problem, config) if isinstance(config, BackwardConfig) else None
-    if plan is not None and with_bias_gradient and _is_d_logits(elements.bias, plan):
-        plan, with_bias_gradient = dataclasses.replace(plan, with_bias_gradient=True), False
-    if plan is not None and deterministic and plan.sums_dq:
-        plan = dataclasses.replace(plan, with_query_gradient=False)
-    if plan is None or not plan.with_query_gradient:
-        problem = problem.in_intervals
-        plan = plan and dataclasses.replace(plan, whole=problem)
+    plan = _planned(problem, config, elements.bias if with_bias_gradient else None, deterministic)
+    problem = problem.in_intervals if plan is None else plan.whole
     key_words, elements = key_masks.taken_from(elements, problem)
     intervals = intervals if key_words is None else key_words
-    adds = plan is not None and plan.sums_dq
     block_q = config.block_q
     if plan is None or not plan.with_query_gradient:
         block_q = max(block_q, query_config.block_q)
     in_whole = lambda block: -(-problem.query_length // block) * block
     padded_rows = rows_of_statistics = in_whole(block_q)
-    if with_bias_gradient or reads:  # with more, dQ has tiles at its end that nothing uses
+    bias_alone = with_bias_gradient and not (plan is not None and plan.with_bias_gradient)
+    if bias_alone or reads:  # with more, dQ has tiles at its end that nothing uses
         rows_of_statistics = max(padded_rows, in_whole(bias_gradient.BLOCK_Q))
+    adds = plan is not None and plan.sums_dq
     counters = jax.new_ref(jnp.zeros(1 if plan is None else plan.counters, jnp.int32))
     start, minus_delta, far, d_out, *zeros = row_statistics.row_statistics(
         out,
@@ -136,31 +130,17 @@ def attention_gradients(
     masks = intervals, ids, elements, dropout_words
     operands = query, key, value, d_out, start, minus_delta, far
     others = _of_reads(reads, operands, masks, blocks, problem)
-    if with_bias_gradient:
+    if bias_alone:
         others = [bias_gradient.bias_gradient(operands, masks, problem=problem), *others]
-    statistics = (start,) if plan is None else (start, minus_delta)
-    start = with_words(dropout_words, *statistics)
+    start = with_words(dropout_words, *((start,) if plan is None else (start, minus_delta)))
     operands_of_keys = query, key, value, d_out, start, minus_delta, far
     of_query_alone = functools.partial(
         backward_query.query_gradient, *operands, *masks, problem=problem, config=query_config
     )
     if isinstance(config, BackwardKeyConfig):
-        of_keys = functools.partial(
-            backward_key.key_value_gradients,
-            jax.freeze(counters),
-            *operands_of_keys,
-            *masks,
-            problem=problem,
-            config=config,
-        )
-        tiles = key_tiles(problem, config)
-        of_shares = functools.partial(summed, key, value, tiles=tiles)
-        sections = d_logits_sections(tiles, config.d_logits_bytes)
-        if not sections:
-            return of_query_alone(), *of_shares(of_keys()), *others
-        of_query = functools.partial(backward_query_product.query_gradient, key=key, tiles=tiles)
-        d_query, *of_both = _by_sections(sections, of_keys, of_query)
-        return d_query, *of_shares(of_both), *others
+        of_main = jax.freeze(counters), *operands_of_keys, *masks
+        d_query, *of_both = _by_key_kernel(of_main, of_query_alone, problem, config)
+        return d_query, *summed(key, value, of_both, key_tiles(problem, config)), *others
     assert plan is not None
     main = functools.partial(
         backward.build(plan, interpreting()),
@@ -182,13 +162,30 @@ def attention_gradients(
     return d_query, *summed(key, value, of_both, plan.tiles), *others
 
 
-def _is_d_logits(bias: jax.Array | None, plan: Plan) -> bool:
+def _planned(
+    problem: Problem,
+    config: BackwardConfig | BackwardKeyConfig,
+    bias: jax.Array | None,
+    deterministic: bool,
+) -> Plan | None:
+    """That of `backward.py`, if it is the main kernel; bias is one whose gradient is asked for."""
+    if isinstance(config, BackwardKeyConfig):
+        return None
+    plan = Plan(problem, config)
+    if bias is not None and _is_d_logits(bias, plan):
+        plan = dataclasses.replace(plan, with_bias_gradient=True)
+    # Where its tiles add to dQ in global memory, it is in the order in which thread blocks end.
+    if deterministic and plan.sums_dq:
+        plan = dataclasses.replace(plan, with_query_gradient=False, whole=problem.in_intervals)
+    return plan
+
+
+def _is_d_logits(bias: jax.Array, plan: Plan) -> bool:
     """Whether the gradient of a bias is dS of the main kernel, with nothing to add up or to cast.
 
     With dropout dS has another unit.
     """
     p = plan.whole
-    assert bias is not None  # as it has a gradient
     has_all_pairs = bias.shape == (p.batch, p.heads, p.query_length, p.key_length)
     is_as_computed = bias.dtype == p.dtype and not p.has_dropout
     return has_all_pairs and is_as_computed and plan.sees_all_pairs
@@ -209,6 +206,22 @@ def _by_main_kernel(
     of_keys = main(dq_ref)
     starts = (start,) if plan.zeroes_queries else ()  # then there is no dropout
     return cast(jax.freeze(dq_ref), *starts), *of_keys
+
+
+def _by_key_kernel(
+    operands: tuple, of_query_alone: Callable, problem: Problem, config: BackwardKeyConfig
+) -> tuple[jax.Array, ...]:
+    """Gradient of query, and what of key and value `backward_key.py` gives of its operands."""
+    of_keys = functools.partial(
+        backward_key.key_value_gradients, *operands, problem=problem, config=config
+    )
+    tiles = key_tiles(problem, config)
+    sections = d_logits_sections(tiles, config.d_logits_bytes)
+    if not sections:
+        return of_query_alone(), *of_keys()
+    _, _, key, *_ = operands
+    of_query = functools.partial(backward_query_product.query_gradient, key=key, tiles=tiles)
+    return _by_sections(sections, of_keys, of_query)
 
 
 def _of_reads(

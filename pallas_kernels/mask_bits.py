@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.bit_words import WORD
-from pallas_kernels.element_arrays import Elements, MaskBits, is_of_pairs
+from pallas_kernels.element_arrays import Blocks, Elements, MaskBits, is_of_pairs
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
@@ -30,6 +30,12 @@ def with_mask_bits(elements: Elements, problem: Problem) -> Elements:
         return elements
     bounds = (problem.lowest, problem.highest) if problem.has_lists else (None, None)
     return elements._replace(mask=mask_bits(mask, *bounds))
+
+
+def blocks_of(elements: Elements) -> Blocks:
+    """Those of a dense mask that has lists."""
+    assert isinstance(elements.mask, MaskBits)
+    return Blocks(elements.mask.kinds, elements.mask.seen)
 
 
 def mask_bits(mask: jax.Array, lowest: int | None = None, highest: int | None = None) -> MaskBits:
