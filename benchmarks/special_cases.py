@@ -256,6 +256,16 @@ SPECIAL = {
         Row(1, 64, 8, 8, 128, False, key_length=8192),
         _timed_as(lambda config: True, "TIMED_128", shares=1),
     ),
+    "shares of keys, more than SMs": Special(
+        "forward",
+        Row(1, 4856, 2, 1, 40, True),
+        _timed_as(lambda config: True, shares=1),
+    ),
+    "shares of keys, the last round": Special(
+        "forward",
+        Row(2, 264, 55, 55, 128, False, key_length=12544),
+        _timed_as(lambda config: True, "TIMED_128", shares=1),
+    ),
     "shares of keys, width 256": Special(
         "both",
         Row(3, 120, 1, 1, 256, False, key_length=994),

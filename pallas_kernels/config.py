@@ -29,12 +29,8 @@ def _check_thread_blocks(most: int | None) -> None:
 
 
 def _check_shares(shares: "int | Shares | None") -> None:
-    if isinstance(shares, Shares):
-        need(
-            min(shares.heads, shares.parts) >= 1, "shares", shares, "heads and parts of at least 1"
-        )
-    else:
-        need(shares is None or shares >= 1, "shares", shares, "at least 1, or None")
+    least = min(shares.heads, shares.parts) if isinstance(shares, Shares) else shares
+    need(least is None or least >= 1, "shares", shares, "at least 1, or None")
 
 
 def _check_registers(registers: tuple[int, int], consumers: int) -> None:
@@ -89,7 +85,7 @@ class ForwardConfig:
     shares: int | None = None
 
     def __post_init__(self):
-        _check_shares(self.shares)
+        need(self.shares is None or self.shares >= 1, "shares", self.shares, "at least 1, or None")
         need(self.consumers >= 2, "consumers", self.consumers, "at least 2, to take turns")
         _check_multiple_of_64("block_kv", self.block_kv)
         need(self.stages >= 2, "stages", self.stages, "at least 2")

@@ -1,8 +1,8 @@
-"""Tiles of the forward whose keys are dealt out in shares, where there are too few for all SMs.
+"""Tiles of the forward whose keys are dealt out in shares, where they do not fill the SMs evenly.
 
 Flash-Decoding's split of the keys (Dao et al. 2023), for tiles of many queries. Each share of a
-tile is a tile of its own, by itself in a thread block, whose output is in float32 and divided by
-its own sum. They are put together in a fixed order:
+tile is a tile of its own, whose output is in float32 and divided by its own sum. They are put
+together in a fixed order:
 
     out = sum of w_s O_s / sum of w_s,    w_s = 2^(reference_s + log_sum_s)
 """
@@ -12,13 +12,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels import scheduler
 from pallas_kernels.element_arrays import expanded
-from pallas_kernels.forward_tiles import BLOCKS, Tiles
+from pallas_kernels.forward_tiles import BLOCKS, TILE_OVERHEAD, Tiles
 from pallas_kernels.online_softmax import NOTHING_SEEN, normalised
 from pallas_kernels.problem import LOG2E
 
 _AS_EARLY = 1.03  # how much later fewer shares may end
+_MOST_ROUNDS = 12  # shares for each thread block, which bounds what is stored in float32
 # Microseconds: of what puts shares together, and of a megabyte that is stored and read for it; of
 # 1e6 multiplications and additions, and of 1000 logits, of which a step takes the longer.
 _TOGETHER, _MEGABYTE, _PRODUCTS, _LOGITS = 5.0, 0.5, 0.3, 0.06
@@ -26,17 +29,19 @@ _TOGETHER, _MEGABYTE, _PRODUCTS, _LOGITS = 5.0, 0.5, 0.3, 0.06
 
 @functools.lru_cache
 def dealt_out(whole: Tiles, wanted: int | None) -> Tiles:
-    """The tiles in as few shares as end early; in one where thread blocks have more than a tile.
+    """The tiles in as few shares as end early, of all thread blocks together.
 
     Args:
       whole: the tiles in one share.
       wanted: None, or how many shares there are to be, or fewer if there are not so many.
     """
-    if not whole.one_each or whole.problem.picks_keys:
+    if not whole.are_plain or whole.problem.picks_keys:
         return whole
     blocks = int(whole.key_blocks()[:, BLOCKS].max())
-    most = min(blocks, whole.config.thread_blocks // whole.count, wanted or blocks)
+    most = min(wanted or blocks, blocks, _MOST_ROUNDS * whole.config.thread_blocks // whole.count)
     possible = [dataclasses.replace(whole, shares=shares) for shares in range(1, most + 1)]
+    if not possible:
+        return whole
     if wanted is not None:
         return possible[-1]
     ends = [_end(tiles) for tiles in possible]
@@ -48,7 +53,10 @@ def _end(tiles: Tiles) -> float:
     p, config = tiles.problem, tiles.config
     logits = config.block_q * config.block_kv
     step = max(_PRODUCTS * logits * (p.width + p.value_width) / 1e6, _LOGITS * logits / 1e3)
-    end = step * int(tiles.key_blocks()[:, BLOCKS].max())
+    steps = np.sort(tiles.key_blocks()[:, BLOCKS])[::-1] + TILE_OVERHEAD
+    steps_of_all = np.repeat(steps, p.batch * p.heads)
+    # Of one tile alone it is in what the step takes.
+    end = step * (scheduler.time_of_deal(steps_of_all, tiles.thread_blocks) - TILE_OVERHEAD)
     if not tiles.are_shared:
         return end
     stored_bytes = tiles.count * config.block_q * p.value_width * 4

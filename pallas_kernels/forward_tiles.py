@@ -19,7 +19,7 @@ from pallas_kernels.mask_functions import COUNT, key_lists
 from pallas_kernels.problem import Problem, sees_itself
 from pallas_kernels.ptx.arithmetic import div_rem
 
-_TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
+TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
 
 # Columns of what tiles need (`Tiles.key_blocks`); the last one of segment ids (`key_blocks_of`).
 BLOCKS, EXACT, FAR, END, COMPARING = range(5)
@@ -90,16 +90,20 @@ class Tiles:
         return min(self.config.thread_blocks, self.count)
 
     @property
-    def one_each(self) -> bool:
-        """Whether each thread block has one tile, that of its number, and no next one.
+    def are_plain(self) -> bool:
+        """Whether a tile may be the only one of a thread block, or one of several shares.
 
         Not where tiles are drawn or have lists of blocks. Beside a cap and elements, and beside a
-        window above width 192, 4 bytes spill.
+        window above width 192, 4 bytes would spill.
         """
         p = self.problem
         spills = (p.has_cap and p.has_elements) or (p.has_far_edge and p.widest > 192)
-        is_plain = not (p.by_batch or p.has_lists or spills)
-        return is_plain and self.thread_blocks == self.count
+        return not (p.by_batch or p.has_lists or spills)
+
+    @property
+    def one_each(self) -> bool:
+        """Whether each thread block has one tile, that of its number, and no next one."""
+        return self.are_plain and self.thread_blocks == self.count
 
     @property
     def have_ends(self) -> bool:
@@ -277,9 +281,9 @@ class Tiles:
         p = self.problem
         cost = np.zeros(self.per_head)
         if p.has_lists and not p.by_batch:
-            cost = self.key_blocks()[0, 0, :, COUNT] + _TILE_OVERHEAD
+            cost = self.key_blocks()[0, 0, :, COUNT] + TILE_OVERHEAD
         elif not p.by_batch:
-            cost = self.key_blocks()[:, 0] + _TILE_OVERHEAD
+            cost = self.key_blocks()[:, 0] + TILE_OVERHEAD
         sizes = dict(
             bytes_per_kv_head=p.key_length * p.pair_bytes,
             tiles_per_kv_head=self.per_head * p.group,
@@ -365,7 +369,7 @@ class Tiles:
         """Of each tile of all heads, `[B * N, tiles]`."""
         entries, _, tiles, _ = lists.shape
         p = self.problem
-        cost = lists[:, :, :, COUNT].astype(jnp.float32) + _TILE_OVERHEAD
+        cost = lists[:, :, :, COUNT].astype(jnp.float32) + TILE_OVERHEAD
         cost = jnp.repeat(cost, p.batch // entries, axis=0)
         return jnp.broadcast_to(cost, (p.batch, p.heads, tiles)).reshape(-1, tiles)
 
@@ -389,4 +393,4 @@ def _as_constant(table: np.ndarray) -> np.ndarray:
 
 def _cost(key_blocks: jax.Array) -> jax.Array:
     """Of each tile of a head, `[B, tiles]`, from `Tiles.key_blocks_of`."""
-    return key_blocks[:, :, 0].astype(jnp.float32) + _TILE_OVERHEAD
+    return key_blocks[:, :, 0].astype(jnp.float32) + TILE_OVERHEAD

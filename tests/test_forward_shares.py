@@ -55,6 +55,24 @@ def test_shares(T, S, N, K, H, shares, options):
         check(arrays, config=with_shares(H, shares), **options)
 
 
+@pytest.mark.parametrize(
+    ("T", "S", "N", "K", "H", "options"),
+    [
+        (140, 300, 2, 1, 64, {"is_causal": True}),
+        long(140, 400, 2, 1, 128, WINDOW),
+        long(70, 300, 3, 3, 256, {}),
+        slow(300, 300, 2, 1, 72, {"is_causal": True, "dropout_rate": 0.25}),
+        slow(140, 300, 2, 2, 40, {"logits_soft_cap": 5.0}),
+    ],
+)
+def test_thread_blocks_with_several_shares(T, S, N, K, H, options):
+    """The end of a share runs under the next one's first logits, or of another tile's."""
+    own = with_shares(H, 3)
+    own = dataclasses.replace(own, forward=dataclasses.replace(own.forward, thread_blocks=2))
+    with interpret_mode():
+        check(inputs(1, T, S, N, K, H, jnp.bfloat16), config=own, **options)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["nts", slow("bs")])
 def test_beside_a_mask_a_bias_and_sinks(kind):
@@ -137,8 +155,9 @@ def test_shares_have_each_key_block_once(bounds, shares, width):
         ((3, 120, 994, 1, 1, 256), {}, 8),
         ((1, 64, 8192, 8, 1, 128), {}, 16),
         ((1, 512, 32768, 8, 1, 128), {}, 4),
-        ((1, 4096, 4096, 2, 2, 128), {"highest": 0}, 2),
-        ((1, 8192, 8192, 8, 1, 128), {"highest": 0}, 1),  # more tiles than SMs
+        ((1, 4096, 4096, 2, 2, 128), {"highest": 0}, 3),  # more shares than SMs
+        ((2, 264, 12544, 55, 55, 128), {}, 2),  # two rounds and a half of tiles
+        ((1, 8192, 8192, 8, 1, 128), {"highest": 0}, 1),  # tiles enough
         ((1, 300, 600, 4, 4, 128), {}, 1),  # to put shares together takes longer than the steps
         ((8, 128, 128, 12, 12, 64), {}, 1),
         ((1, 64, 8192, 8, 1, 128), {"dynamic": True}, 1),
@@ -154,8 +173,8 @@ def test_there_are_as_many_shares_as_key_blocks(wanted, taken):
     assert dealt_out(tiles(3, 120, 994, 1, 1, 256), wanted).shares == taken
 
 
-@pytest.mark.parametrize(("thread_blocks", "shares"), [(2, 1), (3, 1), (10, 3), (264, 16)])
-def test_each_share_has_a_thread_block(thread_blocks, shares):
+@pytest.mark.parametrize(("thread_blocks", "shares"), [(1, 4), (2, 8), (3, 12), (264, 16)])
+def test_a_thread_block_has_twelve_shares_at_most(thread_blocks, shares):
     whole = tiles(3, 120, 994, 1, 1, 256)
     own = dataclasses.replace(whole.config, thread_blocks=thread_blocks)
     assert dealt_out(dataclasses.replace(whole, config=own), 100).shares == shares
@@ -172,6 +191,10 @@ def test_each_share_has_a_thread_block(thread_blocks, shares):
         (1, 1500, 1500, 1, 1, 64, 4, {"is_causal": True, "local_window_size": (900, 0)}),
         (2, 30, 2000, 2, 2, 192, None, {"dropout_rate": 0.25}),
         (1, 70, 3000, 2, 1, 128, None, {"logits_soft_cap": 5.0}),
+        (2, 2477, 2477, 2, 2, 128, None, {"is_causal": True}),  # more shares than SMs
+        (1, 4856, 4856, 2, 1, 40, None, {"is_causal": True, "dropout_rate": 0.25}),
+        (3, 1888, 5888, 1, 1, 192, 2, {}),
+        (3, 952, 7152, 9, 9, 64, 5, {"local_window_size": (3000, 2000)}),
     ],
 )
 def test_shares_on_a_gpu(B, T, S, N, K, H, shares, options):

@@ -236,6 +236,10 @@ SHAPES = {
     # So few queries that the keys of the forward are dealt out in shares.
     "far": (197, 4099, 4, 2, jnp.bfloat16),
     "alone": (2997, 2997, 1, 1, jnp.bfloat16),
+    # The same, where thread blocks have several shares each.
+    "waves": (264, 12544, 55, 55, jnp.bfloat16),
+    "thirds": (5336, 5336, 1, 1, jnp.bfloat16),
+    "halves": (2477, 2477, 2, 2, jnp.bfloat16),
     # Of groups whose steps are dealt out amid a head: a share for each thread block, and drawn.
     "cut": (520, 205, 12, 4, jnp.bfloat16),
     # Some tiles more than whole rounds take, so that the last ones alone are in parts.
@@ -279,6 +283,10 @@ SHORT = [
     *((width, "full", "far") for width in (64, 80, 128, 256)),
     *((width, mask, "alone") for width in (64, 128) for mask in ("causal", "window")),
     (72, "causal", "alone"),
+    *((width, "full", "waves") for width in (64, 72, 80, 104, 128, 256)),
+    *((width, "causal", "thirds") for width in (40, 72, 96, 128, 256)),
+    (64, "causal", "halves"),
+    (104, "causal", "halves"),
     (192, "causal", "alone"),
     (256, "window", "alone"),
     *((width, mask, "cut") for width in (64, 80, 128) for mask in ("full", "causal", "window")),
@@ -321,6 +329,9 @@ BIAS_GRADIENTS: list[tuple[int, str | None, str]] = [
 
 # The same beside one more.
 SHORT_BESIDE = [
+    *((64, "causal", "thirds", beside) for beside in ("cap", "dropout")),
+    *((128, "causal", "thirds", beside) for beside in ("cap", "dropout")),
+    *((width, "full", "thirds", "bias") for width in (64, 128)),
     (64, "full", "one", "cap"),
     (64, "causal", "one", "dropout"),
     (64, "full", "single", "bias"),
