@@ -221,7 +221,7 @@ def _fp8_with(implementation: str, settings: dict[int, config.ForwardFP8Config] 
     def attend(query, key, value, causal):
         width, own = query.shape[-1], None
         if settings is not None:
-            own = dataclasses.replace(defaults.of_width(width), forward_fp8=settings[width])
+            own = dataclasses.replace(defaults.default(width), forward_fp8=settings[width])
         return jax_flash.attention(
             query, key, value, is_causal=causal, implementation=implementation, config=own
         )

@@ -43,7 +43,7 @@ from jax_flash.launch import launch
 from jax_flash.sharding import over_devices, vary_alike
 from pallas_kernels import dropout_words
 from pallas_kernels.config import Config, check_backward
-from pallas_kernels.defaults import default
+from pallas_kernels.defaults import for_problem
 from pallas_kernels.element_arrays import Blocks, Elements, is_of_pairs
 from pallas_kernels.problem import SUPPORTED_WIDTHS, Problem, sees_itself
 
@@ -271,7 +271,7 @@ class _Settings:
         if self.config is not None:
             return self
         loads_bias = problem.has_bias and not elements.has_bias_of_keys
-        config = default(
+        config = for_problem(
             problem,
             loads_elements=problem.has_mask or problem.has_score or loads_bias,
             tiled_bias=elements.tiled_bias_dtype is not None,

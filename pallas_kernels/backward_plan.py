@@ -363,8 +363,11 @@ class Plan:
 
     @property
     def drops_early(self) -> bool:
-        """Whether there are registers for dropout beside dQ."""
-        return not self.is_wide
+        """Whether there are registers for dropout beside dQ.
+
+        H64-causal-even-dropout would spill 36 bytes.
+        """
+        return not (self.is_wide or (self.problem.group == 1 and self.tiles.any_mask))
 
     @property
     def has_blank_steps(self) -> bool:
@@ -420,8 +423,12 @@ class Plan:
 
     @property
     def prefetches(self) -> bool:
-        """Where query heads share keys times vary by more than it gains."""
-        return self.sums_dq and self.is_wide and self.problem.group == 1
+        """Where query heads share keys times vary by more than it gains.
+
+        H128-causal-even-dropout would spill 4 bytes.
+        """
+        spills = self.problem.has_dropout and self.tiles.any_mask
+        return self.sums_dq and self.is_wide and self.problem.group == 1 and not spills
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -262,7 +262,9 @@ def _backward(problem: Problem) -> BackwardConfig | BackwardKeyConfig:
     return BACKWARD[problem.widest]
 
 
-def default(problem: Problem, *, loads_elements: bool = False, tiled_bias: bool = False) -> Config:
+def for_problem(
+    problem: Problem, *, loads_elements: bool = False, tiled_bias: bool = False
+) -> Config:
     """Settings of one call.
 
     Args:
@@ -275,13 +277,13 @@ def default(problem: Problem, *, loads_elements: bool = False, tiled_bias: bool 
     return Config(forward, _backward(problem), backward_query[problem.widest])
 
 
-def of_width(width: int, value_width: int = 0) -> Config:
+def default(width: int, value_width: int = 0) -> Config:
     """Settings of calls that fill a GPU and have nothing beside queries, keys and values.
 
     value_width is as width if it is 0.
     """
     heads, length = SM_COUNT, 4096
     dtype = np.dtype(jnp.bfloat16)
-    return default(
+    return for_problem(
         Problem(1, length, length, heads, heads, width, dtype, 1.0, value_width=value_width)
     )

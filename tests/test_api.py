@@ -380,12 +380,12 @@ ERRORS = [
     ({"implementation": np.array(["xla"])}, ValueError, r"implementation: got array\(\['xla'\]"),
     ({"config": object()}, TypeError, "config: got object"),
     (
-        {"config": defaults.of_width(64), "implementation": "xla"},
+        {"config": defaults.default(64), "implementation": "xla"},
         ValueError,
         "config: got one",
     ),
     (
-        {"config": defaults.of_width(64), "implementation": "cudnn"},
+        {"config": defaults.default(64), "implementation": "cudnn"},
         ValueError,
         "config: got one",
     ),
@@ -525,4 +525,4 @@ def test_public_names():
 
 def test_settings_are_those_of_the_kernels():
     assert jax_flash.Config is config.Config
-    assert isinstance(defaults.of_width(64), jax_flash.Config)
+    assert isinstance(defaults.default(64), jax_flash.Config)

@@ -104,7 +104,7 @@ def test_a_special_case_of_settings_changes_those_of_its_row(name):
     )
 
     def settings():
-        return defaults.default(problem, loads_elements=row.biased, tiled_bias=row.biased)
+        return defaults.for_problem(problem, loads_elements=row.biased, tiled_bias=row.biased)
 
     def constants():
         return {name: copy.copy(x) for name, x in vars(defaults).items() if name.isupper()}

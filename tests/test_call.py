@@ -47,7 +47,7 @@ CALL: dict[str, Any] = {
     "dropout_key": jnp.array([1, 2], jnp.uint32),
     "return_residual": True,
     "deterministic": True,
-    "config": defaults.of_width(H),
+    "config": defaults.default(H),
     "first_batch_entry": jnp.int32(3),
     "first_query_head": jnp.int32(5),
 }

@@ -274,7 +274,7 @@ def test_deterministic_runs_on_the_kernels(monkeypatch):
 
 def test_config_does_not_choose(on):
     on(CPU)
-    assert jax_flash.explain(*shapes(), config=defaults.of_width(64)).implementation == "xla"
+    assert jax_flash.explain(*shapes(), config=defaults.default(64)).implementation == "xla"
 
 
 # --- the log ------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_rows_that_see_nothing_and_what_is_not_seen():
 
 def promoting(width):
     return dataclasses.replace(
-        defaults.of_width(width), forward_fp8=defaults.FORWARD_FP8_PROMOTING[width]
+        defaults.default(width), forward_fp8=defaults.FORWARD_FP8_PROMOTING[width]
     )
 
 

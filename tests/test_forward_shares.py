@@ -22,7 +22,7 @@ WINDOW = {"local_window_size": (150, 60)}
 
 def with_shares(H: int, shares: int | None) -> config.Config:
     """Default settings, but for the shares of the forward."""
-    own = defaults.of_width(H)
+    own = defaults.default(H)
     return dataclasses.replace(own, forward=dataclasses.replace(own.forward, shares=shares))
 
 
@@ -31,7 +31,7 @@ def tiles(B, T, S, N, K, H, lowest=None, highest=None, **options) -> Tiles:
     dtype = np.dtype(jnp.bfloat16)
     described = Problem(B, T, S, N, K, H, dtype, scale=1.0, lowest=lowest, highest=highest)
     described = dataclasses.replace(described, **options)
-    return Tiles(described, defaults.default(described).forward)
+    return Tiles(described, defaults.for_problem(described).forward)
 
 
 @pytest.mark.parametrize(

@@ -410,7 +410,7 @@ def test_bad_quantized_arrays(message):
 
 def test_config_has_settings_of_the_fp8_kernel():
     with pytest.raises(ValueError, match="config: got one without forward_fp8 for Quantized"):
-        jax_flash.attention(*quantized(), config=defaults.of_width(64))
+        jax_flash.attention(*quantized(), config=defaults.default(64))
 
 
 def test_others_take_no_quantized_arrays():

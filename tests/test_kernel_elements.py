@@ -96,7 +96,7 @@ def test_mask(T, S, N, K, H, dtype, axes, options):
 @pytest.mark.long
 def test_mask_that_hides_keys_and_tiles_of_one_head_of_a_group():
     """Of a group whose heads are worked on together, where few tiles would deal them out."""
-    settings = defaults.of_width(64)
+    settings = defaults.default(64)
     backward = dataclasses.replace(settings.backward, shares=1)
     mask = random_mask((1, 2, 150, 300)).at[:, 0, :, 130:150].set(False)
     mask = mask.at[:, 1, 20:].set(False).at[..., 250:].set(False)  # the last tiles of both kinds

@@ -205,7 +205,7 @@ def test_all_settings_of_width_64_are_compiled_with_lengths_of_keys(mask):
         T, S, N, *_ = SHAPES_OF_CASES[shape]
         dtype = np.dtype(jnp.bfloat16)
         described = Problem(KERNEL_BATCH, T, S, N, N, 64, dtype, 1.0, highest=highest)
-        compiled.add(defaults.default(described).forward)
+        compiled.add(defaults.for_problem(described).forward)
     assert compiled >= {timed.config for timed in defaults.TIMED_64}
 
 

@@ -264,7 +264,7 @@ def test_rows_that_see_themselves_need_few_exact_steps(width):
     """Of causal documents, only blocks that hold keys of the tile's own rows."""
     ids = jnp.sort(jax.random.randint(jax.random.key(0), (BATCH, 900), 0, 9))
     p = dataclasses.replace(problem((ids, ids), (None, 0)), width=width, value_width=width)
-    tiles = Tiles(p, defaults.default(p).forward)
+    tiles = Tiles(p, defaults.for_problem(p).forward)
     count, exact, near, end = np.moveaxis(np.asarray(tiles.key_blocks_of(None, (ids, ids))), -1, 0)
     first_row = np.arange(tiles.per_head) * tiles.config.block_q
     np.testing.assert_array_equal(exact, end - first_row // tiles.config.block_kv)
@@ -340,7 +340,7 @@ def test_thread_blocks_have_as_much_to_do(T, N, K, H, documents):
     """Every tile is dealt once, and drawn once, and no list has 15% more steps than the mean."""
     ids = (jnp.arange(T, dtype=jnp.int32)[None] // (T // documents),) * 2
     p = Problem(1, T, T, N, K, H, np.dtype(jnp.bfloat16), 1.0, highest=0, segmented=True)
-    forward = Tiles(p, defaults.default(p).forward)
+    forward = Tiles(p, defaults.for_problem(p).forward)
     backward = KeyTiles(p, 128, defaults.BACKWARD[H].block_q, row_bytes=8 * H)
     blocks = backward.seeing_blocks_of(backward.seeing(None), ids)[:-1]
     for tiles, heads, cost in (

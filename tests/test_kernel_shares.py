@@ -116,7 +116,7 @@ def test_sections_of_heads_end_early():
 def test_sections_of_shares():
     """dS' of one share at a time."""
     backward = config.BackwardKeyConfig(shares=4, d_logits_bytes=3 * 3 * 64 * 64 * 2)
-    own = dataclasses.replace(defaults.of_width(160), backward=backward)
+    own = dataclasses.replace(defaults.default(160), backward=backward)
     with interpret_mode():
         check(inputs(1, 140, 140, 2, 1, 160, jnp.bfloat16), config=own)
 
@@ -329,9 +329,7 @@ def test_gradients_of_shares_are_added_up(bounds):
 
 @pytest.mark.parametrize("width", [64, 256])
 def test_shares_are_at_least_one(width):
-    with pytest.raises(
-        ValueError, match=r"shares: got Shares.*, needs heads and parts of at least"
-    ):
+    with pytest.raises(ValueError, match=r"shares: got Shares.*, needs at least 1"):
         dataclasses.replace(BACKWARD[width], shares=Shares(1, 0))
     with pytest.raises(ValueError, match="shares: got 0, needs at least 1, or None"):
         dataclasses.replace(BACKWARD[width], shares=0)

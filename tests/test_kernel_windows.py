@@ -96,7 +96,7 @@ def test_rows_beyond_the_last_query_ask_for_no_second_round(monkeypatch):
         local_window_size=(260, 0),
         query_offset=300,
         implementation="mosaic_gpu",
-        config=defaults.of_width(64),  # three consumers, of whom one has no queries
+        config=defaults.default(64),  # three consumers, of whom one has no queries
     )
     votes = []
     real = BlockVote.any

@@ -121,7 +121,7 @@ def test_vmap_over_sinks():
     ],
 )
 def test_deterministic_settings_other_than_the_default(backward_query):
-    settings = dataclasses.replace(defaults.of_width(64), backward_query=backward_query)
+    settings = dataclasses.replace(defaults.default(64), backward_query=backward_query)
     arrays = inputs(1, 200, 290, 1, 1, 64, jnp.bfloat16)
     with interpret_mode():
         check(arrays, is_causal=True, query_offset=60, config=settings, deterministic=True)
@@ -231,7 +231,7 @@ def test_sections_of_heads_at_width_256(sections, options):
     problem = Problem(3, 140, 70, 2, 1, 256, np.dtype(jnp.bfloat16), scale=1.0)
     made = d_logits_sections(key_tiles(problem, backward), most)
     assert tuple(len(section.kv_heads) for section in made) == sections
-    settings = dataclasses.replace(defaults.of_width(256), backward=backward)
+    settings = dataclasses.replace(defaults.default(256), backward=backward)
     with interpret_mode():
         check(arrays, **options, config=settings)
 
@@ -271,7 +271,7 @@ def test_gradients_do_not_depend_on_thread_blocks(H, options):
     *arrays, dout, _ = inputs(1, 150, 277, 2, 1, H, jnp.bfloat16)
 
     def gradients(thread_blocks, deterministic):
-        settings = defaults.of_width(H)
+        settings = defaults.default(H)
         backward = dataclasses.replace(settings.backward, thread_blocks=thread_blocks)
         attention = functools.partial(
             jax_flash.attention,
@@ -308,7 +308,7 @@ def test_settings_other_than_the_default():
 @pytest.mark.long
 @pytest.mark.parametrize("is_causal", [False, slow(True)])
 def test_four_consumers(is_causal):
-    settings = dataclasses.replace(defaults.of_width(64), forward=defaults.FOUR_CONSUMERS)
+    settings = dataclasses.replace(defaults.default(64), forward=defaults.FOUR_CONSUMERS)
     with interpret_mode():
         check(
             inputs(1, 300, 140, 2, 1, 64, jnp.bfloat16),
@@ -347,7 +347,7 @@ def trace_gradients(width: int, settings: config.Config) -> None:
 
 @pytest.mark.parametrize(("width", "backward"), [(256, 64), (64, 256)])
 def test_settings_of_the_other_backward_kernel(width, backward):
-    settings = dataclasses.replace(defaults.of_width(width), backward=defaults.BACKWARD[backward])
+    settings = dataclasses.replace(defaults.default(width), backward=defaults.BACKWARD[backward])
     with pytest.raises(TypeError, match=f"config: got .* at width {width}"):
         trace_gradients(width, settings)
 
@@ -418,7 +418,7 @@ def test_backward_query_settings_that_cannot_be(change, name):
 )
 def test_no_settings_of_widths_that_kernels_do_not_take(widths, name):
     with pytest.raises(ValueError, match=f"^{name}: got {widths[-1]}"):
-        defaults.of_width(*widths)
+        defaults.default(*widths)
 
 
 def described(width: int, keys: int, length: int = 2048, heads: int = 528, **options) -> Problem:
@@ -446,7 +446,7 @@ def described(width: int, keys: int, length: int = 2048, heads: int = 528, **opt
     ],
 )
 def test_few_keys_take_steps_of_64(width, keys, options, consumers, block_kv):
-    forward = defaults.default(described(width, keys, **options)).forward
+    forward = defaults.for_problem(described(width, keys, **options)).forward
     assert (forward.consumers, forward.block_kv) == (consumers, block_kv)
 
 
@@ -469,7 +469,7 @@ def test_settings_of_width_64_are_those_that_end_earliest(
 ):
     highest = 0 if causal else None
     problem = described(64, keys, length, heads, highest=highest)
-    settings = defaults.default(problem).forward
+    settings = defaults.for_problem(problem).forward
     assert (settings.consumers, settings.block_kv) == (consumers, block_kv)
 
 
@@ -491,7 +491,7 @@ def test_times_of_windows_are_those_of_the_blocks_that_they_see():
 
 def test_query_blocks_that_two_consumers_cannot_share():
     backward = config.BackwardConfig(block_q=64, stages=2)
-    settings = dataclasses.replace(defaults.of_width(64), backward=backward)
+    settings = dataclasses.replace(defaults.default(64), backward=backward)
     with pytest.raises(ValueError, match="block_q: got 64 at width 64"):
         trace_gradients(64, settings)
 
@@ -719,8 +719,8 @@ def test_an_explicit_number_of_thread_blocks_is_kept(H, kernel, block_kv):
     """
     length = 32768
     shape = jax.ShapeDtypeStruct((1, length, 4, H), jnp.bfloat16)
-    backward = dataclasses.replace(defaults.of_width(H).backward, thread_blocks=30)
-    explicit = dataclasses.replace(defaults.of_width(H), backward=backward)
+    backward = dataclasses.replace(defaults.default(H).backward, thread_blocks=30)
+    explicit = dataclasses.replace(defaults.default(H), backward=backward)
     tiles = 4 * length // block_kv
 
     def program(settings):
@@ -811,7 +811,7 @@ def test_named_barriers_are_sixteen():
 )
 def test_a_warpgroup_without_rows_in_the_last_tile(S, options):
     """Its turns come and go; of three, beside one with few rows."""
-    own = dataclasses.replace(defaults.of_width(64), forward=defaults.FORWARD[64])
+    own = dataclasses.replace(defaults.default(64), forward=defaults.FORWARD[64])
     with interpret_mode():
         check(inputs(1, 200, S, 2, 1, 64, jnp.bfloat16), config=own, **options)
 

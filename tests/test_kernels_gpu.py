@@ -99,7 +99,7 @@ def test_sections_of_heads(H, mask):
     for heads in (2, 0):
         head_bytes = 2 * 15 * 11 * 64 * 64 * 2  # two query heads, tiles of 64 keys by 64 queries
         backward = config.BackwardKeyConfig(d_logits_bytes=heads * head_bytes, shares=1)
-        check(arrays, **mask, config=dataclasses.replace(defaults.of_width(H), backward=backward))
+        check(arrays, **mask, config=dataclasses.replace(defaults.default(H), backward=backward))
 
 
 @all_masks
@@ -235,7 +235,7 @@ def test_heads(H, N, K, dtype):
     ("B", "T", "S", "N", "K", "H"), [(3, 1000, 1013, 4, 2, 64), (2, 333, 77, 3, 3, 40)]
 )
 def test_four_consumers(B, T, S, N, K, H, is_causal):
-    settings = dataclasses.replace(defaults.of_width(H), forward=defaults.FOUR_CONSUMERS)
+    settings = dataclasses.replace(defaults.default(H), forward=defaults.FOUR_CONSUMERS)
     arrays = inputs(B, T, S, N, K, H, jnp.float16)
     check(arrays, is_causal=is_causal, config=settings)
     check(arrays, is_causal=is_causal, config=settings, sinks=jnp.linspace(-1.0, 3.0, N))

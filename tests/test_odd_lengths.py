@@ -53,7 +53,7 @@ def passes(text: str, least: int) -> list[str]:
 
 LENGTHS = jax.ShapeDtypeStruct((B,), jnp.int32)
 # As dK and dV of shares of few keys are added up, which is a pass over them.
-_DEFAULT = defaults.of_width(80, 40)
+_DEFAULT = defaults.default(80, 40)
 ONE_SHARE = dataclasses.replace(_DEFAULT, backward=dataclasses.replace(_DEFAULT.backward, shares=1))
 
 

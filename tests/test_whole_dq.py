@@ -10,7 +10,7 @@ import pytest
 
 import jax_flash
 from pallas_kernels.backward_plan import Plan
-from pallas_kernels.defaults import of_width
+from pallas_kernels.defaults import default
 from pallas_kernels.problem import Problem
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
@@ -20,7 +20,7 @@ from tests.support.kernel_calls import DROPOUT_KEY, check, inputs, with_shares
 def plan(T, S, N, K, H, **options) -> Plan:
     described = Problem(1, T, S, N, K, H, np.dtype(jnp.bfloat16), scale=1.0)
     described = dataclasses.replace(described, **options)
-    return Plan(described, of_width(H).backward)
+    return Plan(described, default(H).backward)
 
 
 @pytest.mark.parametrize(

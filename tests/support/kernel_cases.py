@@ -73,6 +73,9 @@ SOFT_CAPS: list[tuple[int, int, str, str | None, str | None, bool]] = [
 # Width, mask, shape, whether gradients are deterministic, and whether there is a soft cap.
 DROPOUT = [
     (64, "full", "even", False, False),
+    *((width, mask, "even", False, False) for width in (64, 128) for mask in ("causal", "window")),
+    *((width, "causal", "even", False, False) for width in (40, 96)),
+    *((width, "lengths", "even", False, False) for width in (64, 128)),
     (64, "causal", "ragged", False, False),
     (64, "lengths", "ragged", False, False),
     (64, "window", "ragged", True, False),
@@ -725,7 +728,7 @@ def _cases_of_fp8() -> list[tuple[str, Callable, Any]]:
         cases.append((name, _forward_fp8(MASKS.get(mask, {})), args))
         if (mask, shape) == ("lengths", "ragged") and width in defaults.FORWARD_FP8_PROMOTING:
             own = defaults.FORWARD_FP8_PROMOTING[width]
-            settings = dataclasses.replace(defaults.of_width(width), forward_fp8=own)
+            settings = dataclasses.replace(defaults.default(width), forward_fp8=own)
             cases.append((f"{name}-promoting", _forward_fp8({"config": settings}), args))
         if (width, mask, shape, segmented) == (256, "causal", "ragged", False):
             quantize = functools.partial(jax_flash.quantize_fp8, block_size=64)
