@@ -202,6 +202,16 @@ def visible(T, S, lowest, highest):
     return (low <= distance) & (distance <= high)
 
 
+@pytest.mark.parametrize(
+    ("T", "lowest", "shift"),
+    [(1024, None, 0), (960, None, 64), (960, -128, 0), (960, -64, 64), (960, -900, 64)],
+)
+def test_tiles_are_not_shifted_where_they_see_more_blocks_so(T, lowest, shift):
+    """Of 128 rows, by 64: with a window of one block of 128 keys each sees three for two."""
+    p = problem(T, T, lowest=lowest, highest=0)
+    assert Tiles(p, defaults.FORWARD[128]).shift == shift
+
+
 @pytest.mark.parametrize(("lowest", "highest"), WINDOWS)
 @pytest.mark.parametrize(("T", "S"), [(300, 300), (1, 77), (513, 100), (130, 520)])
 @pytest.mark.parametrize("width", [64, 128])

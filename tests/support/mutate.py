@@ -170,7 +170,7 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "forward_tiles",
+        "seen_blocks",
         "kernels kernel_windows kernel_intervals kernel_segments",
         (
             "causal: the last key that a tile sees",
@@ -187,6 +187,26 @@ MISTAKES = [
             "first = np.clip((first_row + p.lowest) // block_kv, 0, end - 1)",
             "first = np.clip((last_row + p.lowest) // block_kv, 0, end - 1)",
         ),
+        (
+            "window: tiles are shifted where they see more blocks so",
+            "return unused if blocks(unused) <= blocks(0) else 0",
+            "return unused",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_shares",
+        "forward_shares",
+        (
+            "shares: thread blocks end with their longest share",
+            "step * (scheduler.time_of_deal(steps_of_all, tiles.thread_blocks) - TILE_OVERHEAD)",
+            "step * (steps_of_all.max() - TILE_OVERHEAD)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_tiles",
+        "kernels kernel_windows kernel_intervals kernel_segments",
         (
             "intervals: the first block without a mask",
             "first_unmasked=-(-reach.common_first // block_kv),",
@@ -234,9 +254,9 @@ MISTAKES = [
         "forward_times",
         "kernels",
         (
-            "times: no tile is longer under a causal mask",
-            "longest_first = self.tile + self.causal_tile +",
-            "longest_first = self.tile +",
+            "times: no tile is longer under a mask",
+            "self.tile + self.edge * edges",
+            "self.tile",
         ),
     ),
     *_in(
