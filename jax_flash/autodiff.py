@@ -187,13 +187,11 @@ def _prepared(call: Call):
     given = call.query, call.key, call.value, sinks, intervals, ids, *words_of(call)
     operands = Operands(*given, blocks, elements)
     problem = settings.problem(operands)
-    zeroed_keys = lambda zeroed: dataclasses.replace(
-        operands, key=zeroed(operands.key), value=zeroed(operands.value)
-    )
+    settings = settings.with_config(problem, elements)
     if has_mask and mask_function is None:
-        operands = zeroed_keys(lambda x: zero_masked(x, call.visibility, problem))
+        operands = operands.with_keys(lambda x: zero_masked(x, call.visibility, problem))
     if seen is not None:
-        operands = zeroed_keys(lambda x: zero_unseen_by_heads(x, seen))
+        operands = operands.with_keys(lambda x: zero_unseen_by_heads(x, seen))
     if not (settings.all_count or problem.forward_ignores_unseen):
         operands = operands.with_zeros(problem)
     return settings, vary_alike(operands)
@@ -244,7 +242,7 @@ class _Settings:
     mask_function: Any
     score_function: Any
     deterministic: bool
-    config: Config | None  # None until the problem of a device is known
+    config: Config | None  # None until the problem is known
 
     def problem(self, operands: Operands) -> Problem:
         return Problem.of(
@@ -267,13 +265,16 @@ class _Settings:
         )
 
     def with_config(self, problem: Problem, elements: Elements) -> "_Settings":
-        """With settings of the kernels, chosen for what a device has of the call."""
+        """With settings of the kernels.
+
+        They are chosen for the call as a whole, not for what a device or `vmap` makes of it: by
+        them the results have so many rows (`result_types`), whoever computes them.
+        """
         if self.config is not None:
             return self
-        loads_bias = problem.has_bias and not elements.has_bias_of_keys
         config = for_problem(
             problem,
-            loads_elements=problem.has_mask or problem.has_score or loads_bias,
+            bias_of_keys=elements.has_bias_of_keys,
             tiled_bias=elements.tiled_bias_dtype is not None,
         )
         return dataclasses.replace(self, config=config)
@@ -434,7 +435,6 @@ def _run_forward(settings, leading, operands):
 
 def _local_forward(settings, operands):
     problem = settings.problem(operands)
-    settings = settings.with_config(problem, operands.elements)
     out_types = result_types(problem, operands.query.dtype, settings.config.forward)
     return launch(_forward, (settings,), out_types, operands)
 
@@ -478,7 +478,6 @@ def _run_backward(settings, reads, leading, operands, results):
 def _local_backward(settings, reads, operands, results):
     """Gradients of query, key, value, of the bias that is asked for, and of reads."""
     problem = settings.problem(operands)
-    settings = settings.with_config(problem, operands.elements)
     check_backward(settings.config.backward, problem.widest)
     heads = problem.batch, problem.heads
     of_reads = (jax.ShapeDtypeStruct((*heads, n), jnp.float32) for _, n in reads)

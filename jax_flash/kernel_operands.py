@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,10 +51,18 @@ class Operands:
 
     @property
     def words(self) -> tuple[jax.Array, ...] | None:
+        """Those of queries and keys, if there are any."""
         return (*self.query_words, *self.key_words) or None
 
+    def with_keys(self, changed: Callable) -> "Operands":
+        """With what `changed` makes of key and of value."""
+        return dataclasses.replace(self, key=changed(self.key), value=changed(self.value))
+
     def with_zeros(self, problem: Problem) -> "Operands":
-        """With zeros in queries that see no key, and in keys that no query sees."""
+        """With zeros in queries that see no key, and in keys that no query sees.
+
+        By bounds, intervals and ids alone.
+        """
         arrays = self.query, self.key, self.value
         query, key, value = zero_all_unseen(*arrays, problem, self.intervals, self.ids)
         return dataclasses.replace(self, query=query, key=key, value=value)
@@ -121,7 +130,8 @@ def bounds_beside_lengths(call: Call) -> tuple[bool, int | None]:
 def has_key_mask(call: Call) -> bool:
     """Whether all that hides anything is a mask of keys, the same for all queries and heads.
 
-    And kernels take it as such, forward and backward, and have tiles enough not to share keys out.
+    And kernels take it as such, forward and backward, and have so many tiles that shares of keys,
+    which they do not have beside it, would bring little.
     """
     mask, (batch, query_length, heads, width) = call.visibility.mask, call.query.shape
     if mask is None or mask.shape[1:3] != (1, 1) or mask.shape[3] == 1:

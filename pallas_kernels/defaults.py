@@ -57,7 +57,7 @@ FOUR_CONSUMERS = ForwardConfig(
 )
 
 # Settings up to 128 columns, of which a call has those that end earliest, by the time of a launch,
-# a tile, an edge and a step. Fitted for each of these kinds of widths; ratios alone count.
+# a tile, an edge and a step. Fitted* for each of these kinds of widths; ratios alone count.
 TIMED_64: tuple[Timed, ...] = (
     Timed(FORWARD[64], launch=4.14, tile=1.25, edge=1.05, step=1.22),
     Timed(_THREE_OF_64_KEYS, launch=3.0, tile=1.23, edge=0.89, step=0.70),
@@ -208,8 +208,9 @@ def _in_boxes(problem: Problem) -> bool:
 
 def _timed(problem: Problem) -> tuple[Timed, ...]:
     """The settings of up to 128 columns that fit a call without elements."""
-    widest = max(problem.width, problem.value_width)
-    is_partial = problem.width < problem.value_width or widest % 64 > 0
+    widths = problem.width, problem.value_width
+    is_partial = problem.width < problem.value_width or any(width % 64 for width in widths)
+    widest = max(widths)
     if widest <= 64:
         timed = TIMED_64
     elif _in_boxes(problem):
@@ -219,7 +220,7 @@ def _timed(problem: Problem) -> tuple[Timed, ...]:
     else:  # with early values H96 causal s4096 has 634 TFLOP/s* for 652
         timed = TIMED_128[1:] if is_partial else TIMED_128
     if problem.segmented or problem.has_cap:  # a third consumer would spill 8 bytes and more
-        return tuple(x for x in timed if x.config in (_TWO_CONSUMERS, FORWARD[128]))[:1]
+        return tuple(x for x in timed if x.config.consumers == 2 and x.config.block_kv == 128)[:1]
     if problem.has_bias or problem.has_dropout:
         return tuple(x for x in timed if x.config.block_kv == 128)
     if problem.dynamic or problem.has_lists or problem.lowest is not None:  # four were no faster
@@ -263,16 +264,18 @@ def _backward(problem: Problem) -> BackwardConfig | BackwardKeyConfig:
 
 
 def for_problem(
-    problem: Problem, *, loads_elements: bool = False, tiled_bias: bool = False
+    problem: Problem, *, bias_of_keys: bool = False, tiled_bias: bool = False
 ) -> Config:
     """Settings of one call.
 
     Args:
       problem: static description.
-      loads_elements: the forward loads a mask or a bias of pairs, or evaluates a score function.
-      tiled_bias: and TMA takes tiles of the bias (`element_arrays.Elements.tiled_bias_dtype`).
+      bias_of_keys: the bias of one that has a bias is one value a key.
+      tiled_bias: TMA takes tiles of it (`element_arrays.Elements.tiled_bias_dtype`).
     """
     backward_query = BACKWARD_QUERY_ELEMENTS if problem.has_elements else BACKWARD_QUERY
+    loads_bias = problem.has_bias and not bias_of_keys
+    loads_elements = problem.has_mask or problem.has_score or loads_bias
     forward = _forward(problem, loads_elements, tiled_bias)
     return Config(forward, _backward(problem), backward_query[problem.widest])
 

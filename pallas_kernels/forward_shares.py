@@ -22,6 +22,7 @@ from pallas_kernels.problem import LOG2E
 
 _AS_EARLY = 1.03  # how much later fewer shares may end
 _MOST_ROUNDS = 12  # shares for each thread block, which bounds what is stored in float32
+_ALL_TRIED = 16  # shares; of more those that fill rounds, or of which thread blocks have one each
 # Microseconds: of what puts shares together, and of a megabyte that is stored and read for it; of
 # 1e6 multiplications and additions, and of 1000 logits, of which a step takes the longer.
 _TOGETHER, _MEGABYTE, _PRODUCTS, _LOGITS = 5.0, 0.5, 0.3, 0.06
@@ -38,12 +39,14 @@ def dealt_out(whole: Tiles, wanted: int | None) -> Tiles:
     if not whole.are_plain or whole.problem.picks_keys:
         return whole
     blocks = int(whole.key_blocks()[:, BLOCKS].max())
-    most = min(wanted or blocks, blocks, _MOST_ROUNDS * whole.config.thread_blocks // whole.count)
-    possible = [dataclasses.replace(whole, shares=shares) for shares in range(1, most + 1)]
-    if not possible:
+    of_rounds = [n * whole.config.thread_blocks // whole.count for n in range(1, _MOST_ROUNDS + 1)]
+    most = min(blocks, of_rounds[-1])
+    if most == 0:
         return whole
     if wanted is not None:
-        return possible[-1]
+        return dataclasses.replace(whole, shares=min(wanted, most))
+    tried = {*range(1, max(_ALL_TRIED, of_rounds[0]) + 1), *of_rounds}
+    possible = [dataclasses.replace(whole, shares=x) for x in sorted(tried) if 0 < x <= most]
     ends = [_end(tiles) for tiles in possible]
     return next(x for x, end in zip(possible, ends, strict=True) if end <= _AS_EARLY * min(ends))
 

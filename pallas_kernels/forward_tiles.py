@@ -58,7 +58,7 @@ class Tiles:
     def are_shared(self) -> bool:
         return self.shares > 1
 
-    @property
+    @functools.cached_property
     def shift(self) -> int:
         """Rows by which the first tile starts before the first query (`seen_blocks.shift`)."""
         p, block_q, block_kv = self.problem, self.config.block_q, self.config.block_kv

@@ -1,7 +1,7 @@
 """Which settings of the forward end earliest, where tiles of one size or another fill SMs better.
 
 A model: a thread block takes as long as its tiles, a tile so long beside its steps, and a launch so
-long beside its thread blocks. Times are fitted to some 110 shapes (notes/forward-tile-sizes.md).
+long beside its thread blocks. Times are fitted to shapes of notes/forward-tile-sizes.md and others.
 """
 
 import dataclasses

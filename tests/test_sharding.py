@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_flash
 from jax_flash import device, xla
+from pallas_kernels import defaults
+from pallas_kernels.problem import Problem
 from tests.support import compile as support
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
@@ -210,6 +212,43 @@ def test_segment_ids_are_split_like_the_batch(is_one, axis_type):
         np.testing.assert_allclose(
             actual.astype(jnp.float32), expected, atol=0.02 * np.abs(expected).max()
         )
+
+
+def unlike_by_device(mesh):
+    """Query, key and value of which a device's part would have tiles of another size."""
+    q = draw(0, B, 130, 16, 64, dtype=jnp.bfloat16)
+    rows = lambda x: defaults.for_problem(Problem.of(x, x, x, scale=1.0)).forward.block_q
+    assert rows(q) != rows(q[:1])
+    return put(mesh, *((x, P("x")) for x in (q, q[::-1], jnp.sin(q))))
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+def test_settings_are_those_of_the_call_as_a_whole(axis_type):
+    """Rows of an LSE fill tiles: all devices have to have as many as JAX was told."""
+    mesh = mesh_of((8,), axis_type)
+    sharded, sinks = unlike_by_device(mesh), jnp.zeros(16)
+    with plain_kernels():
+        program = compiled(mesh, results_and_gradients("mosaic_gpu"), (*sharded, sinks))
+        results = program(*sharded, sinks)
+    expected = results_and_gradients("xla")(*(x.astype(jnp.float32) for x in sharded), sinks)
+    for x, y in zip(results, expected, strict=True):
+        np.testing.assert_allclose(x.astype(jnp.float32), y, atol=0.02 * np.abs(y).max())
+
+
+def test_branches_under_vmap_have_the_same_residuals():
+    """One branch is mapped and the other is not."""
+    query, *_ = unlike_by_device(mesh_of((1,)))
+
+    def loss(query, takes):
+        attention = functools.partial(jax_flash.attention, implementation="mosaic_gpu")
+        of = lambda scale: lambda x: attention(x * scale, x, x).astype(jnp.float32).sum()
+        return jax.lax.cond(takes, of(1.0), of(2.0), query)
+
+    with plain_kernels():
+        mapped = jax.vmap(jax.jit(jax.grad(loss)), in_axes=(0, None))
+        d_query = mapped(query[:, None], jnp.array(True))
+        expected = jax.grad(loss)(query, jnp.array(True))
+    np.testing.assert_allclose(d_query[:, 0].astype(jnp.float32), expected, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", "y")], ids=str)

@@ -55,7 +55,9 @@ SEGMENTS: list[tuple[int, str, str | None, str | None, bool, bool]] = [
     (256, "full", "bs", "bs", False, True),
 ]
 # Query and value widths beside those of `defaults.WIDTHS`.
-OTHER_WIDTHS = [(192, 128), (192, 192), (80, 80), (96, 96), (160, 160), (40, 72), (208, 208)]
+OTHER_WIDTHS = [
+    (192, 128), (192, 192), (80, 80), (96, 96), (160, 160), (40, 72), (208, 208), (128, 96),
+]  # fmt: skip
 
 # With a soft cap, at the masks that take most registers, in tiles with tails: widths, mask or
 # "lengths", axes of a dense mask and of a bias in float32, and whether gradients are deterministic.
