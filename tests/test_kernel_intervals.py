@@ -206,7 +206,8 @@ def test_all_settings_of_width_64_are_compiled_with_lengths_of_keys(mask):
         dtype = np.dtype(jnp.bfloat16)
         described = Problem(KERNEL_BATCH, T, S, N, N, 64, dtype, 1.0, highest=highest)
         compiled.add(defaults.for_problem(described).forward)
-    assert compiled >= {timed.config for timed in defaults.TIMED_64}
+    most = 4 if highest is None else 3
+    assert compiled >= {x.config for x in defaults.TIMED_64 if x.config.consumers <= most}
 
 
 @every_case
