@@ -59,13 +59,11 @@ def _with_timed(fits: Callable[[ForwardConfig], bool], table: str = "TIMED_64") 
     return _other(defaults, **{table: tuple(x for x in vars(defaults)[table] if fits(x.config))})
 
 
-def _timed_as(
-    fits: Callable[[ForwardConfig], bool], table: str = "TIMED_64", **changes: Any
-) -> Without:
-    """With other settings in the place of those that fit."""
+def _timed_as(table: str = "TIMED_64", *, consumers: int | None = None, **changes: Any) -> Without:
+    """With settings changed: all, or those of so many consumers."""
 
     def changed(timed):
-        if not fits(timed.config):
+        if consumers not in (None, timed.config.consumers):
             return timed
         return dataclasses.replace(timed, config=dataclasses.replace(timed.config, **changes))
 
@@ -78,6 +76,10 @@ def _has_two(config: ForwardConfig) -> bool:
 
 def _has_three(config: ForwardConfig) -> bool:
     return config.consumers == 3
+
+
+def _takes_128_keys(config: ForwardConfig) -> bool:
+    return config.block_kv == 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,7 @@ SPECIAL = {
         dataclasses.replace(_128, causal=False),
         _with_timed(lambda config: not config.early_values, "TIMED_128"),
     ),
-    "products first": Special("forward", _64, _timed_as(lambda config: True, products_first=False)),
+    "products first": Special("forward", _64, _timed_as(products_first=False)),
     "three consumers": Special("forward", _64, _with_timed(_has_two)),
     "two of few rows": Special(
         "forward", Row(64, 197, 12, 12, 80, False), _with_timed(_has_three, "TIMED_80")
@@ -118,7 +120,7 @@ SPECIAL = {
     "two buffers of four consumers": Special(
         "forward",
         Row(64, 197, 16, 16, 64, False),
-        _timed_as(lambda config: config.consumers == 4, query_buffers=1),
+        _timed_as(consumers=4, query_buffers=1),
     ),
     "narrow windows": Special(
         "forward",
@@ -128,12 +130,12 @@ SPECIAL = {
     "64 keys of narrow windows": Special(
         "forward",
         Row(2, 8192, 12, 12, 64, False, 64),
-        _with_timed(lambda config: config.block_kv == 128),
+        _with_timed(_takes_128_keys),
     ),
     "64 keys of narrow windows, width 128": Special(
         "forward",
         Row(2, 8192, 16, 16, 128, False, 64),
-        _with_timed(lambda config: config.block_kv == 128, "TIMED_128"),
+        _with_timed(_takes_128_keys, "TIMED_128"),
     ),
     "few tiles of a window": Special(
         "forward",
@@ -158,12 +160,12 @@ SPECIAL = {
     "few keys": Special(
         "forward",
         Row(32, 257, 12, 12, 64, False),
-        _with_timed(lambda config: config.block_kv == 128),
+        _with_timed(_takes_128_keys),
     ),
     "few keys, width 128": Special(
         "forward",
         Row(32, 176, 16, 16, 128, False),
-        _with_timed(lambda config: config.block_kv == 128, "TIMED_128"),
+        _with_timed(_takes_128_keys, "TIMED_128"),
     ),
     "bias in tiles, width 64": Special(
         "forward",
@@ -254,17 +256,17 @@ SPECIAL = {
     "shares of keys": Special(
         "forward",
         Row(1, 64, 8, 8, 128, False, key_length=8192),
-        _timed_as(lambda config: True, "TIMED_128", shares=1),
+        _timed_as("TIMED_128", shares=1),
     ),
     "shares of keys, more than SMs": Special(
         "forward",
         Row(1, 4856, 2, 1, 40, True),
-        _timed_as(lambda config: True, shares=1),
+        _timed_as(shares=1),
     ),
     "shares of keys, the last round": Special(
         "forward",
         Row(2, 264, 55, 55, 128, False, key_length=12544),
-        _timed_as(lambda config: True, "TIMED_128", shares=1),
+        _timed_as("TIMED_128", shares=1),
     ),
     "shares of keys, width 256": Special(
         "both",

@@ -359,9 +359,14 @@ def _attention_backward(settings, residuals, cotangents):
     # As if they had been set to zero before the forward pass, as others are.
     residuals = wanted, operands.with_zeros(problem), *results
     d_operands, d_sums = _operand_gradients(settings, residuals, cotangents)
-    d_qkv = d_operands.query, d_operands.key, d_operands.value
-    d_qkv = zero_all_unseen(*d_qkv, problem, operands.intervals, operands.ids)
-    d_query, d_key, d_value = d_qkv
+    d_query, d_key, d_value = zero_all_unseen(
+        d_operands.query,
+        d_operands.key,
+        d_operands.value,
+        problem,
+        operands.intervals,
+        operands.ids,
+    )
     return dataclasses.replace(d_operands, query=d_query, key=d_key, value=d_value), d_sums
 
 

@@ -1,4 +1,4 @@
-"""Settings of every kernel, with the reason beside each; of those for a call the first that fits.
+"""Settings of every kernel, with the reason beside each, and which of them a call has.
 
 What else was tried is in notes/. A figure with a star comes of no script in the repository.
 """

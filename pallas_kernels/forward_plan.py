@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import online_softmax, tickets
+from pallas_kernels import online_softmax, seen_blocks, tickets
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ROWS, ForwardConfig
 from pallas_kernels.forward_tiles import Tiles
@@ -88,8 +88,9 @@ class Plan:
 
         Of two, the other one alone would be as slow, or slower.
         """
-        p, rows = self.problem, self.problem.query_length % self.config.block_q
-        has_none = 0 < rows <= self.config.block_q - ROWS and not self.tiles.shift
+        p = self.problem
+        unused = seen_blocks.unused_rows(p.query_length, self.config.block_q)
+        has_none = unused > 0 and not self.tiles.shift
         fits = not (p.has_lists or p.by_batch or self.mask_throughout)
         return has_none and fits and self.config.consumers > 2
 
