@@ -304,5 +304,6 @@ LAYERS = [
     _drawn(Row(2, 128, 2, 2, 256, True), "two short heads of 256"),
     _drawn(Row(4, 12288, 2, 2, 192, False), "two long heads of 192"),
     _drawn(Row(41, 256, 52, 13, 64, False), "13 short key heads"),
+    _drawn(Row(1, 8656, 10, 2, 192, False), "two long key heads of 192"),
 ]
 # fmt: on

@@ -28,6 +28,7 @@ from pallas_kernels import (
     defaults,
     forward,
     forward_plan,
+    forward_tiles,
     gradients,
     key_tiles_shares,
     scheduler,
@@ -102,6 +103,7 @@ class Special:
 _PLAN = backward_plan.Plan
 _DROPOUT = lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
 _without_four = _with_timed(lambda config: config.consumers < 4)
+_without_one = _other(defaults, _have_an_sm_each=lambda problem: False)
 _64, _128 = Row(4, 4096, 32, 32, 64, True), Row(4, 4096, 16, 16, 128, True)
 
 SPECIAL = {
@@ -121,6 +123,21 @@ SPECIAL = {
         "forward",
         Row(64, 197, 16, 16, 64, False),
         _timed_as(consumers=4, query_buffers=1),
+    ),
+    "one consumer": Special("forward", Row(8, 128, 8, 8, 128, False), _without_one),
+    "one consumer, width 192": Special("forward", Row(7, 72, 1, 1, 192, True), _without_one),
+    "one consumer, shares of keys": Special(
+        "forward", Row(1, 64, 8, 8, 128, False, key_length=8192), _without_one
+    ),
+    "tiles by number": Special(
+        "forward",
+        Row(4, 128, 48, 6, 128, True),
+        _other(forward_tiles.Tiles, by_number=False),
+    ),
+    "output staged where queries were": Special(
+        "forward",
+        Row(7, 72, 1, 1, 192, True),
+        _other(forward_plan.Plan, stages_in_queries=False),
     ),
     "narrow windows": Special(
         "forward",
@@ -256,7 +273,7 @@ SPECIAL = {
     "shares of keys": Special(
         "forward",
         Row(1, 64, 8, 8, 128, False, key_length=8192),
-        _timed_as("TIMED_128", shares=1),
+        _timed_as("TIMED_ALONE_128", shares=1),
     ),
     "shares of keys, more than SMs": Special(
         "forward",
@@ -275,6 +292,16 @@ SPECIAL = {
     ),
     "sections of dS' of the best size": Special(
         "both", Row(9, 5376, 11, 11, 192, True), _other(key_tiles_shares, _SIZES=1)
+    ),
+    "dQ as a product of 192 rows": Special(
+        "both",
+        Row(4, 12288, 2, 2, 192, False),
+        _other(backward_query_product, _consumers=lambda *_: 2),
+    ),
+    "dS' of two heads rather than one": Special(
+        "both",
+        Row(4, 12288, 2, 2, 192, False),
+        _other(key_tiles_shares, _FOR_TWO=1.0),
     ),
     "whole dQ": Special(
         "both",

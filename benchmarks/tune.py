@@ -31,6 +31,8 @@ SECTION_BYTES = tuple(megabytes << 20 for megabytes in (6, 12, 24, 48))
 _ADDRESS_REGISTERS = 24
 _SHARED_MEMORY = 232448  # bytes that a thread block may have
 _NAMED_BARRIERS = 16
+_ALIGNMENT = 1024  # bytes of what TMA fills
+_NOTES = 512  # bytes of a consumer's threads (`pallas_kernels/ptx/notes.py`)
 
 
 def registers_needed(width: int, config: ForwardConfig) -> int:
@@ -40,11 +42,12 @@ def registers_needed(width: int, config: ForwardConfig) -> int:
 
 
 def shared_memory_bytes(width: int, config: ForwardConfig) -> int:
-    """Bytes that a thread block takes: queries, K and V, staged output and mbarriers."""
+    """Bytes of a thread block of several tiles: their operands, output and notes, and mbarriers."""
     rows = config.query_buffers * config.block_q + 2 * config.stages * config.block_kv
     staged = config.block_q * min(width, config.staged_columns)
     mbarriers = config.query_buffers + 2 * config.stages
-    return 2 * (rows * width + staged) + 8 * mbarriers
+    notes = -(-_NOTES * config.consumers // _ALIGNMENT) * _ALIGNMENT
+    return 2 * (rows * width + staged) + notes + 8 * mbarriers
 
 
 def named_barriers(config: ForwardConfig) -> int:

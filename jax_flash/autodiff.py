@@ -32,6 +32,7 @@ from jax_flash.kernel_operands import (
     of_rows,
     result_types,
     segment_ids_of,
+    with_rows,
     words_of,
     zero_all_unseen,
     zero_empty,
@@ -187,7 +188,7 @@ def _prepared(call: Call):
     given = call.query, call.key, call.value, sinks, intervals, ids, *words_of(call)
     operands = Operands(*given, blocks, elements)
     problem = settings.problem(operands)
-    settings = settings.with_config(problem, elements)
+    settings = settings.with_rows(problem, elements)
     if has_mask and mask_function is None:
         operands = operands.with_keys(lambda x: zero_masked(x, call.visibility, problem))
     if seen is not None:
@@ -242,7 +243,8 @@ class _Settings:
     mask_function: Any
     score_function: Any
     deterministic: bool
-    config: Config | None  # None until the problem is known
+    config: Config | None  # given, or None
+    rows: int | None = None  # of an LSE; None until the problem is known
 
     def problem(self, operands: Operands) -> Problem:
         return Problem.of(
@@ -264,20 +266,23 @@ class _Settings:
             score_function=self.score_function,
         )
 
-    def with_config(self, problem: Problem, elements: Elements) -> "_Settings":
-        """With settings of the kernels.
-
-        They are chosen for the call as a whole, not for what a device or `vmap` makes of it: by
-        them the results have so many rows (`result_types`), whoever computes them.
-        """
+    def config_of(self, problem: Problem, elements: Elements) -> Config:
+        """Settings of the kernels: those that are given, or the best of what a device has."""
         if self.config is not None:
-            return self
-        config = for_problem(
+            return self.config
+        return for_problem(
             problem,
             bias_of_keys=elements.has_bias_of_keys,
             tiled_bias=elements.tiled_bias_dtype is not None,
         )
-        return dataclasses.replace(self, config=config)
+
+    def with_rows(self, problem: Problem, elements: Elements) -> "_Settings":
+        """With the rows of an LSE, which fill tiles by the settings of the call as a whole.
+
+        So many they are on each device and under `vmap`, whose own settings may be others.
+        """
+        forward = self.config_of(problem, elements).forward
+        return dataclasses.replace(self, rows=forward.whole_tiles(problem.query_length))
 
     def backward_ignores_unseen(self, problem: Problem) -> bool:
         """Whether what does not count may be NaN in the backward kernels."""
@@ -440,7 +445,7 @@ def _run_forward(settings, leading, operands):
 
 def _local_forward(settings, operands):
     problem = settings.problem(operands)
-    out_types = result_types(problem, operands.query.dtype, settings.config.forward)
+    out_types = result_types(problem, operands.query.dtype, settings.rows)
     return launch(_forward, (settings,), out_types, operands)
 
 
@@ -463,8 +468,9 @@ def _forward(settings, operands):
         operands.words,
         next(iter(blocks), None),
         problem=problem,
-        config=settings.config.forward,
+        config=settings.config_of(problem, operands.elements).forward,
     )
+    lse, references = (with_rows(x, settings.rows) for x in (lse, references))
     if operands.sinks and problem.unbounded:  # then what the kernel says of an LSE is finite
         is_infinite = jnp.isposinf(operands.sinks[0])[:, :, None] & (lse > -jnp.inf)
         lse = jnp.where(is_infinite, jnp.inf, lse)
@@ -483,7 +489,8 @@ def _run_backward(settings, reads, leading, operands, results):
 def _local_backward(settings, reads, operands, results):
     """Gradients of query, key, value, of the bias that is asked for, and of reads."""
     problem = settings.problem(operands)
-    check_backward(settings.config.backward, problem.widest)
+    config = settings.config_of(problem, operands.elements)
+    check_backward(config.backward, problem.widest)
     heads = problem.batch, problem.heads
     of_reads = (jax.ShapeDtypeStruct((*heads, n), jnp.float32) for _, n in reads)
     out_types = operands.query, operands.key, operands.value, *results.bias, *of_reads
@@ -509,6 +516,7 @@ def _backward(settings, reads, operands, results):
     if problem.has_dense_lists and reads:
         seen = are_seen(blocks[0].seen, problem.key_length)
         key, value = (zero_unseen_by_heads(x, seen) for x in (key, value))
+    config = settings.config_of(problem, operands.elements)
     return attention_gradients(
         query,
         key,
@@ -519,9 +527,9 @@ def _backward(settings, reads, operands, results):
         next(iter(results.d_lse), None),
         next(iter(results.references), None),
         problem=problem,
-        config=settings.config.backward,
+        config=config.backward,
         deterministic=settings.deterministic,
-        query_config=settings.config.backward_query,
+        query_config=config.backward_query,
         intervals=next(iter(operands.intervals), None),
         ids=operands.ids or None,
         elements=elements,

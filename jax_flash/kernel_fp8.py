@@ -180,7 +180,8 @@ def _run(settings, leading, *args):
 
 def _local(settings, query, key, value, *operands):
     problem = settings.problem(query, key, value)
-    out_types = result_types(problem, settings.out_dtype, settings.config)[:2]
+    rows = settings.config.whole_tiles(problem.query_length)
+    out_types = result_types(problem, settings.out_dtype, rows)[:2]
     return launch(_forward_fp8, (settings,), out_types, query, key, value, *operands)
 
 

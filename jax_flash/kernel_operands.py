@@ -14,13 +14,13 @@ from jax_flash.masks import Visibility
 from jax_flash.sharding import mapped_zero_times, vary_alike
 from pallas_kernels import dropout_words
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels.config import SM_COUNT, ForwardConfig
+from pallas_kernels.config import SM_COUNT
 from pallas_kernels.element_arrays import BIAS_DTYPES, Blocks, Elements
 from pallas_kernels.problem import Problem
 
 SCALES = (1e-30, 1e4)  # of logits, that kernels take
 SOFT_CAPS = (1e-3, 1e6)  # likewise
-_FEWEST_ROWS = 128  # of a tile of the forward
+_ROWS = 128  # of a tile of the forward, where there are many
 
 
 @jax.tree_util.register_dataclass
@@ -139,7 +139,7 @@ def has_key_mask(call: Call) -> bool:
     if call.deterministic or max(width, call.value.shape[-1]) > 128:
         return False
     block_kv = None if call.config is None else call.config.forward.block_kv
-    tiles = batch * heads * -(-query_length // _FEWEST_ROWS)
+    tiles = batch * heads * -(-query_length // _ROWS)
     if 2 * tiles <= SM_COUNT or block_kv not in (None, 64, 128):
         return False
     return intervals_of(call) == (None, None, ())
@@ -302,11 +302,9 @@ def folding_vmap(run, leading: int = 0):
     return function
 
 
-def result_types(
-    problem: Problem, dtype, config: ForwardConfig
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of output `[B, T, N, h]`, LSE `[B, N, T]` with rows that fill the last tile, references."""
-    heads, rows = (problem.batch, problem.heads), config.whole_tiles(problem.query_length)
+def result_types(problem: Problem, dtype, rows: int | None) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of output `[B, T, N, h]`, LSE `[B, N, rows]`, and references."""
+    heads = problem.batch, problem.heads
     out_shape = (problem.batch, problem.query_length, problem.heads, problem.value_width)
     of_rows = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     return (
@@ -314,6 +312,13 @@ def result_types(
         of_rows((*heads, rows)),
         of_rows((*heads, 2, rows)),
     )
+
+
+def with_rows(x, rows: int):
+    """`[..., R]` as `[..., rows]`: of what fills the last tile, less or more."""
+    more = max(0, rows - x.shape[-1])
+    x = x[..., :rows]
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, more),)) if more else x
 
 
 def of_rows(lse, out):

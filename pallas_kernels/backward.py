@@ -152,7 +152,7 @@ class _Producer:
         if self.plan.with_query_gradient:
             self.let_start(zero)
         block.over_tiles(self.whole_tile, following)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def whole_tile(self, index, following):
         """Loads a step ahead for each of the tile, and sends its gradients."""

@@ -177,7 +177,7 @@ class _Producer:
         self.load_late(STAGES - 1, *self.queries_of(*near))
         carry = lax.fori_loop(zero, walk.count(), self.whole_tile, (zero, *near))
         self.loads_of_step(carry[0], walk.count(), zero, carry[1:])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def whole_tile(self, index, carry):
         def one_step(t, carry):

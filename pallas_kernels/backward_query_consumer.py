@@ -255,4 +255,4 @@ class _Consumer:
         batch, head = block.batch_and_head()
         rows = pl.ds(self.first_row(), ROWS)
         plan.dq_columns.store(own_q, block.dq.at[batch, rows, head])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

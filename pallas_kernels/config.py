@@ -51,7 +51,7 @@ class ForwardConfig:
     """Settings of `forward.py`.
 
     Attributes:
-      consumers: warpgroups that compute, each on 64 query rows.
+      consumers: warpgroups that compute, each on 64 query rows; several take turns.
       block_kv: keys a step; a multiple of 64, as the second product needs.
       stages: slots of the circular buffers of K and of V.
       query_buffers: 2 to start the next tile under the end of this one, 1 where memory is short.
@@ -86,7 +86,7 @@ class ForwardConfig:
 
     def __post_init__(self):
         need(self.shares is None or self.shares >= 1, "shares", self.shares, "at least 1, or None")
-        need(self.consumers >= 2, "consumers", self.consumers, "at least 2, to take turns")
+        need(self.consumers >= 1, "consumers", self.consumers, "at least 1")
         _check_multiple_of_64("block_kv", self.block_kv)
         need(self.stages >= 2, "stages", self.stages, "at least 2")
         need(self.query_buffers in (1, 2), "query_buffers", self.query_buffers, "1 or 2")
@@ -192,8 +192,8 @@ class BackwardKeyConfig:
         where tiles are long (`scheduler.thread_blocks`).
       d_logits_bytes: of global memory, for the gradients of the logits of some heads at a time,
         from which `backward_query_product.py` makes dQ. Where a key head needs more, and where
-        what is visible is known at run time only, `backward_query.py` does it without. The default
-        holds two causal heads of 16,384 rows.
+        what is visible is known at run time only, `backward_query.py` does it without. Two heads
+        may take a quarter more. The default holds two causal heads of 16,384 rows.
       shares: as for `BackwardConfig`.
     """
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.config import (
+    ROWS,
     SM_COUNT,
     BackwardConfig,
     BackwardKeyConfig,
@@ -90,6 +91,23 @@ TIMED_128: tuple[Timed, ...] = (
     Timed(_TWO_CONSUMERS, launch=2.95, tile=1.28, edge=0.35, step=1.33),
     Timed(_TWO_OF_64_KEYS, launch=2.43, tile=1.30, edge=0.40, step=0.69),
 )
+
+# And where an SM has a tile of 64 rows alone (`_have_an_sm_each`): one consumer, whose products and
+# exponentials wait for no other's. Times* of widths up to 64, and of others.
+_ALONE = dataclasses.replace(_TWO_CONSUMERS, consumers=1)
+_ALONE_OF_64_KEYS = dataclasses.replace(_TWO_OF_64_KEYS, consumers=1)
+TIMED_ALONE_64: tuple[Timed, ...] = (
+    Timed(_ALONE, launch=1.0, tile=1.25, edge=0.0, step=0.75),
+    Timed(_ALONE_OF_64_KEYS, launch=1.0, tile=1.3, edge=0.0, step=0.43),
+)
+TIMED_ALONE_128: tuple[Timed, ...] = (
+    Timed(_ALONE, launch=1.0, tile=1.9, edge=0.0, step=1.0),
+    Timed(_ALONE_OF_64_KEYS, launch=1.0, tile=1.7, edge=0.0, step=0.53),
+)
+_TILES_ALONE = SM_COUNT  # so many tiles of 64 rows find an SM each
+# Of keys for each SM, up to which they are alone: of more, shares of keys fill all SMs anyway, and
+# two consumers have more products a second.
+_KEYS_ALONE = 1024
 
 # The same in FP8, whose operands have 64, 128 or 256 columns.
 FORWARD_FP8 = {
@@ -206,12 +224,25 @@ def _in_boxes(problem: Problem) -> bool:
     return any(width % box_width(width) for width in (problem.width, problem.value_width))
 
 
+def _have_an_sm_each(problem: Problem) -> bool:
+    """Whether tiles of 64 rows find an SM each, and have few keys in all.
+
+    Beside some options two consumers do not spill, and one does.
+    """
+    tiles = problem.batch * problem.heads * -(-problem.query_length // ROWS)
+    few = tiles <= _TILES_ALONE and tiles * problem.key_length <= _KEYS_ALONE * _TILES_ALONE
+    is_crowded = problem.segmented and problem.has_cap and problem.has_dropout
+    return few and not (is_crowded or (problem.has_score and problem.has_mask))
+
+
 def _timed(problem: Problem) -> tuple[Timed, ...]:
     """The settings of up to 128 columns that fit a call without elements."""
     widths = problem.width, problem.value_width
     is_partial = problem.width < problem.value_width or any(width % 64 for width in widths)
     widest = max(widths)
-    if widest <= 64:
+    if _have_an_sm_each(problem):
+        timed = TIMED_ALONE_64 if problem.widest <= 64 else TIMED_ALONE_128
+    elif widest <= 64:
         timed = TIMED_64
     elif _in_boxes(problem):
         timed = TIMED_72 if widest <= 80 else TIMED_BOXES
@@ -220,7 +251,7 @@ def _timed(problem: Problem) -> tuple[Timed, ...]:
     else:  # with early values H96 causal s4096 has 634 TFLOP/s* for 652
         timed = TIMED_128[1:] if is_partial else TIMED_128
     if problem.segmented or problem.has_cap:  # a third consumer would spill 8 bytes and more
-        return tuple(x for x in timed if x.config.consumers == 2 and x.config.block_kv == 128)[:1]
+        return tuple(x for x in timed if x.config.consumers <= 2 and x.config.block_kv == 128)[:1]
     if problem.has_bias or problem.has_dropout:
         return tuple(x for x in timed if x.config.block_kv == 128)
     hides = problem.dynamic or problem.has_lists
@@ -245,6 +276,8 @@ def _forward(p: Problem, loads_elements: bool, tiled_bias: bool) -> ForwardConfi
     else:  # what is known at run time only hides no block that is known before
         known = dataclasses.replace(p, dynamic=False, segmented=False, mask_function=None)
         forward = fastest(_timed(p), known)
+    if _have_an_sm_each(p):
+        forward = dataclasses.replace(forward, consumers=1)
     if p.has_key_mask and forward.consumers == 4:  # else up to 24 bytes would spill
         forward = dataclasses.replace(forward, query_buffers=1)
     if p.widest > 128 and all(box_width(w) == 32 for w in (p.width, p.value_width)):

@@ -25,6 +25,9 @@ either, so thread blocks have no lists, but draw tiles as they get free (`ticket
 A mask function and a dense mask show blocks that are no interval: then each tile has a list of its
 key blocks in the place of one, those that need a mask first (`mask_functions.py`).
 
+Where tiles of 64 rows find an SM each, one consumer has each, and no one to take turns with. Their
+output leaves from where the queries were, as no others come.
+
 Where tiles are few, their keys are dealt out in shares, which are tiles of their own, and whose
 results are put together behind the kernel (`forward_shares.py`).
 
@@ -184,7 +187,8 @@ def _build(
 
 
 def _produce(block: ThreadBlock) -> None:
-    block.rounds(lambda begin, steps: _Producer(block, begin).walk(steps))
+    walk = lambda begin, steps: _Producer(block, begin).walk(steps)
+    block.rounds(walk, is_consumer=False)
 
 
 class _Producer:
@@ -203,22 +207,20 @@ class _Producer:
             self.end = begin + block.tile_count()
 
     def walk(self, first_step):
-        """The round. Returns the index after its last tile, the steps by then, and what is 0."""
+        """The round. Returns the index after its last tile, and the steps by then."""
         block = self.block
         if block.drawn:
-            return *block.drawn.each(self.begin, self.load_tile, first_step), block.no_rows
+            return block.drawn.each(self.begin, self.load_tile, first_step)
         if self.plan.config.query_buffers > 1:
             block.load_queries(self.begin, self.locate(self.begin))
         steps = lax.fori_loop(self.begin, self.end, self.load_tile, first_step)
-        return self.end, steps, block.no_rows
+        return self.end, steps
 
     def locate(self, index):
         block = self.block
         if block.drawn:
             return self.plan.tiles.locate(block.drawn.number(index))
-        if self.plan.tiles.one_each:
-            return self.plan.tiles.locate(block.number)
-        return self.plan.tiles.locate(block.listed(1 + index - self.begin))
+        return self.plan.tiles.locate(block.tile_number(index - self.begin))
 
     def load_tile(self, index, steps):
         """Keys and values of a tile, and queries, of the next tile where these are listed."""

@@ -17,6 +17,7 @@ from pallas_kernels.forward_tiles import BLOCKS, END, EXACT, FAR
 from pallas_kernels.hopper import Ring, Turns
 from pallas_kernels.key_masks import KeyBlocks
 from pallas_kernels.mask_functions import LISTED, MaskRefs
+from pallas_kernels.ptx import notes
 from pallas_kernels.ptx.barriers import with_twins
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.row_masks import RowMasks, in_each_row
@@ -52,7 +53,8 @@ class Block:
         return self.schedule[self.number + fresh_zero() if anew else self.number, column]
 
     def query_buffer(self, index):
-        buffer = self.queries.slot(index)
+        has_one = self.plan.config.query_buffers == 1
+        buffer = jnp.int32(0) if has_one else self.queries.slot(index)
         return buffer + fresh_zero() if self.plan.registers_are_scarce else buffer
 
     def needs(self, tile, batch, column):
@@ -93,20 +95,19 @@ class ThreadBlock(Block):
       lists: of tiles, with the mask function, None without.
       dropout, elements, masks: of rows and keys.
       queries, keys, values: rings that TMA fills.
-      bias_smem: what it brings beside keys; o_smem: what it stores.
+      bias_smem: what it brings beside keys.
       block_vote, unseen_values: see `Plan.barriers`.
       warpgroup: index of this one; the consumers come first.
-      no_rows: 0 for each of 64.
       drawn: tiles that are drawn, None where they are listed.
     """
 
     def __init__(
-        self, plan: Plan, refs: tuple, *, q_smem, k_smem, v_smem, o_smem, q_full, k_full, v_full,
-        bias_smem=None, entries=None, twins=None,
+        self, plan: Plan, refs: tuple, *, q_smem, k_smem, v_smem, q_full, k_full, v_full,
+        o_smem=None, noted=None, bias_smem=None, entries=None, twins=None,
     ):  # fmt: skip
         problem, by_batch = plan.problem, plan.problem.by_batch
         self.plan = plan
-        self.bias_smem, self.o_smem = bias_smem, o_smem
+        self.bias_smem, self._o_smem, self._noted = bias_smem, o_smem, noted
         barriers = with_twins(plan.barriers, twins)
         turn, k_free, v_free, q_free, self.block_vote, self.unseen_values = barriers
         self.queries = Ring((q_smem,), q_full, q_free)
@@ -148,7 +149,6 @@ class ThreadBlock(Block):
         self.warpgroup = lax.axis_index("warpgroup")
         self.turns = Turns(turn, self.warpgroup)
         self.number = lax.axis_index("block")
-        self.no_rows = in_each_row(jnp.int32(0))
         self.drawn = None
         if by_batch:
             (drawn_ref,) = drawn_refs
@@ -162,8 +162,21 @@ class ThreadBlock(Block):
                 lambda: self.number,
                 entries_full,
             )
-        elif not plan.tiles.one_each:
+        elif not plan.tiles.by_number:
             self._tile_count = self.listed(0)
+
+    def staging(self, index):
+        """Shared memory that the output of a tile leaves from, that of this warpgroup's rows."""
+        if self.plan.stages_in_queries:
+            (queries,) = self.queries.at(self.query_buffer(index), self.warpgroup)
+            return queries
+        assert self._o_smem is not None
+        return self._o_smem.at[self.warpgroup]
+
+    def own_notes(self):
+        """Where threads of this consumer note that a row's reference was too low."""
+        assert self._noted is not None
+        return self._noted.at[self.warpgroup]
 
     def needs(self, tile, batch, column):
         if self.lengths is not None:
@@ -221,13 +234,25 @@ class ThreadBlock(Block):
         return self.end_of(tile, batch) - 1 - j
 
     def tile_count(self):
-        """Of the list."""
-        if self.plan.tiles.one_each:
+        """Tiles of this thread block that are not drawn."""
+        tiles = self.plan.tiles
+        if tiles.one_each:
             return jnp.int32(1)
+        if tiles.by_number:
+            return lax.div(tiles.count - 1 - self.number, jnp.int32(tiles.thread_blocks)) + 1
         scarce = self.plan.registers_are_scarce
         return self.listed(0) if scarce else self._tile_count
 
-    def rounds(self, one_round: Callable[[Any, Any], tuple]) -> None:
+    def tile_number(self, position, *, anew: bool | None = None):
+        """Number of one of them, by its position; anew as for `listed`."""
+        tiles = self.plan.tiles
+        if tiles.one_each:
+            return self.number
+        if tiles.by_number:
+            return self.number + position * tiles.thread_blocks
+        return self.listed(1 + position, anew=anew)
+
+    def rounds(self, one_round: Callable[[Any, Any], tuple], *, is_consumer: bool) -> None:
         """Runs a round over all tiles, and another if a reference was too low.
 
         Indices of tiles, and steps, go on from one round to the next: the second begins at an index
@@ -235,22 +260,26 @@ class ThreadBlock(Block):
 
         Args:
           one_round: of the index it begins at and the steps before it, returns the index after its
-            last tile, the steps by then, and of each row whether its reference was too low.
+            last tile, and the steps by then.
+          is_consumer: others have no rows.
         """
         zero = jnp.int32(0)
         if self.plan.one_round_does:
             one_round(zero, zero)
             return
 
-        vote = lambda too_low: self.block_vote.any(too_low, self.warpgroup)
+        def any_too_low():
+            too_low = notes.noted(self.own_notes()) if is_consumer else in_each_row(jnp.int32(0))
+            return self.block_vote.any(too_low, self.warpgroup)
+
         if self.drawn:
-            self.drawn.rounds(one_round, vote)
+            self.drawn.rounds(one_round, any_too_low)
             return
 
         def run(carry):
             begin, steps = carry
-            _, steps, too_low = one_round(begin, steps)
-            is_last = jnp.logical_not(vote(too_low)) | (begin > 0)
+            _, steps = one_round(begin, steps)
+            is_last = jnp.logical_not(any_too_low()) | (begin > 0)
             return jnp.where(is_last, 2 * self.tile_count(), self.tile_count()), steps
 
         lax.while_loop(lambda carry: carry[0] < 2 * self.tile_count(), run, (zero, zero))

@@ -18,6 +18,7 @@ from pallas_kernels.forward_rows import Rows
 from pallas_kernels.forward_tiles import BLOCKS, COMPARING, EXACT, FAR
 from pallas_kernels.mask_functions import COUNT, MASKED
 from pallas_kernels.online_softmax import RowState, spread
+from pallas_kernels.ptx import notes
 from pallas_kernels.ptx.barriers import warpgroup_any
 from pallas_kernels.ptx.compiler import code_fence, fresh_zero
 
@@ -25,6 +26,8 @@ from pallas_kernels.ptx.compiler import code_fence, fresh_zero
 def consume(block: ThreadBlock) -> None:
     plan = block.plan
     block.turns.begin()
+    if not plan.one_round_does:
+        notes.clear(block.own_notes())
     accumulators = (
         plgpu.ACC((ROWS, plan.value_columns.size), jnp.float32),
         plgpu.ACC((ROWS, plan.config.block_kv), jnp.float32),
@@ -34,7 +37,7 @@ def consume(block: ThreadBlock) -> None:
         walk = lambda o_acc, s_acc: _Consumer(block, o_acc, s_acc, begin).walk(steps)
         return pl.run_scoped(walk, *accumulators)
 
-    block.rounds(one_round)
+    block.rounds(one_round, is_consumer=True)
 
 
 class _Consumer(Products):
@@ -52,65 +55,51 @@ class _Consumer(Products):
             self.end = begin + block.tile_count()
 
     def walk(self, first_step):
-        """The round. Returns the index after its last tile, the steps by then, and of each row
-        whether its reference was too low."""
-        block, begin, drawn = self.block, self.begin, self.block.drawn
-        number, there = lambda: self.number(begin), lambda: begin < self.end
-        if drawn:
-            number, there = lambda: drawn.first_number(begin), lambda: jnp.bool_(True)
+        """The round. Returns the index after its last tile, and the steps by then."""
+        begin, drawn = self.begin, self.block.drawn
+        if not self.plan.one_round_does:  # what the first round stored is there before others
+            pl.when(begin > 0)(lambda: plgpu.wait_smem_to_gmem(0))
+        number = lambda: drawn.first_number(begin) if drawn else self.number(begin)
         place = self.plan.tiles.locate(number())
-        weights, state = self.start_tile(begin, first_step, place, number, there)
-        carry = first_step, weights, state, block.no_rows
+        weights, state = self.start_tile(begin, first_step, place, number)
+        carry = first_step, weights, state
         if drawn:
             end, carry = drawn.each(begin, self.whole_tile, carry)
         elif self.plan.tiles.one_each:
             end, carry = self.end, self.whole_tile(begin, carry)
         else:
             end, carry = self.end, lax.fori_loop(begin, self.end, self.whole_tile, carry)
-        steps, _, _, too_low = carry
-        plgpu.wait_smem_to_gmem(0)
-        return end, steps, too_low
+        steps, *_ = carry
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return end, steps
 
     def number(self, index):
         """Of a tile of the round."""
         if self.block.drawn:
             return self.block.drawn.number(index)
-        if self.plan.tiles.one_each:
-            return self.block.number
-        anew = self.plan.registers_are_short
-        return self.block.listed(1 + index - self.begin, anew=anew)
-
-    def is_there(self, index, number):
-        """Whether there is such a tile."""
-        return number() >= 0 if self.block.drawn else index < self.end
+        return self.block.tile_number(index - self.begin, anew=self.plan.registers_are_short)
 
     # --- a tile ---
 
-    def start_tile(self, index, steps, place, number: Callable, there: Callable):
-        """The first key block of a tile, if it is there, with no other product open."""
+    def start_tile(self, index, steps, place, number: Callable):
+        """The first key block of a tile, with no other product open."""
         block, rows = self.block, self.rows
         tile, batch, _ = place
         end_block, bounds = block.end_of_first(place), rows.bounds(tile, batch)
         bits = rows.bits(place, jnp.int32(0), is_first=True)
         loaded = rows.load_elements(number, jnp.int32(0), is_first=True)
-
-        @pl.when(there())
-        def _():
-            block.queries.await_full(block.query_buffer(index))
-            block.keys.await_full(block.keys.slot(steps))
-
+        block.queries.await_full(block.query_buffer(index))
+        block.keys.await_full(block.keys.slot(steps))
         self.put_bias(block.keys.slot(steps))
         self.issue_logits(block.query_buffer(index), block.keys.slot(steps))
         logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=0)
-        pl.when(there())(lambda: block.keys.give_back(block.keys.slot(steps)))
+        block.keys.give_back(block.keys.slot(steps))
         weights, state = rows.first_weights(logits, tile, end_block - 1, bounds, bits, loaded)
-        self.await_first_value(there, block.values.slot(steps))
+        self.await_first_value(block.values.slot(steps))
         # LLVM would carry float32 into the loop and cast there.
         operand = lax.optimization_barrier(rows.first_operand(weights, place, end_block - 1))
         if self.plan.zeroes_values:
-            pl.when(there())(
-                lambda: self.zero_unseen_values(block.values.slot(steps), place, end_block - 1)
-            )
+            self.zero_unseen_values(block.values.slot(steps), place, end_block - 1)
         return operand, state
 
     def key_step(
@@ -205,26 +194,19 @@ class _Consumer(Products):
     def whole_tile(self, index, carry):
         """All steps of a tile but the first, which came under the tile before, and its end."""
         plan, drawn = self.plan, self.block.drawn
-        steps, weights, state, too_low = carry
+        steps, weights, state = carry
         number = self.number(index)
         following = None if drawn else self.number(index + 1)
         place = plan.tiles.locate(number)
         blocks, carry = self.key_steps(index, steps, place, (weights, state))
-        if plan.locates_anew(needs_mask=False):
+        if plan.ends_anew:
             number = self.number(index + fresh_zero())  # read anew: registers are short
         if drawn:  # by now
             drawn.wait(index + 1)
         if drawn or plan.loads_elements:
             following = self.number(index + 1 + fresh_zero())
-        end_tile = self.end_tile_under_next
-        if plan.tiles.one_each:
-            end_tile = self.end_only_tile
-        elif plan.config.query_buffers == 1:
-            end_tile = self.end_tile_before_next
-        weights, state, too_low = end_tile(
-            index, steps + blocks, number, (*carry, too_low), following
-        )
-        return steps + blocks, weights, RowState(*state), too_low
+        weights, state = self.end_tile(index, steps + blocks, number, carry, following)
+        return steps + blocks, weights, RowState(*state)
 
     def key_steps(self, index, steps, place, carry):
         """The steps of a tile but the first: how many key blocks these make, and their result.
@@ -320,27 +302,41 @@ class _Consumer(Products):
 
     # --- the end of a tile ---
 
+    def end_tile(self, index, steps, number, carry, following):
+        """With the first step of the next tile, if there is one; what is carried on of none has no
+        meaning."""
+        end = lambda: self.end_alone(index, steps, self.plan.tiles.locate(number), carry)
+        if self.plan.tiles.one_each:
+            end()
+            return carry
+        more = following >= 0 if self.block.drawn else index + 1 < self.end
+        if self.plan.config.query_buffers == 1:  # the next queries arrive where this tile's were
+            end()
+            start = lambda: self.start_next(index + 1, steps, following)
+            return lax.cond(more, start, lambda: carry)
+
+        def end_last():
+            end()
+            return carry
+
+        under_next = lambda: self.end_tile_under_next(index, steps, number, carry, following)
+        return lax.cond(more, under_next, end_last)
+
     def end_tile_under_next(self, index, steps, number, carry, following):
         """The next tile's first logits run with this tile's last output product."""
         block, rows, tiles = self.block, self.rows, self.plan.tiles
-        weights, state, too_low = carry
+        weights, state = carry
         tile, batch, head = tiles.locate(number)
         next_tile, next_batch, _ = next_place = tiles.locate(following)
         buffer = block.query_buffer(index + 1)
         k_slot, v_slot = block.keys.slot(steps), block.values.slot(steps - 1)
-        there = lambda: self.is_there(index + 1, lambda: following)
         block.queries.give_back(block.query_buffer(index))
-        inverse, too_low = rows.finish(state, too_low, tile, batch, head)
+        inverse = rows.finish(state, tile, batch, head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         bounds = rows.bounds(next_tile, next_batch)
         bits = rows.bits(next_place, jnp.int32(0), is_first=True)
-
-        # After the last tile the logits are of no tile, and go nowhere.
-        @pl.when(there())
-        def _():
-            block.queries.await_full(buffer)
-            block.keys.await_full(k_slot)
-
+        block.queries.await_full(buffer)
+        block.keys.await_full(k_slot)
         self.put_bias(k_slot)
         block.turns.take()
         self.issue_logits(buffer, k_slot)
@@ -348,46 +344,34 @@ class _Consumer(Products):
         block.turns.pass_on()
         loaded = rows.load_elements(lambda: following, jnp.int32(0), is_first=True)
         logits = self.load_logits()
-        pl.when(there())(lambda: block.keys.give_back(k_slot))
+        block.keys.give_back(k_slot)
         end_block = block.end_of_first(next_place)
         first = rows.first_weights(logits, next_tile, end_block - 1, bounds, bits, loaded)
         weights, next_state = lax.optimization_barrier(first)
         output = self.load_output()
         block.values.give_back(v_slot)
-        self.await_first_value(there, k_slot)
+        self.await_first_value(k_slot)
         # Only now are there registers for what dropout takes.
         weights = rows.first_operand(weights, next_place, end_block - 1)
-        self.store_output(output, inverse, tile, batch, head)
+        self.store_output(output, inverse, index, tile, batch, head)
         if self.plan.zeroes_values:
-            pl.when(there())(lambda: self.zero_unseen_values(k_slot, next_place, end_block - 1))
-        return weights, next_state, too_low
+            self.zero_unseen_values(k_slot, next_place, end_block - 1)
+        return weights, next_state
 
-    def end_tile_before_next(self, index, steps, number, carry, following):
-        """The next queries arrive where this tile's were while it ends."""
-        place, next_place = map(self.plan.tiles.locate, (number, following))
-        too_low = self.end_alone(index, steps, place, carry)
-        number = lambda: self.number(index + 1)
-        there = lambda: self.is_there(index + 1, number)
-        return *self.start_tile(index + 1, steps, next_place, number, there), too_low
-
-    def end_only_tile(self, index, steps, number, carry, following):
-        """There is no next one: what is carried on of it has no meaning."""
-        weights, state, _ = carry
+    def start_next(self, index, steps, number):
         place = self.plan.tiles.locate(number)
-        return weights, state, self.end_alone(index, steps, place, carry)
+        return self.start_tile(index, steps, place, lambda: self.number(index))
 
-    def end_alone(self, index, steps, place, carry):
-        """With no other product open. Returns of each row whether its reference was too low."""
+    def end_alone(self, index, steps, place, carry) -> None:
+        """With no other product open."""
         block, (tile, batch, head) = self.block, place
-        weights, state, too_low = carry
-        has_one = self.plan.config.query_buffers == 1
-        block.queries.give_back(0 if has_one else block.query_buffer(index))
-        inverse, too_low = self.rows.finish(state, too_low, tile, batch, head)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        weights, state = carry
+        block.queries.give_back(block.query_buffer(index))
         block.turns.take()
         self.issue_output(weights, block.values.slot(steps - 1))
         block.turns.pass_on()
+        inverse = self.rows.finish(state, tile, batch, head)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         output = self.load_output()
         block.values.give_back(block.values.slot(steps - 1))
-        self.store_output(output, inverse, tile, batch, head)
-        return too_low
+        self.store_output(output, inverse, index, tile, batch, head)

@@ -69,7 +69,7 @@ class _Consumer:
             self.p_acc[...] = zero_tile(ROWS, self.plan.value_columns.size)
         first = self.start_tile(zero, zero, *block.locate(0))
         block.over_tiles(self.whole_tile, (zero, first))
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def first_row(self, tile):
         return self.plan.tiles.first_row(tile, self.block.warpgroup)

@@ -13,6 +13,7 @@ from pallas_kernels.columns import Columns
 from pallas_kernels.config import ROWS, ForwardConfig
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.problem import Problem, need
+from pallas_kernels.ptx import notes
 from pallas_kernels.ptx.barriers import BlockVote, NamedBarriers, twins_of
 from pallas_kernels.ptx.operands import SharedZeros, operand_form
 from pallas_kernels.soft_cap import known_reference
@@ -158,7 +159,8 @@ class Plan:
     def registers_are_scarce(self) -> bool:
         """Then addresses and bounds are.
 
-        Else H256-sides-even, H72-window-even, H72-key-lengths-causal-even, H128-key-mask-ragged and
+        Else H256-sides-even, H256-window-dense-mask, H256-causal-cut, H72-window-even,
+        H72-key-lengths-causal-even, H256-key-lengths-causal-ragged, H128-key-mask-ragged and
         H64-causal-ragged would spill.
         """
         p, in_boxes = self.problem, self.key_columns.tiles > 1
@@ -167,6 +169,7 @@ class Plan:
             self.problem.has_slope
             or self.loads_bias
             or (p.has_lists and p.widest > 64)
+            or (p.widest > 192 and (p.has_mask or p.has_lengths or self.tiles.one_each))
             or (p.widest > 192 and beside_wide_output)
             or (p.lowest is not None and p.widest > 192)
             or ((p.lowest is not None or p.picks_keys) and self.key_columns.products > 1)
@@ -195,6 +198,16 @@ class Plan:
         return self.loads_elements or has_ids or self._cap_beside_lengths
 
     @property
+    def ends_anew(self) -> bool:
+        """Then it is at the end of a tile, or where that waits for no list.
+
+        Else H224-key-lengths-causal-ragged and H256-lengths-even would spill.
+        """
+        waits = not (self.problem.by_batch or self.tiles.by_number)
+        are_short = self.config.query_buffers == 1 or self.locates_anew(needs_mask=False)
+        return are_short or not waits
+
+    @property
     def _cap_beside_lengths(self) -> bool:
         return self.problem.has_cap and self.problem.dynamic and not self.problem.segmented
 
@@ -220,9 +233,19 @@ class Plan:
     def value_columns(self) -> Columns:
         return Columns.of_values(self.problem)
 
+    @property
+    def stages_in_queries(self) -> bool:
+        """Whether the output leaves from where its queries were, which no others will take.
+
+        All at once then, where it would be staged in parts.
+        """
+        return self.tiles.one_each and self.key_columns == self.value_columns
+
     @functools.cached_property
     def staged_columns(self) -> list[Columns]:
         """The output is staged some at a time. A bias of keys is where half of it would be."""
+        if self.stages_in_queries:
+            return [self.value_columns]
         at_a_time = 64 if self.has_bias_of_keys else self.config.staged_columns
         return self.value_columns.in_parts(at_a_time)
 
@@ -253,7 +276,6 @@ class Plan:
             q_smem=keys.smem(c.query_buffers, c.consumers, ROWS, dtype=dtype),
             k_smem=keys.smem(c.stages, c.block_kv, dtype=dtype),
             v_smem=values.smem(c.stages, c.block_kv, dtype=dtype),
-            o_smem=self.staged_columns[0].smem(c.consumers, ROWS, dtype=dtype),
             q_full=plgpu.Barrier(
                 num_arrivals=c.consumers * keys.tiles, num_barriers=c.query_buffers
             ),
@@ -265,6 +287,10 @@ class Plan:
             ),
             v_full=plgpu.Barrier(num_arrivals=values.tiles, num_barriers=c.stages),
         )
+        if not self.stages_in_queries:
+            found["o_smem"] = self.staged_columns[0].smem(c.consumers, ROWS, dtype=dtype)
+        if not self.one_round_does:
+            found["noted"] = notes.smem(c.consumers)
         if self.has_bias_of_keys:
             found["bias_smem"] = plgpu.SMEM((c.stages, c.block_kv), jnp.float32)
         if self.bias_dtype is not None:

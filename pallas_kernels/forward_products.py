@@ -1,7 +1,6 @@
 """The products of a consumer of the forward: logits, the output, and where that is stored."""
 
 import functools
-from collections.abc import Callable
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -76,10 +75,10 @@ class Products:
     def load_output(self):
         return plgpu.wgmma_accumulator_load(self.o_acc, wait_n=0)
 
-    def await_first_value(self, there: Callable, slot) -> None:
-        """V of a tile's first key block, if there is such a tile."""
+    def await_first_value(self, slot) -> None:
+        """V of a tile's first key block."""
         if self.plan.own_values:
-            pl.when(there())(lambda: self.block.values.await_full(slot))
+            self.block.values.await_full(slot)
 
     def blank_steps(self, tile, steps, first, end):
         """The steps without a mask of a tile in which the warpgroup has no rows; returns their end.
@@ -162,10 +161,10 @@ class Products:
             (values,), box_width = block.values.at(slot), self.plan.value_columns.box_width
             block.unseen_values.keep_rows(values, *rows, block.warpgroup, box_width)
 
-    def store_output(self, output, inverse, tile, batch, head) -> None:
+    def store_output(self, output, inverse, index, tile, batch, head) -> None:
         """Divides by the row sums and sends output to global memory."""
         block, plan = self.block, self.plan
-        staging = block.o_smem.at[block.warpgroup]
+        staging = block.staging(index)
         factor = spread(inverse, output.shape)
         output *= factor
         if plan.closes_rows:

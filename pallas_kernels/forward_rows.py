@@ -17,6 +17,7 @@ from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_tiles import COMPARING
 from pallas_kernels.online_softmax import RowState
 from pallas_kernels.problem import LOG2E
+from pallas_kernels.ptx import notes
 from pallas_kernels.ptx.elements import load_bits
 from pallas_kernels.ptx.masks import all_columns, keep_bits
 from pallas_kernels.ptx.stores import store_rows
@@ -212,10 +213,10 @@ class Rows:
 
     # --- the end of a tile ---
 
-    def finish(self, state: RowState, any_too_low, tile, batch, head):
-        """Stores LSE and more; returns 1 / sum, and if a reference was too low so far.
+    def finish(self, state: RowState, tile, batch, head):
+        """Stores LSE and more, notes if a reference was too low; returns 1 / sum.
 
-        1 / sum is negative where a row that sees nothing may have seen NaN.
+        It is negative where a row that sees nothing may have seen NaN.
         """
         plan, problem, block = self.plan, self.plan.problem, self.block
         if plan.closes_rows:
@@ -234,6 +235,6 @@ class Rows:
             inverse *= 1.0 / problem.kept_share
         if plan.closes_rows:
             inverse = jnp.where(closed, -1.0, inverse)
-        if plan.one_round_does:  # no reference is
-            return inverse, any_too_low
-        return inverse, any_too_low | too_low.astype(jnp.int32)
+        if not plan.one_round_does:
+            notes.note(block.own_notes(), too_low)
+        return inverse

@@ -54,7 +54,7 @@ def dealt_out(whole: Tiles, wanted: int | None) -> Tiles:
 def _end(tiles: Tiles) -> float:
     """When the last thread block ends, and shares are put together, in microseconds."""
     p, config = tiles.problem, tiles.config
-    logits = config.block_q * config.block_kv
+    logits = max(config.block_q, 96) * config.block_kv
     step = max(_PRODUCTS * logits * (p.width + p.value_width) / 1e6, _LOGITS * logits / 1e3)
     steps = np.sort(tiles.key_blocks()[:, BLOCKS])[::-1] + TILE_OVERHEAD
     steps_of_all = np.repeat(steps, p.batch * p.heads)

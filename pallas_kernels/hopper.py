@@ -119,14 +119,16 @@ class Turns:
         return turns
 
     def begin(self) -> None:
-        """Warpgroup 0 has the first turn."""
+        """Warpgroup 0 has the first turn; one that is alone has them all."""
         pl.when(self.own == self.barriers.count - 1)(self.pass_on)
 
     def take(self) -> None:
-        self.barriers.wait(self.own)
+        if self.barriers.count > 1:
+            self.barriers.wait(self.own)
 
     def pass_on(self) -> None:
-        self.barriers.arrive(lax.rem(self.own + 1, jnp.int32(self.barriers.count)))
+        if self.barriers.count > 1:
+            self.barriers.arrive(lax.rem(self.own + 1, jnp.int32(self.barriers.count)))
 
 
 def _twins(barriers: NamedBarriers) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from pallas_kernels.key_tiles_kernel import key_gradients
 from pallas_kernels.problem import Problem, need, whole_tiles
 
 _MOST_BYTES = 768 << 20  # of dK and dV of all shares
+_FOR_TWO = 1.25  # as many bytes, where one head would be in memory else
 _SIZES = 8  # of sections that are compared
 # Where the last tiles alone are cut: how many numbers of heads are tried, and which of parts; by
 # how much tiles are to end earlier; of how many rounds the last counts for little.
@@ -206,7 +207,10 @@ def d_logits_sections(tiles: KeyTiles, most_bytes: int) -> list[Section]:
     count = len(tiles.kv_heads)
     if head_bytes > most_bytes:
         return []
-    most = min(count, most_bytes // head_bytes)
+    most = most_bytes // head_bytes
+    if most == 1:  # with a quarter more two heads, whose tiles fill SMs better
+        most = max(1, min(2, int(_FOR_TWO * most_bytes) // head_bytes))
+    most = min(count, most)
     even = -(-count // -(-count // most))
     sizes = np.unique(np.linspace(even, most, _SIZES).astype(int)).tolist()
     heads = lambda size: [tiles.kv_heads[n : n + size] for n in range(0, count, size)]

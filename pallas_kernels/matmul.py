@@ -182,7 +182,7 @@ def _build(plan: Plan, interpret: bool):
         def consume():
             run = lambda acc: over_tiles(functools.partial(multiply, acc))
             pl.run_scoped(run, plgpu.ACC((ROWS, plan.own_columns), jnp.float32))
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         warp_specialised(own, CONSUMERS, (240, 24), consume, lambda: over_tiles(load_tile))
 

@@ -139,7 +139,7 @@ def _build(shape: tuple[int, ...], dtype: np.dtype, interpret: bool):
             run_tile = functools.partial(attend, Turns.of(_TURNS, own, **turns))
             run = lambda *accumulators: walk(schedule, functools.partial(run_tile, *accumulators))
             pl.run_scoped(run, *(plgpu.ACC((ROWS, n), jnp.float32) for n in (WIDTH, BLOCK)))
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         warp_specialised(own, CONSUMERS, (240, 24), consume, lambda: walk(schedule, load_tile))
 

@@ -251,3 +251,9 @@ def longest_first(schedules: np.ndarray, cost: jax.Array, heads: int) -> jax.Arr
         schedule = jnp.asarray(schedules)[sum((share < x).astype(jnp.int32) for x in middles)]
     numbers = order_by_rank(schedule[:, 1:], cost, heads)
     return jnp.concatenate([schedule[:, :1], numbers], axis=1)
+
+
+def as_constant(table: np.ndarray) -> np.ndarray:
+    """The table, with a row of no tile if all is alike: XLA makes such constants in a kernel."""
+    is_alike = (table == table.flat[0]).all()
+    return np.append(table, table[:1] + 1, axis=0) if is_alike else table

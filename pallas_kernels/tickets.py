@@ -141,18 +141,18 @@ class TicketsInRounds(_Drawing):
         plgpu.barrier_wait(self._full(index))
 
     def rounds(self, one_round: Callable, wants_another: Callable) -> None:
-        """Runs a round, and another one if `wants_another` says so of the first.
+        """Runs a round, and another one if `wants_another` says so after the first.
 
         Args:
           one_round: of the index it begins at and the steps before it, returns the index after its
-            last tile, the steps by then and what `wants_another` takes.
+            last tile, and the steps by then.
           wants_another: returns a bool.
         """
 
         def run(carry):
             begin, steps, _ = carry
-            end, steps, result = one_round(begin, steps)
-            return end, steps, wants_another(result) & (begin == 0)
+            end, steps = one_round(begin, steps)
+            return end, steps, wants_another() & (begin == 0)
 
         carry = jnp.int32(0), jnp.int32(0), jnp.bool_(True)
         lax.while_loop(lambda carry: carry[2], run, carry)

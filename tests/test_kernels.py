@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import config, defaults, scheduler
+from pallas_kernels import backward_query_product, config, defaults, scheduler
 from pallas_kernels.backward_key_plan import key_tiles
 from pallas_kernels.forward_plan import Plan as ForwardPlan
 from pallas_kernels.forward_tiles import Tiles
@@ -236,6 +236,43 @@ def test_sections_of_heads_at_width_256(sections, options):
         check(arrays, **options, config=settings)
 
 
+def test_two_heads_rather_than_one_may_take_a_quarter_more():
+    problem = Problem(1, 640, 640, 4, 4, 192, np.dtype(jnp.bfloat16), 1.0)
+    head = 640 * 640 * 2
+    sizes = {}
+    for share in (0.99, 1.0, 1.59, 1.61, 2.0):
+        backward = config.BackwardKeyConfig(d_logits_bytes=int(share * head), shares=1)
+        made = d_logits_sections(key_tiles(problem, backward), backward.d_logits_bytes)
+        sizes[share] = [len(section.kv_heads) for section in made]
+    assert sizes == {0.99: [], 1.0: [1] * 4, 1.59: [1] * 4, 1.61: [2, 2], 2.0: [2, 2]}
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "width", "highest", "consumers"),
+    [
+        (12288, 2, 192, None, 3),  # 192 tiles for 132 SMs, or 128
+        (12288, 2, 256, None, 2),  # for which there are no registers
+        (4096, 16, 192, None, 2),
+        (4096, 4, 192, None, 2),  # 128 tiles, or 88
+        (5000, 4, 136, 0, 2),  # the long ones first, in any number
+    ],
+)
+def test_tiles_of_a_query_product_fill_sms(length, heads, width, highest, consumers):
+    dtype = np.dtype(jnp.bfloat16)
+    problem = Problem(1, length, length, heads, heads, width, dtype, 1.0, highest=highest)
+    tiles = key_tiles(problem, defaults.BACKWARD[256]).in_one_part
+    assert backward_query_product._consumers(tiles, range(heads)) == consumers
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("H", "options"), [(192, {}), slow(136, dict(is_causal=True))])
+def test_a_query_product_of_three_consumers(monkeypatch, H, options):
+    """In the last tile one of them has no rows, or two."""
+    monkeypatch.setattr(backward_query_product, "_consumers", lambda *_: 3)
+    with interpret_mode():
+        check(inputs(1, 300 if H == 192 else 250, 150, 2, 1, H, jnp.bfloat16), **options)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("H", [64, slow(256)])
 def test_an_lse_that_nothing_differentiates(H):
@@ -367,7 +404,7 @@ def test_backward_key_settings_that_cannot_be(change, name):
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (dict(consumers=1), "consumers"),
+        (dict(consumers=0), "consumers"),
         (dict(consumers=4), "registers"),
         (dict(registers=(240, 24)), "registers"),
         (dict(registers=(161, 32)), "registers"),
@@ -448,6 +485,31 @@ def described(width: int, keys: int, length: int = 2048, heads: int = 528, **opt
 def test_few_keys_take_steps_of_64(width, keys, options, consumers, block_kv):
     forward = defaults.for_problem(described(width, keys, **options)).forward
     assert (forward.consumers, forward.block_kv) == (consumers, block_kv)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "block_kv"),
+    [
+        ((1, 64, 64, 132), dict(width=64), 64),
+        ((1, 128, 128, 66), dict(width=64), 128),
+        ((2, 300, 297, 13), dict(width=96), 64),
+        ((2, 300, 1000, 13), dict(width=128), 128),
+        ((1, 72, 72, 7), dict(width=192, highest=0), 64),
+        ((1, 128, 128, 4), dict(width=256, has_bias=True), 64),
+        ((1, 128, 200, 4), dict(width=128, segmented=True), 128),
+        ((1, 128, 128, 4), dict(width=64, dropout=100), 128),
+    ],
+)
+def test_tiles_that_find_an_sm_each_have_one_consumer(shape, options, block_kv):
+    batch, queries, keys, heads = shape
+    options = {"dtype": np.dtype(jnp.bfloat16), "scale": 1.0} | options
+    problem = lambda heads, keys: Problem(batch, queries, keys, heads, heads, **options)
+    forward = lambda *sizes: defaults.for_problem(problem(*sizes)).forward
+    assert (forward(heads, keys).consumers, forward(heads, keys).block_kv) == (1, block_kv)
+    tiles = batch * -(-queries // 64)
+    most = 132 // tiles
+    assert forward(most, 64).consumers == 1 and forward(most + 1, 64).consumers > 1
+    assert forward(most, 132 * 1024 // (tiles * most) + 1).consumers > 1
 
 
 @pytest.mark.parametrize(
@@ -832,3 +894,33 @@ def test_steps_of_a_warpgroup_without_rows(T, width, highest, has_some):
     described = Problem(1, T, 512, 2, 1, width, np.dtype(jnp.bfloat16), 1.0, highest=highest)
     plan = ForwardPlan(Tiles(described, defaults.FORWARD[width]), False, False, None)
     assert plan.has_blank_steps == has_some
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 130, 150, 2, 1, 64), dict(is_causal=True)),
+        ((2, 70, 200, 1, 1, 128), {}),
+        slow((1, 72, 72, 1, 1, 192), dict(is_causal=True)),
+        slow((1, 130, 70, 1, 1, 256), {}),
+        slow((1, 60, 300, 2, 1, 40), dict(local_window_size=(80, 20))),
+        slow((1, 100, 140, 2, 2, 64), dict(logits_soft_cap=5.0, dropout_rate=0.25)),
+        slow((2, 100, 140, 2, 2, 128), dict(key_value_seq_lengths=jnp.array([90, 140]))),
+        slow((2, 100, 140, 1, 1, 72), dict(query_offset=jnp.array([0, 40]), is_causal=True)),
+    ],
+)
+def test_one_consumer(shape, options):
+    """Of tiles that find an SM each."""
+    with interpret_mode(alone=132):
+        check(inputs(*shape, jnp.bfloat16), **options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("T", "S", "H", "options"),
+    [(70, 400, 256, {}), slow(130, 300, 64, dict(is_causal=True, query_offset=170))],
+)
+def test_a_second_round_of_one_consumer(T, S, H, options):
+    """Queries come again to where the output of the first round left from."""
+    with interpret_mode(alone=132):
+        check(with_a_jump(inputs(1, T, S, 1, 1, H, jnp.bfloat16), 0, 64), **options)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import config, defaults
+from pallas_kernels import backward_query_product, config, defaults
 from tests import oracle
 from tests.support.cases import slow
 from tests.support.elements import (
@@ -264,6 +264,54 @@ def test_few_short_tiles(B, T, N, K, H, is_causal):
         return jax.vjp(function, query, key, value)[1](dout)
 
     chex.assert_trees_all_equal(gradients(*arrays[:4]), gradients(*arrays[:4]))
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "S", "N", "K", "H", "options"),
+    [
+        (7, 72, 72, 1, 1, 192, {"is_causal": True}),
+        (2, 128, 300, 2, 2, 256, {}),
+        (3, 465, 127, 3, 3, 136, {}),
+        (1, 700, 700, 4, 2, 128, {"is_causal": True}),
+        (2, 333, 600, 4, 4, 64, {"local_window_size": (200, 60)}),
+        (1, 1000, 1000, 6, 3, 40, {}),
+        (2, 150, 1900, 4, 2, 128, {}),  # with shares of keys
+        (1, 90, 90, 12, 12, 64, {"dropout_rate": 0.25}),
+        (2, 200, 200, 2, 2, 128, {"logits_soft_cap": 5.0, "is_causal": True}),
+    ],
+)
+def test_one_consumer(B, T, S, N, K, H, options):
+    """Of tiles of 64 rows that find an SM each."""
+    arrays = inputs(B, T, S, N, K, H, jnp.bfloat16)
+    check(arrays, **options)
+    own_key = {"dropout_key": jax.random.key(0)} if "dropout_rate" in options else {}
+    forward = functools.partial(attention, *arrays[:3], **options, **own_key)
+    chex.assert_trees_all_equal(forward(), forward())
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "S", "N", "K", "H", "options"),
+    [
+        (25, 112, 73, 10, 2, 128, {}),
+        (4, 128, 128, 48, 6, 128, {"is_causal": True}),
+        (30, 200, 300, 16, 16, 64, {}),
+        (20, 257, 257, 16, 8, 72, {}),
+        (9, 300, 100, 16, 16, 256, {}),
+        (16, 150, 150, 16, 16, 64, {"dropout_rate": 0.25}),
+    ],
+)
+def test_tiles_by_number(B, T, S, N, K, H, options):
+    """Of the forward, all alike and several for each SM."""
+    check(inputs(B, T, S, N, K, H, jnp.bfloat16), **options)
+
+
+@pytest.mark.parametrize(
+    ("S", "N", "H", "options"),
+    [(3000, 9, 192, {}), (1333, 5, 136, {"is_causal": True}), (2000, 7, 160, {})],
+)
+def test_query_products_of_192_rows(monkeypatch, S, N, H, options):
+    monkeypatch.setattr(backward_query_product, "_consumers", lambda *_: 3)
+    check(inputs(2, 2000, S, N, 1, H, jnp.bfloat16), **options)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_flash
 from jax_flash import device, xla
-from pallas_kernels import defaults
+from pallas_kernels import defaults, forward
 from pallas_kernels.problem import Problem
 from tests.support import compile as support
 from tests.support.cases import long, slow
@@ -223,8 +223,8 @@ def unlike_by_device(mesh):
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
-def test_settings_are_those_of_the_call_as_a_whole(axis_type):
-    """Rows of an LSE fill tiles: all devices have to have as many as JAX was told."""
+def test_rows_of_an_lse_are_those_of_the_call_as_a_whole(axis_type):
+    """They fill tiles, and all devices have to have as many as JAX was told."""
     mesh = mesh_of((8,), axis_type)
     sharded, sinks = unlike_by_device(mesh), jnp.zeros(16)
     with plain_kernels():
@@ -233,6 +233,30 @@ def test_settings_are_those_of_the_call_as_a_whole(axis_type):
     expected = results_and_gradients("xla")(*(x.astype(jnp.float32) for x in sharded), sinks)
     for x, y in zip(results, expected, strict=True):
         np.testing.assert_allclose(x.astype(jnp.float32), y, atol=0.02 * np.abs(y).max())
+
+
+def test_settings_are_those_of_all_that_vmap_maps(monkeypatch):
+    """An example has tiles for an SM each, all of them have far more."""
+    x = jax.ShapeDtypeStruct((64, 1, 130, 8, 64), jnp.bfloat16)
+    seen = []
+
+    with plain_kernels():
+        real = forward.attention
+
+        def attention(*args, config, **options):
+            seen.append(config)
+            return real(*args, config=config, **options)
+
+        monkeypatch.setattr(forward, "attention", attention)
+        of_one = functools.partial(
+            jax_flash.attention, implementation="mosaic_gpu", return_residual=True
+        )
+        _, lse = jax.eval_shape(jax.vmap(of_one), x, x, x)
+    assert lse.shape == (64, 1, 130, 8)
+    problem = Problem(64, 130, 130, 8, 8, 64, np.dtype(jnp.bfloat16), 1.0)
+    assert seen[0].consumers == 1  # JAX traces an example first
+    assert seen[-1] == defaults.for_problem(problem).forward
+    assert seen[-1].consumers > 1
 
 
 def test_branches_under_vmap_have_the_same_residuals():

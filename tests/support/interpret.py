@@ -27,6 +27,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from unittest import mock
 
 import jax
 import numpy as np
@@ -40,6 +41,8 @@ from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 from jax._src.state import discharge
 from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import defaults
 
 REDUCTIONS = {
     "add": np.add,
@@ -65,11 +68,13 @@ _this_thread = threading.local()
 
 
 @contextlib.contextmanager
-def interpret_mode(detect_races: bool = True) -> Iterator[None]:
+def interpret_mode(detect_races: bool = True, alone: int = 2) -> Iterator[None]:
     """Runs every Mosaic GPU kernel traced inside on CPU.
 
     Args:
       detect_races: look for races too, which costs about half as much time again.
+      alone: so many tiles of the forward have one consumer each, and not as many as there are SMs,
+        so that most tests have the settings of problems that are larger than they can be.
 
     Raises:
       RuntimeError: XLA has too few threads for the warpgroups of a kernel.
@@ -89,7 +94,8 @@ def interpret_mode(detect_races: bool = True) -> Iterator[None]:
     params = plgpu.InterpretGPUParams(detect_races=detect_races, **options)
     _race_states.clear()
     try:
-        with plgpu.force_gpu_interpret_mode(params):
+        few_alone = mock.patch.object(defaults, "_TILES_ALONE", alone)
+        with few_alone, plgpu.force_gpu_interpret_mode(params):
             yield
         jax.effects_barrier()  # dispatch is asynchronous: a kernel may still be running
         if any(state.races_found for state in _race_states):

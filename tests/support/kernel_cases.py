@@ -143,6 +143,8 @@ _CROWD = {"logits_soft_cap": 30.0, "dropout_rate": 0.1}
 FUNCTIONS: list[tuple[str, int, str, dict[str, Any], bool]] = [
     ("image", 64, "even", {}, False),
     ("image", 64, "ragged", {}, True),
+    ("image", 64, "few", {}, False),
+    ("image", 128, "few", {}, False),
     ("image", 64, "ragged", {"logits_soft_cap": 30.0}, False),
     ("image", 64, "ragged", {"dropout_rate": 0.1}, False),
     ("image", 96, "ragged", {}, False),
@@ -168,6 +170,8 @@ FUNCTIONS: list[tuple[str, int, str, dict[str, Any], bool]] = [
 SCORES: list[tuple[str, int, str, str, str, bool]] = [
     ("alibi", 64, "even", "causal", "", False),
     ("alibi", 64, "ragged", "full", "", False),
+    ("alibi", 64, "few", "causal", "", False),
+    ("relative", 128, "few", "full", "", False),
     ("alibi", 64, "ragged", "causal", "", True),
     ("alibi", 128, "even", "causal", "", False),
     ("alibi", 128, "ragged", "window", "", True),
@@ -222,8 +226,10 @@ BATCH = 2  # a batch of one takes fewer registers
 SHAPES = {
     "even": (4096, 4096, 16, 16, jnp.bfloat16),
     "ragged": (1001, 1013, 256, 64, jnp.float16),
-    # One tile for each thread block, with groups dealt out in shares; and the same rows in many.
+    # One tile for each thread block, with groups dealt out in shares, of 64 rows of queries, which
+    # one consumer has, and of 128; and the same rows in many.
     "few": (197, 205, 16, 4, jnp.bfloat16),
+    "each": (197, 205, 20, 4, jnp.bfloat16),
     "short": (197, 205, 256, 64, jnp.bfloat16),
     # The queries of each head too: one share for each thread block; and more.
     "long": (3001, 205, 4, 2, jnp.bfloat16),
@@ -250,6 +256,8 @@ SHAPES = {
     # Some tiles more than whole rounds take, so that the last ones alone are in parts.
     "rest": (3033, 3033, 12, 4, jnp.bfloat16),
     "over": (2200, 2200, 32, 8, jnp.bfloat16),
+    # Heads so long that dQ is made in tiles of 192 rows above width 128.
+    "pair": (12288, 12288, 1, 1, jnp.bfloat16),
     # Where the forward has other settings at width 64.
     "s700": (700, 700, 12, 12, jnp.bfloat16),
     "s700-20": (700, 700, 20, 20, jnp.bfloat16),
@@ -264,6 +272,10 @@ SHORT = [
     (96, "full", "few"),
     (256, "full", "few"),
     (256, "causal", "few"),
+    *((width, "lengths", "few") for width in (64, 72, 128, 256)),
+    *((width, mask, "each") for width in (64, 80, 128, 256) for mask in ("full", "causal")),
+    *((width, "window", "each") for width in (64, 72, 128)),
+    *((width, "full", "pair") for width in (136, 192)),
     (64, "full", "short"),
     (64, "causal", "short"),
     (96, "causal", "short"),
@@ -344,6 +356,11 @@ SHORT_BESIDE = [
     (128, "full", "single", "dropout"),
     (64, "full", "few", "cap"),
     (128, "causal", "few", "cap"),
+    (64, "causal", "each", "cap"),
+    (128, "full", "each", "cap"),
+    *((width, "causal", "few", "dropout") for width in (64, 128, 256)),
+    *((width, "full", "each", "dropout") for width in (64, 128)),
+    *((width, "causal", "few", "bias") for width in (64, 128, 256)),
     (128, "full", "far", "bias"),
     (128, "full", "far", "dropout"),
     (256, "causal", "alone", "cap"),

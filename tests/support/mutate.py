@@ -120,6 +120,16 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
+        "forward_rows",
+        "kernels",
+        (
+            "forward: a reference that is too low is noted nowhere",
+            "notes.note(block.own_notes(), too_low)",
+            "notes.note(block.own_notes(), too_low & False)",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
         "forward_block",
         "kernels kernel_intervals tickets",
         (
@@ -129,8 +139,13 @@ MISTAKES = [
         ),
         (
             "forward: no second round",
-            "is_last = jnp.logical_not(vote(too_low)) | (begin > 0)",
-            "is_last = jnp.logical_not(vote(too_low)) | (begin >= 0)",
+            "is_last = jnp.logical_not(any_too_low()) | (begin > 0)",
+            "is_last = jnp.logical_not(any_too_low()) | (begin >= 0)",
+        ),
+        (
+            "forward: by number, tiles of the next thread block",
+            "return self.number + position * tiles.thread_blocks",
+            "return self.number + position * (tiles.thread_blocks - 1)",
         ),
         (
             "lengths: the block that keys end in is left out",
@@ -646,8 +661,8 @@ MISTAKES = [
         "kernels",
         (
             "dQ as one product: of the query block before",
-            "place = last_place - (tile * _CONSUMERS + consumer)",
-            "place = last_place - (tile * _CONSUMERS + consumer) - 1",
+            "place = last_place - (tile * block.consumers + consumer)",
+            "place = last_place - (tile * block.consumers + consumer) - 1",
         ),
     ),
     *_in(
