@@ -305,22 +305,18 @@ class _Consumer(Products):
     def end_tile(self, index, steps, number, carry, following):
         """With the first step of the next tile, if there is one; what is carried on of none has no
         meaning."""
-        end = lambda: self.end_alone(index, steps, self.plan.tiles.locate(number), carry)
-        if self.plan.tiles.one_each:
-            end()
-            return carry
-        more = following >= 0 if self.block.drawn else index + 1 < self.end
-        if self.plan.config.query_buffers == 1:  # the next queries arrive where this tile's were
-            end()
-            start = lambda: self.start_next(index + 1, steps, following)
-            return lax.cond(more, start, lambda: carry)
 
         def end_last():
-            end()
+            self.end_alone(index, steps, self.plan.tiles.locate(number), carry)
             return carry
 
-        under_next = lambda: self.end_tile_under_next(index, steps, number, carry, following)
-        return lax.cond(more, under_next, end_last)
+        if self.plan.tiles.one_each:
+            return end_last()
+        end = self.end_tile_under_next
+        if self.plan.ends_apart:
+            end = self.end_tile_before_next
+        more = following >= 0 if self.block.drawn else index + 1 < self.end
+        return lax.cond(more, lambda: end(index, steps, number, carry, following), end_last)
 
     def end_tile_under_next(self, index, steps, number, carry, following):
         """The next tile's first logits run with this tile's last output product."""
@@ -358,9 +354,11 @@ class _Consumer(Products):
             self.zero_unseen_values(k_slot, next_place, end_block - 1)
         return weights, next_state
 
-    def start_next(self, index, steps, number):
-        place = self.plan.tiles.locate(number)
-        return self.start_tile(index, steps, place, lambda: self.number(index))
+    def end_tile_before_next(self, index, steps, number, carry, following):
+        """With one buffer the next queries arrive where this tile's were while it ends."""
+        place, next_place = map(self.plan.tiles.locate, (number, following))
+        self.end_alone(index, steps, place, carry)
+        return self.start_tile(index + 1, steps, next_place, lambda: self.number(index + 1))
 
     def end_alone(self, index, steps, place, carry) -> None:
         """With no other product open."""

@@ -174,7 +174,7 @@ class Plan:
             or (p.lowest is not None and p.widest > 192)
             or ((p.lowest is not None or p.picks_keys) and self.key_columns.products > 1)
             or (p.segmented and self.problem.has_dropout and p.widest > 64)
-            or (p.has_key_mask and self._in_wide_boxes)
+            or (p.has_key_mask and p.widest > 64)
             or (self.config.consumers == 4 and self.tiles.any_mask)
         )
 
@@ -198,14 +198,22 @@ class Plan:
         return self.loads_elements or has_ids or self._cap_beside_lengths
 
     @property
+    def ends_apart(self) -> bool:
+        """Whether a tile ends before the next one's first logits.
+
+        Beside a score function both ways to end would spill: H128-causal-differences-reads-ragged.
+        """
+        p = self.problem
+        return self.config.query_buffers == 1 or (p.has_score and p.widest > 64)
+
+    @property
     def ends_anew(self) -> bool:
         """Then it is at the end of a tile, or where that waits for no list.
 
-        Else H224-key-lengths-causal-ragged and H256-lengths-even would spill.
+        Else H256-lengths-even would spill.
         """
         waits = not (self.problem.by_batch or self.tiles.by_number)
-        are_short = self.config.query_buffers == 1 or self.locates_anew(needs_mask=False)
-        return are_short or not waits
+        return not waits or self.locates_anew(needs_mask=False)
 
     @property
     def _cap_beside_lengths(self) -> bool:
