@@ -103,7 +103,7 @@ class Special:
 _PLAN = backward_plan.Plan
 _DROPOUT = lambda: {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
 _without_four = _with_timed(lambda config: config.consumers < 4)
-_without_one = _other(defaults, _have_an_sm_each=lambda problem: False)
+_without_one = _other(defaults, _TILES_ALONE=0)
 _64, _128 = Row(4, 4096, 32, 32, 64, True), Row(4, 4096, 16, 16, 128, True)
 
 SPECIAL = {

@@ -173,7 +173,7 @@ def test_there_are_as_many_shares_as_key_blocks(wanted, taken):
     assert dealt_out(tiles(3, 120, 994, 1, 1, 256), wanted).shares == taken
 
 
-@pytest.mark.parametrize(("thread_blocks", "shares"), [(1, 4), (2, 8), (3, 12), (264, 16)])
+@pytest.mark.parametrize(("thread_blocks", "shares"), [(1, 2), (2, 4), (3, 6), (264, 16)])
 def test_a_thread_block_has_twelve_shares_at_most(thread_blocks, shares):
     whole = tiles(3, 120, 994, 1, 1, 256)
     own = dataclasses.replace(whole.config, thread_blocks=thread_blocks)

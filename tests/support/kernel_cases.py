@@ -329,6 +329,7 @@ KEY_LENGTHS = [
     *((width, "full", "even") for width in (32, 64, 96, 128, 160, 256)),
     *((width, "full", shape) for width in (64, 128) for shape in ("few", "one", "whole", "keys")),
     *((width, "causal", shape) for width in (64, 128) for shape in ("few", "one", "brief")),
+    (64, "full", "each"),
     *((64, "full", shape) for shape in ("s700", "s1000", "s2048")),
     *((64, "causal", shape) for shape in ("s700-20", "s1024", "even")),
     *((width, "full", "even") for width in (40, 72, 80, 104, 112)),
