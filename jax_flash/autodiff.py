@@ -30,9 +30,9 @@ from jax_flash.kernel_operands import (
     has_key_mask,
     intervals_of,
     of_rows,
+    resized,
     result_types,
     segment_ids_of,
-    with_rows,
     words_of,
     zero_all_unseen,
     zero_empty,
@@ -470,7 +470,7 @@ def _forward(settings, operands):
         problem=problem,
         config=settings.config_of(problem, operands.elements).forward,
     )
-    lse, references = (with_rows(x, settings.rows) for x in (lse, references))
+    lse, references = (resized(x, settings.rows) for x in (lse, references))
     if operands.sinks and problem.unbounded:  # then what the kernel says of an LSE is finite
         is_infinite = jnp.isposinf(operands.sinks[0])[:, :, None] & (lse > -jnp.inf)
         lse = jnp.where(is_infinite, jnp.inf, lse)

@@ -302,7 +302,7 @@ def folding_vmap(run, leading: int = 0):
     return function
 
 
-def result_types(problem: Problem, dtype, rows: int | None) -> tuple[jax.ShapeDtypeStruct, ...]:
+def result_types(problem: Problem, dtype, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Of output `[B, T, N, h]`, LSE `[B, N, rows]`, and references."""
     heads = problem.batch, problem.heads
     out_shape = (problem.batch, problem.query_length, problem.heads, problem.value_width)
@@ -314,7 +314,7 @@ def result_types(problem: Problem, dtype, rows: int | None) -> tuple[jax.ShapeDt
     )
 
 
-def with_rows(x, rows: int):
+def resized(x, rows: int):
     """`[..., R]` as `[..., rows]`: of what fills the last tile, less or more."""
     more = max(0, rows - x.shape[-1])
     x = x[..., :rows]

@@ -125,6 +125,7 @@ def _bounds(tiles: KeyTiles, consumers: int) -> np.ndarray:
     return np.concatenate([of_tile, own.reshape(query_tiles, -1)], axis=1)
 
 
+@functools.lru_cache
 def _order(tiles: KeyTiles, kv_heads: range, consumers: int) -> tuple[np.ndarray, np.ndarray]:
     """The order of starting: the number of each tile of these heads, and its cost."""
     problem = tiles.problem

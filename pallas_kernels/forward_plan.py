@@ -164,23 +164,19 @@ class Plan:
         H64-causal-ragged would spill.
         """
         p, in_boxes = self.problem, self.key_columns.tiles > 1
-        beside_wide_output = p.segmented or self.problem.has_dropout or (in_boxes and p.dynamic)
+        is_bounded = p.lowest is not None or p.has_lengths or (in_boxes and p.dynamic)
+        has_more = p.segmented or p.has_mask or p.has_dropout
+        beside_wide_output = is_bounded or has_more or self.tiles.one_each
         return (
             self.problem.has_slope
             or self.loads_bias
             or (p.has_lists and p.widest > 64)
-            or (p.widest > 192 and (p.has_mask or p.has_lengths or self.tiles.one_each))
             or (p.widest > 192 and beside_wide_output)
-            or (p.lowest is not None and p.widest > 192)
             or ((p.lowest is not None or p.picks_keys) and self.key_columns.products > 1)
             or (p.segmented and self.problem.has_dropout and p.widest > 64)
             or (p.has_key_mask and p.widest > 64)
             or (self.config.consumers == 4 and self.tiles.any_mask)
         )
-
-    @property
-    def _in_wide_boxes(self) -> bool:
-        return self.problem.has_odd_rows and self.problem.widest > 64
 
     @property
     def registers_are_short(self) -> bool:
@@ -212,8 +208,8 @@ class Plan:
 
         Else H256-lengths-even would spill.
         """
-        waits = not (self.problem.by_batch or self.tiles.by_number)
-        return not waits or self.locates_anew(needs_mask=False)
+        has_no_list = self.problem.by_batch or self.tiles.by_number
+        return has_no_list or self.locates_anew(needs_mask=False)
 
     @property
     def _cap_beside_lengths(self) -> bool:

@@ -23,6 +23,7 @@ from pallas_kernels.problem import LOG2E
 _AS_EARLY = 1.03  # how much later fewer shares may end
 _MOST_ROUNDS = 12  # shares for each thread block, which bounds what is stored in float32
 _ALL_TRIED = 16  # shares; of more those that fill rounds, or of which thread blocks have one each
+_FEWEST_ROWS = 96  # that a step takes as long as: one consumer's, three quarters of that of two
 # Microseconds: of what puts shares together, and of a megabyte that is stored and read for it; of
 # 1e6 multiplications and additions, and of 1000 logits, of which a step takes the longer.
 _TOGETHER, _MEGABYTE, _PRODUCTS, _LOGITS = 5.0, 0.5, 0.3, 0.06
@@ -54,7 +55,7 @@ def dealt_out(whole: Tiles, wanted: int | None) -> Tiles:
 def _end(tiles: Tiles) -> float:
     """When the last thread block ends, and shares are put together, in microseconds."""
     p, config = tiles.problem, tiles.config
-    logits = max(config.block_q, 96) * config.block_kv
+    logits = max(config.block_q, _FEWEST_ROWS) * config.block_kv
     step = max(_PRODUCTS * logits * (p.width + p.value_width) / 1e6, _LOGITS * logits / 1e3)
     steps = np.sort(tiles.key_blocks()[:, BLOCKS])[::-1] + TILE_OVERHEAD
     steps_of_all = np.repeat(steps, p.batch * p.heads)
