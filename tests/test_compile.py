@@ -280,14 +280,19 @@ def test_machine_code_is_counted():
     assert 64 < report.sass.live_registers <= report.resources.registers
 
 
-def forward(width: int):
-    x = jax.ShapeDtypeStruct((1, 1000, 2, width), jnp.bfloat16)
+def forward(width: int, shape: tuple[int, int, int] = (1, 1000, 2)):
+    x = jax.ShapeDtypeStruct((*shape, width), jnp.bfloat16)
     return functools.partial(jax_flash.attention, implementation="mosaic_gpu"), (x, x, x)
 
 
 def gradients(width: int):
     fn, args = forward(width)
     return lambda *qkvd: jax.vjp(fn, *qkvd[:3])[1](qkvd[3]), (*args, args[0])
+
+
+def long_forward(width: int):
+    """With tiles for every SM, and so two consumers, and early values."""
+    return forward(width, (1, 4000, 16))
 
 
 def backward(width: int):
@@ -302,7 +307,7 @@ def backward(width: int):
 @pytest.mark.parametrize(
     ("make", "width", "kernel"),
     [
-        pytest.param(forward, 128, "attention_forward", id="forward-H128"),
+        pytest.param(long_forward, 128, "attention_forward", id="forward-H128"),
         pytest.param(backward, 64, "attention_backward", id="backward-H64"),
     ],
 )
