@@ -57,7 +57,6 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_kernels import key_masks, segments
 from pallas_kernels.columns import as_rows
@@ -69,11 +68,11 @@ from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_consumer import consume
 from pallas_kernels.forward_plan import BIAS_BOX, Plan
 from pallas_kernels.forward_shares import combined, dealt_out
-from pallas_kernels.forward_tiles import BLOCKS, Tiles
+from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.hopper import Ring, warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.intervals import lengths_of
-from pallas_kernels.mask_functions import COUNT, seen_keys
+from pallas_kernels.mask_functions import seen_keys
 from pallas_kernels.problem import LOG2E, Problem
 
 
@@ -192,52 +191,32 @@ def _produce(block: ThreadBlock) -> None:
 
 
 class _Producer:
-    """Fills the buffers of all tiles of a round, each as it gets free.
-
-    Attributes:
-      begin: index of the round's first tile.
-      end: the index after its last; of tiles that are drawn there is none.
-    """
+    """Fills the buffers of all tiles of a round, each as it gets free."""
 
     def __init__(self, block: ThreadBlock, begin):
-        self.block, self.plan, self.begin = block, block.plan, begin
-        if block.drawn:
-            block.drawn.begin(begin)
-        else:
-            self.end = begin + block.tile_count()
+        self.block, self.plan = block, block.plan
+        self.round = block.deal.round(begin)
 
     def walk(self, first_step):
         """The round. Returns the index after its last tile, and the steps by then."""
-        block = self.block
-        if block.drawn:
-            return block.drawn.each(self.begin, self.load_tile, first_step)
-        if self.plan.config.query_buffers > 1:
-            block.load_queries(self.begin, self.locate(self.begin))
-        steps = lax.fori_loop(self.begin, self.end, self.load_tile, first_step)
-        return self.end, steps
+        self.round.start()
+        self.round.load_first_queries(self.load_queries, self.plan.config.query_buffers)
+        return self.round.each(self.load_tile, first_step)
 
-    def locate(self, index):
-        block = self.block
-        if block.drawn:
-            return self.plan.tiles.locate(block.drawn.number(index))
-        return self.plan.tiles.locate(block.tile_number(index - self.begin))
+    def load_queries(self, index):
+        self.block.load_queries(index, self.plan.tiles.locate(self.round.number(index)))
 
     def load_tile(self, index, steps):
-        """Keys and values of a tile, and queries, of the next tile where these are listed."""
+        """Keys and values of a tile, and queries, of the next tile where that is known."""
         block, plan = self.block, self.plan
-        tile, batch, head = self.locate(index)
+        _, batch, head = place = plan.tiles.locate(self.round.number(index))
         kv_head = plan.problem.kv_head_of(head)
-        if plan.problem.has_lists:
-            blocks = block.of_list((tile, batch, head), COUNT)
-            key_block = lambda j: block.key_block((tile, batch, head), j)
-        else:
-            blocks = block.needs(tile, batch, BLOCKS)
-            end_block = block.end_of(tile, batch) if plan.tiles.have_ends else blocks
-            key_block = lambda j: end_block - 1 - j
+        blocks = block.key_blocks.count(place)
+        key_block = block.key_blocks.numbers(place, blocks)
 
         def load(ring: Ring, ref, j):
             step = steps + j
-            listed = key_block(j) if plan.problem.has_lists else None  # read under the wait
+            listed = key_block(j) if block.key_blocks.are_listed else None  # read under the wait
             ring.await_free(step)
             number = key_block(j) if listed is None else listed
             rows = pl.ds(number * plan.config.block_kv, plan.config.block_kv)
@@ -247,7 +226,7 @@ class _Producer:
             load(block.keys, block.k, j)
             if plan.comes_by_tma:
                 first_key = key_block(j) * plan.config.block_kv
-                self.load_bias((tile, batch, head), first_key, block.keys.slot(steps + j))
+                self.load_bias(place, first_key, block.keys.slot(steps + j))
 
         def load_value(j):
             load(block.values, block.v, j)
@@ -257,17 +236,9 @@ class _Producer:
             load_value(j - 1)
 
         load_key(jnp.int32(0))
-        if block.drawn:  # the next tile is drawn too late for queries ahead
-            block.load_queries(index, self.locate(index))
-        else:
-            wanted = index + (plan.config.query_buffers - 1)
-            pl.when(wanted < self.end)(lambda: block.load_queries(wanted, self.locate(wanted)))
+        self.round.load_queries(self.load_queries, index, plan.config.query_buffers)
         load_last = lambda: load_value(blocks - 1)
-        if block.drawn:
-            block.drawn.load_and_draw(index, self.begin > 0, blocks, load_pair, load_last)
-        else:
-            pl.loop(jnp.int32(1), blocks)(load_pair)
-            load_last()
+        self.round.load_steps(index, blocks, load_pair, load_last)
         return steps + blocks
 
     def load_bias(self, place, first_key, slot) -> None:

@@ -15,8 +15,6 @@ from pallas_kernels.elements import NOTHING_LOADED
 from pallas_kernels.forward_block import ThreadBlock
 from pallas_kernels.forward_products import Products
 from pallas_kernels.forward_rows import Rows
-from pallas_kernels.forward_tiles import BLOCKS, COMPARING, EXACT, FAR
-from pallas_kernels.mask_functions import COUNT, MASKED
 from pallas_kernels.online_softmax import RowState, spread
 from pallas_kernels.ptx import notes
 from pallas_kernels.ptx.barriers import warpgroup_any
@@ -41,43 +39,27 @@ def consume(block: ThreadBlock) -> None:
 
 
 class _Consumer(Products):
-    """Attention of 64 rows of each tile of a round.
-
-    Attributes:
-      begin: index of the round's first tile.
-      end: the index after its last; of tiles that are drawn there is none.
-    """
+    """Attention of 64 rows of each tile of a round."""
 
     def __init__(self, block: ThreadBlock, o_acc, s_acc, begin):
         super().__init__(block, Rows(block, begin), o_acc, s_acc)
-        self.begin = begin
-        if not block.drawn:
-            self.end = begin + block.tile_count()
+        self.round = block.deal.round(begin, anew=self.plan.registers_are_short)
 
     def walk(self, first_step):
         """The round. Returns the index after its last tile, and the steps by then."""
-        begin, drawn = self.begin, self.block.drawn
+        begin = self.round.begin
         if not self.plan.one_round_does:  # what the first round stored is there before others
             pl.when(begin > 0)(lambda: plgpu.wait_smem_to_gmem(0))
-        number = lambda: drawn.first_number(begin) if drawn else self.number(begin)
+        number = self.round.first_number
         place = self.plan.tiles.locate(number())
         weights, state = self.start_tile(begin, first_step, place, number)
-        carry = first_step, weights, state
-        if drawn:
-            end, carry = drawn.each(begin, self.whole_tile, carry)
-        elif self.plan.tiles.one_each:
-            end, carry = self.end, self.whole_tile(begin, carry)
+        begun = first_step, weights, state
+        if self.plan.tiles.one_each:
+            end, (steps, *_) = begin + 1, self.whole_tile(begin, begun)
         else:
-            end, carry = self.end, lax.fori_loop(begin, self.end, self.whole_tile, carry)
-        steps, *_ = carry
+            end, (steps, *_) = self.round.each(self.whole_tile, begun)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         return end, steps
-
-    def number(self, index):
-        """Of a tile of the round."""
-        if self.block.drawn:
-            return self.block.drawn.number(index)
-        return self.block.tile_number(index - self.begin, anew=self.plan.registers_are_short)
 
     # --- a tile ---
 
@@ -85,7 +67,7 @@ class _Consumer(Products):
         """The first key block of a tile, with no other product open."""
         block, rows = self.block, self.rows
         tile, batch, _ = place
-        end_block, bounds = block.end_of_first(place), rows.bounds(tile, batch)
+        end_block, bounds = block.key_blocks.end(place), rows.bounds(tile, batch)
         bits = rows.bits(place, jnp.int32(0), is_first=True)
         loaded = rows.load_elements(number, jnp.int32(0), is_first=True)
         block.queries.await_full(block.query_buffer(index))
@@ -120,18 +102,18 @@ class _Consumer(Products):
         weights, state = carry
         tile, batch, head = place
         needs_mask = exact or far
-        locate_anew = lambda: plan.tiles.locate(self.number(index + fresh_zero()))
+        locate_anew = lambda: plan.tiles.locate(self.round.number(index + fresh_zero()))
         if plan.locates_anew(needs_mask):
-            number = self.number(index + fresh_zero())
+            number = self.round.number(index + fresh_zero())
             tile, batch, head = place = plan.tiles.locate(number)
-            if block.lists is None:
-                end_block = block.end_of(tile, batch)
+            if not block.key_blocks.are_listed:
+                end_block = block.key_blocks.end(place)
         if plan.asks_for_key_block(needs_mask):
-            end_block = block.key_block(place, j) + 1 + j
+            end_block = block.key_blocks.number(place, j) + 1 + j
         mask = lambda values: values
         if needs_mask:
             bounds = rows.bounds(tile, batch)
-            ids = rows.ids(tile, batch, j) if comparing else None
+            ids = rows.ids(place, j) if comparing else None
             bits = None if comparing else rows.bits((tile, batch, head), j, near=exact)
             if plan.tiles.any_mask:
                 mask = lambda values: rows.masked(
@@ -151,7 +133,7 @@ class _Consumer(Products):
             if needs_mask:
                 loaded = rows.load_key_mask(batch, end_block - 1 - j)
         # Beside lists a mask is all that there is to load.
-        elif needs_mask or problem.has_score or block.lists is None:
+        elif needs_mask or problem.has_score or not block.key_blocks.are_listed:
             loaded = rows.load_elements(lambda: number, j)
         products = self.load_logits()
         if config.products_first:
@@ -187,24 +169,21 @@ class _Consumer(Products):
             key_block = end_block - 1 - j
             if plan.registers_are_scarce:  # read anew: registers are short
                 place = locate_anew()
-                key_block = block.key_block(place, j)
+                key_block = block.key_blocks.number(place, j)
             self.zero_unseen_values(k_slot, place, key_block)
         return operand, state
 
     def whole_tile(self, index, carry):
         """All steps of a tile but the first, which came under the tile before, and its end."""
-        plan, drawn = self.plan, self.block.drawn
+        plan, round = self.plan, self.round
         steps, weights, state = carry
-        number = self.number(index)
-        following = None if drawn else self.number(index + 1)
+        number = round.number(index)
+        following = round.following(index, late=plan.loads_elements)
         place = plan.tiles.locate(number)
         blocks, carry = self.key_steps(index, steps, place, (weights, state))
         if plan.ends_anew:
-            number = self.number(index + fresh_zero())  # read anew: registers are short
-        if drawn:  # by now
-            drawn.wait(index + 1)
-        if drawn or plan.loads_elements:
-            following = self.number(index + 1 + fresh_zero())
+            number = round.number(index + fresh_zero())  # read anew: registers are short
+        following = following()
         weights, state = self.end_tile(index, steps + blocks, number, carry, following)
         return steps + blocks, weights, RowState(*state)
 
@@ -214,16 +193,15 @@ class _Consumer(Products):
         First those with a mask at the near edge, which look for maxima, then those without a mask,
         then those with one at the far edge.
         """
-        block, plan = self.block, self.plan
+        plan, key_blocks = self.plan, self.block.key_blocks
         has_far_edge, mask_throughout = plan.has_far_edge, plan.mask_throughout
-        tile, batch, _ = place
-        if block.lists is not None:
+        if key_blocks.are_listed:
             return self.listed_steps(index, steps, place, carry)
-        blocks, needing_mask = block.needs(tile, batch, BLOCKS), block.needs(tile, batch, EXACT)
-        exact = jnp.where(self.begin > 0, blocks, jnp.maximum(needing_mask, 1))
+        blocks, needing_mask = key_blocks.count(place), key_blocks.exact(place)
+        exact = jnp.where(self.round.begin > 0, blocks, jnp.maximum(needing_mask, 1))
         if mask_throughout:
             exact = blocks
-        end_block = block.end_of(tile, batch) if plan.tiles.have_ends else blocks
+        end_block = key_blocks.end(place, blocks)
         step = functools.partial(
             self.key_step,
             steps=steps,
@@ -236,7 +214,7 @@ class _Consumer(Products):
         def masked_steps(first, end, carry, **options):
             """Steps with a mask: all compare segment ids, or none does."""
             if plan.problem.segmented:
-                compared = jnp.where(block.needs(tile, batch, COMPARING) > 0, end, first)
+                compared = jnp.where(key_blocks.comparing(place) > 0, end, first)
                 comparing = functools.partial(step, comparing=True, **options)
                 carry = lax.fori_loop(first, compared, comparing, carry)
                 first = compared
@@ -248,9 +226,9 @@ class _Consumer(Products):
             carry = masked_steps(jnp.int32(1), exact, carry, exact=True)
         near = blocks
         if has_far_edge and not mask_throughout:
-            near = jnp.maximum(exact, block.needs(tile, batch, FAR))
+            near = jnp.maximum(exact, key_blocks.far(place))
         if not mask_throughout:
-            first = self.blank_steps(tile, steps, exact, near) if plan.has_blank_steps else exact
+            first = self.blank_steps(place, steps, exact, near) if plan.has_blank_steps else exact
             rest = functools.partial(step, exact=False)
             carry = lax.fori_loop(first, near, rest, carry)
         if has_far_edge and not mask_throughout:
@@ -259,8 +237,8 @@ class _Consumer(Products):
 
     def listed_steps(self, index, steps, place, carry):
         """The same of a list: those that look for maxima, others with a mask, those without."""
-        block, plan = self.block, self.plan
-        blocks, needing_mask = (block.of_list(place, column) for column in (COUNT, MASKED))
+        plan, key_blocks = self.plan, self.block.key_blocks
+        blocks, needing_mask = key_blocks.count(place), key_blocks.masked(place)
         step = functools.partial(
             self.key_step,
             steps=steps,
@@ -270,7 +248,7 @@ class _Consumer(Products):
             end_block=blocks,
         )
         if plan.settles:
-            exact = jnp.where(self.begin > 0, blocks, 1)
+            exact = jnp.where(self.round.begin > 0, blocks, 1)
             exact, carry = self.steps_until_settled(step, exact, blocks, carry)
             masked = jnp.maximum(exact, needing_mask)
             masked_step = functools.partial(step, exact=False, far=True)
@@ -315,7 +293,7 @@ class _Consumer(Products):
         end = self.end_tile_under_next
         if self.plan.ends_apart:
             end = self.end_tile_before_next
-        more = following >= 0 if self.block.drawn else index + 1 < self.end
+        more = self.round.goes_on(index, following)
         return lax.cond(more, lambda: end(index, steps, number, carry, following), end_last)
 
     def end_tile_under_next(self, index, steps, number, carry, following):
@@ -341,7 +319,7 @@ class _Consumer(Products):
         loaded = rows.load_elements(lambda: following, jnp.int32(0), is_first=True)
         logits = self.load_logits()
         block.keys.give_back(k_slot)
-        end_block = block.end_of_first(next_place)
+        end_block = block.key_blocks.end(next_place)
         first = rows.first_weights(logits, next_tile, end_block - 1, bounds, bits, loaded)
         weights, next_state = lax.optimization_barrier(first)
         output = self.load_output()
@@ -358,7 +336,7 @@ class _Consumer(Products):
         """With one buffer the next queries arrive where this tile's were while it ends."""
         place, next_place = map(self.plan.tiles.locate, (number, following))
         self.end_alone(index, steps, place, carry)
-        return self.start_tile(index + 1, steps, next_place, lambda: self.number(index + 1))
+        return self.start_tile(index + 1, steps, next_place, lambda: self.round.number(index + 1))
 
     def end_alone(self, index, steps, place, carry) -> None:
         """With no other product open."""

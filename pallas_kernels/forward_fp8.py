@@ -45,7 +45,7 @@ from pallas_kernels import segments
 from pallas_kernels.config import ForwardFP8Config
 from pallas_kernels.forward_fp8_block import Plan, ThreadBlock
 from pallas_kernels.forward_fp8_consumer import consume
-from pallas_kernels.forward_tiles import BLOCKS, Tiles
+from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.hopper import warp_specialised
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.problem import Problem
@@ -153,14 +153,14 @@ class _Producer:
     def whole_tile(self, index, steps):
         """Keys and values of a tile, and queries of one to come."""
         block, plan, config = self.block, self.plan, self.plan.config
-        tile, batch, head = block.locate(index)
+        _, batch, head = place = block.locate(index)
         kv_head = block.kv_head_of(head)
-        blocks = block.needs(tile, batch, BLOCKS)
-        end_block = block.end_of(tile, batch) if plan.problem.has_far_edge else blocks
+        blocks = block.key_blocks.count(place)
+        key_block = block.key_blocks.numbers(place, blocks)
 
         def load(j):
             step = steps + j
-            rows = pl.ds((end_block - 1 - j) * config.block_kv, config.block_kv)
+            rows = pl.ds(key_block(j) * config.block_kv, config.block_kv)
             block.keys.fill(step, block.k.at[batch, rows, kv_head])
             pl.when(step >= plan.lag)(lambda: self.turn_values(step - plan.lag))
             buffer = block.raw_slot(step)

@@ -13,6 +13,8 @@ from jax import lax
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ROWS, ForwardFP8Config
 from pallas_kernels.forward_block import Block
+from pallas_kernels.forward_deals import Listed
+from pallas_kernels.forward_key_blocks import OfTable
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.hopper import Ring, Turns
 from pallas_kernels.problem import Problem
@@ -132,7 +134,7 @@ class ThreadBlock(Block):
         self.queries = Ring((q_smem,), q_full, q_free)
         self.keys = Ring((k_smem,), k_full, k_free, (plan.key_columns.load,))
         self.values = Ring((turned_smem,), turned_full, v_free)
-        self.schedule, self.key_blocks, self.q, self.k, self.v, *rest = refs
+        schedule, key_blocks, self.q, self.k, self.v, *rest = refs
         self.row_scales, self.key_scales, self.value_scales, self.ratios, *rest = rest
         *optional, self.o, self.lse = rest
         self.masks = RowMasks(
@@ -144,14 +146,19 @@ class ThreadBlock(Block):
         )
         self.warpgroup = lax.axis_index("warpgroup")
         self.turns = Turns(turn, self.warpgroup)
-        self.number = lax.axis_index("block")
+        self.key_blocks = OfTable(
+            key_blocks, by_batch=problem.by_batch, have_ends=plan.tiles.have_ends
+        )
+        anew = plan.registers_are_scarce
+        number = lax.axis_index("block")
+        self.deal = Listed(number, schedule, anew=anew, keeps_count=False)
 
     def tile_count(self):
-        return self.listed(0)
+        return self.deal.count()
 
     def locate(self, index):
         """Tile, batch entry and head of an index of the list."""
-        return self.plan.tiles.locate(self.listed(1 + index))
+        return self.plan.tiles.locate(self.deal.number(index))
 
     def raw_slot(self, step):
         """Of V before it is turned."""

@@ -13,7 +13,6 @@ from jax import lax
 from pallas_kernels import half_softmax, online_softmax
 from pallas_kernels.config import ROWS
 from pallas_kernels.forward_fp8_block import ThreadBlock
-from pallas_kernels.forward_tiles import BLOCKS, EXACT, FAR
 from pallas_kernels.half_softmax import SUM_LIMIT
 from pallas_kernels.online_softmax import RowState, spread
 from pallas_kernels.ptx.compiler import code_fence
@@ -146,7 +145,7 @@ class _Consumer:
     def first_softmax(self, logits, tile, batch, head, row_scales):
         """Of a tile's first key block."""
         block = self.block
-        key_block = block.end_of(tile, batch) - 1
+        key_block = block.key_blocks.end((tile, batch, head)) - 1
         key_scale = block.key_scales[batch, block.kv_head_of(head), key_block]
         factor = row_scales * key_scale
         first_row, first_key = self.first_row(tile), key_block * self.plan.config.block_kv
@@ -235,8 +234,8 @@ class _Consumer:
         """All steps of a tile but the first, which came under the tile before, and its end."""
         block, plan, has_far_edge = self.block, self.plan, self.plan.problem.has_far_edge
         steps, carry = carry
-        tile, batch, _ = place = block.locate(index)
-        blocks, needing_mask = block.needs(tile, batch, BLOCKS), block.needs(tile, batch, EXACT)
+        place, key_blocks = block.locate(index), block.key_blocks
+        blocks, needing_mask = key_blocks.count(place), key_blocks.exact(place)
         near_end = jnp.maximum(needing_mask, 1)
         step = functools.partial(
             self.key_step,
@@ -244,7 +243,7 @@ class _Consumer:
             index=index,
             place=place,
             row_scales=self.row_scales_of(*place),
-            end_block=block.end_of(tile, batch) if has_far_edge else blocks,
+            end_block=key_blocks.end(place, blocks),
         )
         if plan.tiles.any_mask:
             masked_step = functools.partial(step, near=True, far=has_far_edge)
@@ -253,7 +252,7 @@ class _Consumer:
             near_end = jnp.int32(1)
         far = blocks
         if has_far_edge:
-            far = jnp.maximum(near_end, block.needs(tile, batch, FAR))
+            far = jnp.maximum(near_end, key_blocks.far(place))
         plain_step = functools.partial(step, near=False, far=False)
         carry = lax.fori_loop(near_end, far, plain_step, carry)
         if has_far_edge:
@@ -322,7 +321,8 @@ class _Consumer:
         total = state.sums.sum(axis=1)
         inverse, lse, _ = online_softmax.normalised(state.reference, total)
         store_rows(block.lse.at[batch, head, pl.ds(self.first_row(tile), ROWS)], lse)
-        last_block = block.end_of(tile, batch) - block.needs(tile, batch, BLOCKS)
+        place, key_blocks = (tile, batch, head), block.key_blocks
+        last_block = key_blocks.end(place) - key_blocks.count(place)
         return inverse * block.value_scales[batch, block.kv_head_of(head), last_block]
 
     def store_output(self, output, inverse, tile, batch, head) -> None:

@@ -14,7 +14,6 @@ from pallas_kernels.element_arrays import expanded
 from pallas_kernels.elements import NOTHING_LOADED, Loaded
 from pallas_kernels.elements import masked as masked_by_element
 from pallas_kernels.forward_block import ThreadBlock
-from pallas_kernels.forward_tiles import COMPARING
 from pallas_kernels.online_softmax import RowState
 from pallas_kernels.problem import LOG2E
 from pallas_kernels.ptx import notes
@@ -50,9 +49,9 @@ class Rows:
         """Where their results are."""
         return pl.ds(self.plan.tiles.first_stored(tile, self.block.warpgroup), ROWS)
 
-    def first_key(self, tile, batch, j):
+    def first_key(self, place, j):
         """Of step j."""
-        return (self.block.end_of(tile, batch) - 1 - j) * self.plan.config.block_kv
+        return self.block.key_blocks.number(place, j) * self.plan.config.block_kv
 
     # --- what they see ---
 
@@ -63,9 +62,9 @@ class Rows:
 
         It loads them only then where registers are short.
         """
-        plan, load = self.plan, self.block.masks.load_bounds
-        if plan.problem.has_lengths:
-            return lambda: (None, in_each_row(self.block.length(batch)))
+        plan, load, lengths = self.plan, self.block.masks.load_bounds, self.block.lengths
+        if lengths is not None:
+            return lambda: (None, in_each_row(lengths[batch]))
         if not plan.problem.dynamic:
             return lambda: None
         if plan.registers_are_scarce or plan.problem.segmented:
@@ -73,9 +72,9 @@ class Rows:
         bounds = load(batch, self.first(tile))
         return lambda: bounds
 
-    def ids(self, tile, batch, j):
+    def ids(self, place, j):
         """Ids of rows, and where those of the keys of step j are."""
-        first_key = self.first_key(tile, batch, j)
+        (tile, batch, _), first_key = place, self.first_key(place, j)
         return self.block.masks.load_ids(batch, self.first(tile), first_key)
 
     def bits(self, place, j, *, near: bool = True, is_first: bool = False):
@@ -88,8 +87,8 @@ class Rows:
         tile, batch, _ = place
         if not self.plan.problem.segmented:
             return None
-        there = self.block.needs(tile, batch, COMPARING) == 0 if is_first else True
-        first_row, first_key = self.first(tile), self.first_key(tile, batch, j)
+        there = self.block.key_blocks.comparing(place) == 0 if is_first else True
+        first_row, first_key = self.first(tile), self.first_key(place, j)
         bounds = self.block.masks.load_bounds(batch, first_row)
         bits = all_columns(ROWS, self.plan.config.block_kv, there)
         return self.block.masks.visible(bits, first_row, first_key, bounds, near=near)
@@ -99,7 +98,7 @@ class Rows:
         block, block_kv = self.block, self.plan.config.block_kv
         assert block.lists is not None
         tile, batch, head = place
-        first_row, first_key = self.first(tile), block.key_block(place, j) * block_kv
+        first_row, first_key = self.first(tile), self.first_key(place, j)
         bits = block.lists.bits(batch, head, first_row, first_key, block_kv)
         return None if bits is None else block.masks.visible(bits, first_row, first_key, None)
 
@@ -129,9 +128,9 @@ class Rows:
         """
         if not (self.plan.loads_elements or self.plan.problem.has_key_mask):
             return NOTHING_LOADED
-        tile, batch, head = self.plan.tiles.locate(number())
+        tile, batch, head = place = self.plan.tiles.locate(number())
         first_row = self.first(tile)
-        key_block = self.block.key_block((tile, batch, head), j)
+        key_block = self.block.key_blocks.number(place, j)
         if self.plan.problem.has_key_mask:
             return self.load_key_mask(batch, key_block)
         if is_first:

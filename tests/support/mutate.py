@@ -84,8 +84,8 @@ MISTAKES = [
         "kernels",
         (
             "forward: steps of rows that are there are blank",
-            "is_blank = self.rows.first(tile) >= plan.problem.query_length",
-            "is_blank = self.rows.first(tile) + 64 >= plan.problem.query_length",
+            "is_blank = self.rows.first(place[0]) >= plan.problem.query_length",
+            "is_blank = self.rows.first(place[0]) + 64 >= plan.problem.query_length",
         ),
     ),
     *_in(
@@ -131,22 +131,32 @@ MISTAKES = [
     *_in(
         "pallas_kernels",
         "forward_block",
-        "kernels kernel_intervals tickets",
+        "kernels",
         (
             "forward: queries are loaded before their buffer is free",
             "self.queries.await_free(index, buffer)",
             "self.queries.await_free(index - 1, buffer)",
         ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_deals",
+        "kernels tickets",
         (
             "forward: no second round",
-            "is_last = jnp.logical_not(any_too_low()) | (begin > 0)",
-            "is_last = jnp.logical_not(any_too_low()) | (begin >= 0)",
+            "is_last = jnp.logical_not(wants_another()) | (begin > 0)",
+            "is_last = jnp.logical_not(wants_another()) | (begin >= 0)",
         ),
         (
             "forward: by number, tiles of the next thread block",
-            "return self.number + position * tiles.thread_blocks",
-            "return self.number + position * (tiles.thread_blocks - 1)",
+            "return self.thread_block + position * self.thread_blocks",
+            "return self.thread_block + position * (self.thread_blocks - 1)",
         ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_key_blocks",
+        "kernel_intervals",
         (
             "lengths: the block that keys end in is left out",
             "lax.div(jnp.maximum(length, 1) + (block_kv - 1), block_kv)",
@@ -159,7 +169,7 @@ MISTAKES = [
         "kernel_intervals",
         (
             "lengths: values behind the last key count, times 0",
-            "first, end = jnp.int32(0), block.length(batch + fresh_zero())",
+            "first, end = jnp.int32(0), block.lengths[batch + fresh_zero()]",
             "first, end = jnp.int32(0), jnp.int32(key_length)",
         ),
     ),
@@ -174,8 +184,8 @@ MISTAKES = [
         ),
         (
             "bias: loaded a step too late",
-            "key_block = self.block.key_block((tile, batch, head), j)",
-            "key_block = self.block.key_block((tile, batch, head), j) + 1",
+            "key_block = self.block.key_blocks.number(place, j)",
+            "key_block = self.block.key_blocks.number(place, j) + 1",
         ),
         (
             "sinks: those of another batch entry's head",
