@@ -7,6 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import scores
 from pallas_kernels.backward_block import ThreadBlock
 from pallas_kernels.backward_plan import BLOCK_KV, KEYS, fragment_of, size_of
 from pallas_kernels.backward_products import Products
@@ -21,7 +22,6 @@ from pallas_kernels.ptx.compiler import code_fence, fresh_rows, fresh_zero
 from pallas_kernels.ptx.fragments import store_fragment
 from pallas_kernels.ptx.mlir import zero_tile
 from pallas_kernels.ptx.stores import store_tile, store_turned_inside
-from pallas_kernels.score_functions import sloped
 
 
 def consume(block: ThreadBlock, number: int) -> None:
@@ -96,7 +96,8 @@ class _Consumer(Products):
         if mask is not None and not (plan.ids_first or plan.ids_last):  # while S' is made
             equal_ids = mask.equal_ids(j)
         loaded = load_elements(j)
-        weights = self.load_weights(loaded, j, far=far, wait_n=1)
+        products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=1)
+        weights = self.unshared_weights(products, loaded, j, far=far)
         if plan.drops_early:
             weights = self.dropped(weights, key_words, slot)
         if plan.early_weights:
@@ -127,7 +128,6 @@ class _Consumer(Products):
         """The same, and no product of dQ beside it."""
         block, plan = self.block, self.plan
         slot, o_slot, parity = self.slots(j)
-        slope = None
         equal_ids = mask.equal_ids(j) if mask is not None else None
         self.await_query(slot, mask, j)
         self.issue_logits(slot, index)
@@ -136,26 +136,24 @@ class _Consumer(Products):
         if not plan.weights_first:
             self.await_d_out(o_slot, mask, j)
             self.issue_d_weights(o_slot)
-        if plan.problem.has_cap:
-            operand, weights = self.load_capped_weights(
-                loaded, mask, j, equal_ids, o_slot, key_words, wait_n=wait_n
-            )
-        elif plan.problem.has_score:
-            weights, slope = self.load_scored_weights(loaded, j, far=far, wait_n=wait_n)
-        else:
-            weights = self.load_weights(loaded, j, far=far, wait_n=wait_n)
-            weights = self.shared(weights, j, far=far)
+        tile = scores.Tile(
+            loaded,
+            weights=functools.partial(self.weights_of, loaded=loaded, j=j, far=far),
+            hidden=lambda x, fill: masked(x, mask, j, equal_ids, loaded, fill),
+            dropped=lambda weights: self.dropped(weights, key_words, slot),
+            minus_lse=lambda: self.load_start(o_slot),
+            words=lambda: self.words_of_pairs(key_words, o_slot),
+        )
+        products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=wait_n)
+        weights = scores.begun(products, tile, plan.problem, branches=plan.cap_branches)
         if plan.weights_first:
             self.await_d_out(o_slot, mask, j)
             self.issue_d_weights(o_slot)
-        if not plan.problem.has_cap:
-            weights = masked(weights, mask, j, equal_ids, loaded)
-            weights = self.dropped(weights, key_words, slot)
-            operand = as_operand(weights, plan.problem)
-        if slope is not None:
-            weights = sloped(weights, slope)
+        weights = scores.ended(weights, tile, plan.problem)
+        operand = weights.of_values(plan.problem)
+        of_logits = weights.of_logits()
         plan.value_columns.expand(self.dv_acc, operand, *block.d_outs.at(o_slot))
-        ds = self.load_ds(weights, o_slot)
+        ds = self.load_ds(of_logits, o_slot)
         self.store_d_bias(ds, loaded)
         plan.key_columns.expand(self.dk_acc, ds, *block.queries.at(slot))
         if plan.with_query_gradient:

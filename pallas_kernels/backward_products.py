@@ -5,16 +5,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import soft_cap
 from pallas_kernels.backward_block import ThreadBlock
 from pallas_kernels.backward_plan import KEYS, size_of
 from pallas_kernels.config import DQ_TILE
 from pallas_kernels.dropout import d_logits, negated_transposed
 from pallas_kernels.elements import biased
 from pallas_kernels.far_rows import shared_by_key, weights_by_key
-from pallas_kernels.key_tiles_masks import masked
 from pallas_kernels.online_softmax import spread
-from pallas_kernels.problem import LOG2E
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.mlir import zero_tile
 from pallas_kernels.transposed import load_per_query, load_words, per_query
@@ -64,26 +61,20 @@ class Products:
         v = block.v_smem.at[fresh_zero(), :, self.own]
         plan.value_columns.contract(self.dp_acc, v, *block.d_outs.at(slot))
 
-    def load_weights(self, loaded, j, *, far, wait_n):
+    def unshared_weights(self, products, loaded, j, *, far):
         """Weights, of rows far from 0 what `shared` makes weights of if it is due."""
         block, problem = self.block, self.plan.problem
-        products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=wait_n)
         if far and problem.has_marks:
             start = block.start_smem.at[self.slot_anew(j), 0]
             return weights_by_key(products, loaded, problem, start, block.far)
         logits, to_log2 = biased(products, problem, loaded)
         return jnp.exp2(logits * to_log2)
 
-    def load_scored_weights(self, loaded, j, *, far, wait_n):
-        """Weights of logits that a function makes, and its slopes, None where all are 1."""
-        block, problem = self.block, self.plan.problem
-        products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=wait_n)
-        logits, slope = loaded.score(products, slope=True)
-        logits = logits + self.load_start(self.slot_anew(j))
-        if far:
-            start = block.start_smem.at[self.slot_anew(j), 0]
-            return weights_by_key(logits, loaded, problem, start, block.far), slope
-        return jnp.exp2(logits * LOG2E), slope
+    def weights_of(self, products, loaded, j, *, far):
+        """Weights of products that began with their start, or of what a function made of others."""
+        if self.plan.problem.has_score:
+            products = products + self.load_start(self.slot_anew(j))
+        return self.shared(self.unshared_weights(products, loaded, j, far=far), j, far=far)
 
     def shared(self, weights, j, *, far):
         """Late, where a wait for an mbarrier ends a block of code anyway."""
@@ -99,17 +90,13 @@ class Products:
         query_words = self.load_query_words(slot)
         return negated_transposed(weights, key_words, query_words, self.plan.problem)
 
-    def load_capped_weights(self, loaded, mask, j, equal_ids, slot, key_words, *, wait_n):
-        """Weights, the operand of dV, and times the derivative of the cap, for dS'."""
-        plan = self.plan
-        products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=wait_n)
-        logits, _ = soft_cap.capped(products, loaded, plan.problem, branches=plan.cap_branches)
-        logits = masked(logits, mask, j, equal_ids, loaded, soft_cap.UNSEEN)
-        words = None
-        if plan.problem.has_dropout:
-            query_words = self.load_query_words(slot)
-            words = spread(key_words, logits.shape), per_query(query_words, KEYS)
-        return soft_cap.capped_weights(logits, self.load_start(slot), plan.problem, words)
+    def words_of_pairs(self, key_words, slot):
+        """Words of dropout of a tile's keys and queries; None without dropout."""
+        if not self.plan.problem.has_dropout:
+            return None
+        query_words = self.load_query_words(slot)
+        own = spread(key_words, (KEYS, *query_words.shape))
+        return own, per_query(query_words, KEYS)
 
     def load_ds(self, weights, slot):
         block, plan = self.block, self.plan

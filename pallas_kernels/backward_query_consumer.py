@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import soft_cap
+from pallas_kernels import scores
 from pallas_kernels.backward_query_block import ThreadBlock
 from pallas_kernels.backward_query_masks import KeyBlocks, hide, key_blocks
 from pallas_kernels.config import ROWS
@@ -24,7 +24,6 @@ from pallas_kernels.ptx.loads import load_intervals, load_rows
 from pallas_kernels.ptx.masks import equal_columns, keep_bits
 from pallas_kernels.ptx.mlir import zero_tile
 from pallas_kernels.row_masks import PER_ROW
-from pallas_kernels.score_functions import sloped
 
 
 def consume(block: ThreadBlock) -> None:
@@ -183,18 +182,10 @@ class _Consumer:
             self.issue_d_weights(own_rows, v_slot)
         loaded = self.load_elements(j) if problem.has_elements else NOTHING_LOADED
         open_products = 0 if plan.weights_first else plan.value_columns.products
-        logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=open_products)
-        slope = None
-        if loaded.score is not None:
-            logits, slope = loaded.score(logits, slope=True)
+        products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=open_products)
         mask = functools.partial(self.masked, j=j, equal_ids=equal_ids)
-        weights = self.weights(logits, loaded, mask if needs_mask else None)
-        if problem.has_dropout:
-            batch, _ = block.batch_and_head()
-            first_key = block.first_key_of(j)
-            weights = block.dropout.negated(weights, self.query_words, batch, first_key)
-        if slope is not None:
-            weights = sloped(weights, slope)
+        tile = self.tile(loaded, mask if needs_mask else None, j)
+        weights = scores.ended(scores.begun(products, tile, problem), tile, problem).of_logits()
         if plan.weights_first:
             self.dp_acc[...] = zero_tile(ROWS, plan.config.block_kv)
             self.issue_d_weights(own_rows, v_slot)
@@ -218,27 +209,35 @@ class _Consumer:
         (value,) = block.values.at(slot)
         self.plan.value_columns.contract(self.dp_acc, block.o_smem.at[own_rows], value)
 
-    def weights(self, logits, loaded, mask: Callable | None):
+    def tile(self, loaded, mask: Callable | None, j) -> scores.Tile:
+        def hidden(tile, fill):
+            return masked_by_element(mask(tile, fill=fill) if mask else tile, loaded, fill)
+
+        return scores.Tile(
+            loaded,
+            weights=lambda products: self.weights(products, loaded),
+            hidden=hidden,
+            dropped=functools.partial(self.dropped, j=j),
+            minus_lse=lambda: spread(self.start, (ROWS, self.plan.config.block_kv)),
+        )
+
+    def weights(self, products, loaded):
         """Weights; of rows far from 0, a share short of them, where dQ is multiplied with it."""
         problem = self.plan.problem
-        if self.plan.problem.has_cap:
-            logits, _ = soft_cap.capped(logits, loaded, problem)
-            if mask:
-                logits = mask(logits, fill=soft_cap.UNSEEN)
-            logits = masked_by_element(logits, loaded, soft_cap.UNSEEN)
-            minus_lse = spread(self.start, logits.shape)
-            _, weights = soft_cap.capped_weights(logits, minus_lse, problem)
-            return weights
         if problem.beyond_products:
             far = self.block.far
-            weights = weights_by_query(logits, loaded, problem, self.start, far, self.place)
-        else:
-            factor = problem.scale * LOG2E
-            of_rows = spread(self.start * factor, logits.shape)
-            weights = jnp.minimum(jnp.exp2(logits * factor + of_rows), 1.0)
-        if mask:
-            weights = mask(weights)
-        return masked_by_element(weights, loaded, 0.0)
+            return weights_by_query(products, loaded, problem, self.start, far, self.place)
+        factor = problem.scale * LOG2E
+        of_rows = spread(self.start * factor, products.shape)
+        return jnp.minimum(jnp.exp2(products * factor + of_rows), 1.0)
+
+    def dropped(self, weights, j):
+        """The weights, negative where they are dropped."""
+        block = self.block
+        if not self.plan.problem.has_dropout:
+            return weights
+        (batch, _), first_key = block.batch_and_head(), block.first_key_of(j)
+        return block.dropout.negated(weights, self.query_words, batch, first_key)
 
     def store_dq(self) -> None:
         block, plan, problem = self.block, self.plan, self.plan.problem

@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import soft_cap
+from pallas_kernels import scores
 from pallas_kernels.backward_query_masks import hide
 from pallas_kernels.bias_gradient_block import ThreadBlock
 from pallas_kernels.bias_gradient_pieces import BLOCK_Q, WARPS
@@ -30,7 +30,6 @@ from pallas_kernels.ptx.stores import (
     store_tile_inside,
 )
 from pallas_kernels.row_masks import PER_ROW
-from pallas_kernels.score_functions import sloped
 
 _Place = tuple[Any, Any, Any, Any]  # batch entry, head, first row and first key
 
@@ -77,7 +76,7 @@ class _Consumer:
     def step(self, place: _Place, j, own_bias) -> jax.Array:
         """dS of a step, number j of all."""
         block, problem = self.block, self.problem
-        batch, head, first_row, first_key = place
+        batch, head, first_row, _ = place
         rows, slot = pl.ds(first_row, ROWS), block.pairs.slot(j) + fresh_zero()
         start, minus_delta = (
             plgpu.load(ref, layout=PER_ROW, optimized=False)
@@ -93,28 +92,19 @@ class _Consumer:
         keys.contract(self.s_acc, block.q_smem.at[*own], key)
         values.contract(self.dp_acc, block.o_smem.at[*own], value)
         loaded = block.elements.load(*place, self.block_kv, early=True, bias=own_bias)
-        logits = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=values.products)
-        slope = None
-        if loaded.score is not None:
-            logits, slope = loaded.score(logits, slope=True)
-        weights = self.weights(logits, loaded, start, place)
-        # A row that does not count may have a bias that is NaN.
-        weights = jnp.where(spread(start, weights.shape) > -jnp.inf, weights, 0.0)
-        if problem.has_dropout:
-            query_words = block.dropout.of_rows(batch, head, first_row)
-            weights = block.dropout.negated(weights, query_words, batch, first_key)
-        if slope is not None:
-            weights = sloped(weights, slope)
+        products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=values.products)
+        tile = self.tile(loaded, start, place)
+        weights = scores.ended(scores.begun(products, tile, problem), tile, problem).of_logits()
         d_weights = plgpu.wgmma_accumulator_load(self.dp_acc, wait_n=0)
         block.pairs.give_back(slot)
         minus_deltas = spread(minus_delta, weights.shape)
         return d_logits(weights, d_weights, minus_deltas, problem)
 
-    def weights(self, logits, loaded, start, place):
-        """Of a tile; with a cap, times its derivative."""
+    def tile(self, loaded, start, place) -> scores.Tile:
         block, problem = self.block, self.problem
         batch, head, first_row, first_key = place
-        last_row = problem.query_length - 1
+        last_row, shape = problem.query_length - 1, (ROWS, self.block_kv)
+        row_place = lambda: (batch, head, first_row)
 
         def bounds():
             return load_intervals(block.intervals.at[batch], first_row, last_row)
@@ -129,14 +119,21 @@ class _Consumer:
                 weights = keep_bits(weights, equal, fill)
             return masked(weights, loaded, fill)
 
-        if problem.has_cap:
-            logits, _ = soft_cap.capped(logits, loaded, problem)
-            logits = hidden(logits, soft_cap.UNSEEN)
-            _, weights = soft_cap.capped_weights(logits, spread(start, logits.shape), problem)
-            return weights
-        row_place = lambda: (batch, head, first_row)
-        weights = weights_by_query(logits, loaded, problem, start, block.far, row_place)
-        return hidden(weights, 0.0)
+        def dropped(weights):
+            # A row that does not count may have a bias that is NaN.
+            weights = jnp.where(spread(start, shape) > -jnp.inf, weights, 0.0)
+            if not problem.has_dropout:
+                return weights
+            query_words = block.dropout.of_rows(batch, head, first_row)
+            return block.dropout.negated(weights, query_words, batch, first_key)
+
+        return scores.Tile(
+            loaded,
+            weights=lambda x: weights_by_query(x, loaded, problem, start, block.far, row_place),
+            hidden=hidden,
+            dropped=dropped,
+            minus_lse=lambda: spread(start, shape),
+        )
 
     def store(self, entry, number, place, total) -> None:
         block, pieces, gradient = self.block, self.block.pieces, self.block.gradient
