@@ -162,7 +162,10 @@ def _prepared(call: Call):
     has_lengths &= not (are_beside or elements.mask is not None)
     if has_lengths:
         highest = highest_beside
-    settings = _Settings(
+    problem = Problem.of(
+        call.query,
+        call.key,
+        call.value,
         scale=float(call.scale),
         lowest=lowest,
         highest=highest,
@@ -170,16 +173,16 @@ def _prepared(call: Call):
         has_lengths=has_lengths,
         has_key_mask=masks_keys,
         segmented=bool(ids),
-        all_count=all_count,
         has_mask=has_mask,
         has_bias=has_bias,
         soft_cap=soft_cap,
         dropout=dropout_words.steps_of(call.dropout_rate),
         mask_function=mask_function,
         score_function=score_function,
-        deterministic=call.deterministic,
-        config=call.config,
     )
+    forward = (call.config or _best(problem, elements)).forward
+    rows = forward.whole_tiles(problem.query_length)
+    settings = _Settings(problem, all_count, call.deterministic, call.config, rows)
     sinks: tuple[jax.Array, ...] = ()
     if call.sinks is not None:
         # For each batch entry, as vmap makes the batch longer, and sharded as the query is.
@@ -187,8 +190,6 @@ def _prepared(call: Call):
         sinks = (batch_and_heads + call.sinks.astype(jnp.float32)[None],)
     given = call.query, call.key, call.value, sinks, intervals, ids, *words_of(call)
     operands = Operands(*given, blocks, elements)
-    problem = settings.problem(operands)
-    settings = settings.with_rows(problem, elements)
     if has_mask and mask_function is None:
         operands = operands.with_keys(lambda x: zero_masked(x, call.visibility, problem))
     if seen is not None:
@@ -224,65 +225,42 @@ def _mask_of_blocks(call: Call, lowest: int | None, highest: int | None):
     return MaskFunction(call.mask_mod.program), (blocks,), seen
 
 
+def _best(problem: Problem, elements: Elements) -> Config:
+    """Settings of the kernels."""
+    return for_problem(
+        problem,
+        bias_of_keys=elements.has_bias_of_keys,
+        tiled_bias=elements.tiled_bias_dtype is not None,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """What of a call is no array and no shape."""
+    """What of a call is no array.
 
-    scale: float
-    lowest: int | None
-    highest: int | None
-    dynamic: bool
-    has_lengths: bool
-    has_key_mask: bool
-    segmented: bool
-    all_count: bool  # whether, but for a mask, each query is known to see a key, and each key seen
-    has_mask: bool
-    has_bias: bool
-    soft_cap: float | None
-    dropout: int
-    mask_function: Any
-    score_function: Any
+    Attributes:
+      whole: the problem of the call as a whole, of which each device, and what `vmap` maps, has a
+        part.
+      all_count: whether, but for a mask, each query is known to see a key, and each key to be seen.
+      deterministic: whether all gradients are to be the same every time.
+      config: given, or None.
+      rows: of an LSE, which fill tiles by the settings of the call as a whole. So many they are of
+        each part, whose own settings may be others.
+    """
+
+    whole: Problem
+    all_count: bool
     deterministic: bool
-    config: Config | None  # given, or None
-    rows: int | None = None  # of an LSE; None until the problem is known
+    config: Config | None
+    rows: int
 
     def problem(self, operands: Operands) -> Problem:
-        return Problem.of(
-            operands.query,
-            operands.key,
-            operands.value,
-            scale=self.scale,
-            lowest=self.lowest,
-            highest=self.highest,
-            dynamic=self.dynamic,
-            has_lengths=self.has_lengths,
-            has_key_mask=self.has_key_mask,
-            segmented=self.segmented,
-            has_mask=self.has_mask,
-            has_bias=self.has_bias,
-            soft_cap=self.soft_cap,
-            dropout=self.dropout,
-            mask_function=self.mask_function,
-            score_function=self.score_function,
-        )
+        """That of a part."""
+        return self.whole.of_part(operands.query, operands.key)
 
     def config_of(self, problem: Problem, elements: Elements) -> Config:
         """Settings of the kernels: those that are given, or the best of what a device has."""
-        if self.config is not None:
-            return self.config
-        return for_problem(
-            problem,
-            bias_of_keys=elements.has_bias_of_keys,
-            tiled_bias=elements.tiled_bias_dtype is not None,
-        )
-
-    def with_rows(self, problem: Problem, elements: Elements) -> "_Settings":
-        """With the rows of an LSE, which fill tiles by the settings of the call as a whole.
-
-        So many they are on each device and under `vmap`, whose own settings may be others.
-        """
-        forward = self.config_of(problem, elements).forward
-        return dataclasses.replace(self, rows=forward.whole_tiles(problem.query_length))
+        return self.config or _best(problem, elements)
 
     def backward_ignores_unseen(self, problem: Problem) -> bool:
         """Whether what does not count may be NaN in the backward kernels."""

@@ -86,18 +86,19 @@ def attention(call: Call) -> tuple[jax.Array, jax.Array]:
     assert isinstance(call.scale, (int, float))  # else unsupported
     lowest, highest, intervals = intervals_of(call)
     ids = segment_ids_of(call)
-    settings = _Settings(
+    call = _with_products_in_half(call)
+    query, key, value = call.query, call.key, call.value
+    problem = Problem.of(
+        query,
+        key,
+        value,
         scale=float(call.scale),
         lowest=lowest,
         highest=highest,
         dynamic=bool(intervals),
         segmented=bool(ids),
-        out_dtype=call.out_dtype,
-        config=_config(call),
     )
-    call = _with_products_in_half(call)
-    query, key, value = call.query, call.key, call.value
-    problem = settings.problem(query, key, value)
+    settings = _Settings(problem, call.out_dtype, _config(call))
     query, key, value = zero_all_unseen(query, key, value, problem, intervals, ids)
     scales = _scales(call, settings)
     operands = vary_alike((query, key, value, scales, intervals, ids))
@@ -125,7 +126,7 @@ def _scales(call: Call, settings: "_Settings") -> tuple[jax.Array, ...]:
     """Those of `forward_fp8.Scales`, sharded as what they are the scales of."""
     assert call.scales is not None
     of_query, of_key, of_value = call.scales
-    of_query = of_query * (settings.scale * LOG2E)
+    of_query = of_query * (settings.whole.scale * LOG2E)
     block_kv = settings.config.block_kv
     of_query, of_key, of_value = map(jnp.maximum, (of_query, of_key, of_value), _LEAST_SCALES)
     query_size, key_size, value_size = call.block_sizes
@@ -145,27 +146,11 @@ def _spread(scales: jax.Array, block_size: int, x: jax.Array, step: int) -> jax.
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """What of a call is no array and no shape."""
+    """What of a call is no array; the problem is that of the call as a whole."""
 
-    scale: float
-    lowest: int | None
-    highest: int | None
-    dynamic: bool
-    segmented: bool
+    whole: Problem
     out_dtype: np.dtype
     config: ForwardFP8Config
-
-    def problem(self, query: jax.Array, key: jax.Array, value: jax.Array) -> Problem:
-        return Problem.of(
-            query,
-            key,
-            value,
-            scale=self.scale,
-            lowest=self.lowest,
-            highest=self.highest,
-            dynamic=self.dynamic,
-            segmented=self.segmented,
-        )
 
 
 # Letters of `sharding.over_devices`.
@@ -179,7 +164,7 @@ def _run(settings, leading, *args):
 
 
 def _local(settings, query, key, value, *operands):
-    problem = settings.problem(query, key, value)
+    problem = settings.whole.of_part(query, key)
     rows = settings.config.whole_tiles(problem.query_length)
     out_types = result_types(problem, settings.out_dtype, rows)[:2]
     return launch(_forward_fp8, (settings,), out_types, query, key, value, *operands)
@@ -188,7 +173,7 @@ def _local(settings, query, key, value, *operands):
 def _forward_fp8(settings, query, key, value, scales, intervals, ids):
     from pallas_kernels import forward_fp8  # of Pallas, which is slow to import
 
-    problem = settings.problem(query, key, value)
+    problem = settings.whole.of_part(query, key)
     return forward_fp8.attention(
         query,
         key,

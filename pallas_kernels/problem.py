@@ -99,6 +99,11 @@ class Problem:
             **static,
         )
 
+    def of_part(self, query: jax.Array, key: jax.Array) -> "Problem":
+        """The same of arrays that are a part of the batch and of the heads."""
+        (batch, _, heads, _), kv_heads = query.shape, key.shape[2]
+        return dataclasses.replace(self, batch=batch, heads=heads, kv_heads=kv_heads)
+
     @property
     def logit_unit(self) -> float:
         """What kernels count logits in: products of query and key, or tanh with a soft cap."""
