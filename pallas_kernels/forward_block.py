@@ -7,20 +7,11 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import key_masks
-from pallas_kernels.bit_words import WORD
 from pallas_kernels.config import ROWS
 from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
 from pallas_kernels.forward_deals import deal_of
-from pallas_kernels.forward_key_blocks import (
-    Alike,
-    KeyBlocks,
-    OfKeyMask,
-    OfLists,
-    OfTable,
-    UpToLengths,
-)
+from pallas_kernels.forward_key_blocks import key_blocks_of
 from pallas_kernels.forward_plan import Plan
 from pallas_kernels.hopper import Ring, Turns
 from pallas_kernels.mask_functions import MaskRefs
@@ -107,11 +98,11 @@ class ThreadBlock(Block):
 
         schedule, *rest = refs
         drawn_refs, rest = rest[: int(by_batch)], rest[int(by_batch) :]
-        self.lists, key_blocks = None, None
+        self.lists, table = None, None
         if problem.has_lists:
             self.lists, (self.q, self.k, self.v, *rest) = MaskRefs.split(problem, rest)
         else:
-            key_blocks, self.q, self.k, self.v, *rest = rest
+            table, self.q, self.k, self.v, *rest = rest
         *rest, self.o, self.lse, self.references = rest
         # Intervals, lengths or a mask of keys come first, then the reach of tiles, ids, words,
         # elements and sinks.
@@ -137,24 +128,11 @@ class ThreadBlock(Block):
 
         self.warpgroup = lax.axis_index("warpgroup")
         self.turns = Turns(turn, self.warpgroup)
-        self.key_blocks = self._key_blocks(key_blocks, intervals)
+        of_mask = intervals if problem.has_key_mask else ()
+        self.key_blocks = key_blocks_of(plan.tiles, table, self.lists, self.lengths, of_mask)
         self.deal = deal_of(
             plan.tiles, schedule, drawn_refs, entries, anew=plan.registers_are_scarce
         )
-
-    def _key_blocks(self, table, intervals) -> KeyBlocks:
-        """Those of tiles, by what the problem has."""
-        tiles, block_kv = self.plan.tiles, self.plan.config.block_kv
-        if self.lists is not None:
-            return OfLists(self.lists)
-        if self.lengths is not None:
-            return UpToLengths(table, self.lengths, block_kv)
-        if self.key_words is not None:
-            of_entries = key_masks.KeyBlocks(*intervals[1:])
-            return OfKeyMask(of_entries, self.key_words.shape[1] * WORD // block_kv)
-        if tiles.needed_by_all is not None:
-            return Alike(tiles.needed_by_all, have_ends=tiles.have_ends)
-        return OfTable(table, by_batch=tiles.problem.by_batch, have_ends=tiles.have_ends)
 
     def staging(self, index):
         """Shared memory that the output of a tile leaves from, that of this warpgroup's rows."""

@@ -12,9 +12,33 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import key_masks
-from pallas_kernels.forward_tiles import BLOCKS, COMPARING, END, EXACT, FAR
+from pallas_kernels.bit_words import WORD
+from pallas_kernels.forward_tiles import BLOCKS, COMPARING, END, EXACT, FAR, Tiles
 from pallas_kernels.mask_functions import COUNT, LISTED, MASKED, MaskRefs
 from pallas_kernels.ptx.compiler import fresh_zero
+
+
+def key_blocks_of(tiles: Tiles, table, lists: MaskRefs | None, lengths, of_mask) -> "KeyBlocks":
+    """Those of a kernel's tiles, by what the problem has.
+
+    Args:
+      table: ref of `Tiles.key_blocks`.
+      lists: those of a mask function or of a dense mask, or None.
+      lengths: ref of where keys end, or None.
+      of_mask: refs of the bits of a mask of keys, and of numbers of batch entries; or none.
+    """
+    problem, block_kv = tiles.problem, tiles.config.block_kv
+    if lists is not None:
+        return OfLists(lists)
+    if lengths is not None:
+        return UpToLengths(table, lengths, block_kv)
+    if of_mask:
+        words, *of_entries = of_mask
+        blocks = words.shape[1] * WORD // block_kv
+        return OfKeyMask(key_masks.KeyBlocks(*of_entries), blocks)
+    if tiles.needed_by_all is not None:
+        return Alike(tiles.needed_by_all, have_ends=tiles.have_ends)
+    return OfTable(table, by_batch=problem.by_batch, have_ends=tiles.have_ends)
 
 
 class KeyBlocks:
