@@ -36,6 +36,7 @@ from pallas_kernels import (
 from pallas_kernels.bias_gradient_pieces import Pieces
 from pallas_kernels.config import ForwardConfig
 from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_dealing import Dealing
 
 Without = Callable[[], contextlib.AbstractContextManager]
 
@@ -208,12 +209,12 @@ SPECIAL = {
         "both", Row(16, 1024, 16, 16, 128, False), _other(_PLAN, prefetches=False)
     ),
     "a tile for each block": Special(
-        "both", Row(2, 512, 16, 16, 64, False), _other(_PLAN, one_each=False)
+        "both", Row(2, 512, 16, 16, 64, False), _other(_PLAN, dealing=Dealing.DRAWN)
     ),
     "lists of few short tiles": Special(
-        "both", Row(5, 256, 26, 26, 64, True), _other(_PLAN, deals_few_steps=False)
+        "both", Row(5, 256, 26, 26, 64, True), _other(_PLAN, dealing=Dealing.DRAWN)
     ),
-    "tickets": Special("both", _128, _other(_PLAN, draws=False)),
+    "tickets": Special("both", _128, _other(_PLAN, dealing=Dealing.LISTED)),
     "blank steps": Special(
         "both", Row(1, 16384, 16, 16, 128, True, 1024), _other(_PLAN, has_blank_steps=False)
     ),

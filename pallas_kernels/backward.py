@@ -112,7 +112,7 @@ def build(plan: Plan, interpret: bool):
         plan.config.thread_blocks,
         plan.scratch(interpret),
         from_end=True,
-        draws=plan.draws,
+        dealing=plan.dealing,
     )
 
 

@@ -13,6 +13,7 @@ from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, DQ_TILE, SM_COUNT, BackwardConfig
 from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_dealing import Dealing
 from pallas_kernels.key_tiles_shares import dealt_out, gradients_of_tiles
 from pallas_kernels.problem import Problem, whole_tiles
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of
@@ -206,38 +207,29 @@ class Plan:
         """Whether it makes dQ of tiles whose costs are known, and registers do for any schedule."""
         return self.with_query_gradient and self.problem.is_plain and not self.problem.by_batch
 
-    @property
-    def _most_thread_blocks(self) -> int:
-        return self.config.thread_blocks or SM_COUNT
-
-    @property
-    def one_each(self) -> bool:
-        """Whether each thread block has one tile, that of its number, and nothing to draw.
-
-        Lists are as fast where nothing is drawn anyway.
-        """
-        are_few = self.tiles.count <= self._most_thread_blocks
-        return self.is_plain and are_few and not self.tiles.shares.last
-
     @functools.cached_property
-    def deals_few_steps(self) -> bool:
-        """Whether there is little to even out by draws, each of which takes as long as a step."""
-        are_many = self.tiles.count > _FEW_TILES * self._most_thread_blocks
-        if not self.is_plain or self.one_each or are_many:
-            return False
-        return float(self.tiles.steps().mean()) <= _SHORT_TILE
-
-    @property
-    def draws(self) -> bool:
-        """Whether thread blocks draw their tiles, and zero dQ, if there is, of those to come."""
-        p = self.problem
-        if self.one_each or self.deals_few_steps or p.has_slope or p.has_dropout:
-            return False  # nothing to draw or to even out, or registers are too short
+    def dealing(self) -> Dealing:
+        """Who says which tile is next; who draws also zeros dQ, if there is, of tiles to come."""
+        p, tiles = self.problem, self.tiles
+        if self.is_plain:
+            blocks = self.config.thread_blocks or SM_COUNT
+            if tiles.count <= blocks and not tiles.shares.last:
+                return Dealing.ONE_EACH
+            # There is little to even out by draws, each of which takes as long as a step.
+            if tiles.count <= _FEW_TILES * blocks and tiles.steps().mean() <= _SHORT_TILE:
+                return Dealing.LISTED
+            return Dealing.DRAWN
+        if p.has_slope or p.has_dropout:
+            return Dealing.LISTED  # a draw would spill
         if p.by_batch and self.is_wide:
-            return True
-        # At width 64 tiles of documents are so short that what a draw takes counts. A draw would
-        # spill beside elements, and lists where there are both. Without dQ lists are as fast.
-        return self.with_query_gradient and p.segmented == p.has_elements
+            return Dealing.DRAWN
+        if not self.with_query_gradient:
+            return Dealing.LISTED  # it is as fast
+        if p.has_elements:
+            # A draw would spill, and with ids too a list.
+            return Dealing.DRAWN if p.segmented else Dealing.LISTED
+        # Tiles of documents are so short that what a draw takes counts.
+        return Dealing.LISTED if p.segmented else Dealing.DRAWN
 
     @property
     def switches_roles(self) -> bool:
@@ -246,11 +238,11 @@ class Plan:
         The number would be spilled for them in a consumer. Yet beside lists a switch would spill,
         with a cap or dropout.
         """
-        return self.draws or self.is_plain
+        return self.dealing is Dealing.DRAWN or self.is_plain
 
     @functools.cached_property
     def thread_blocks(self) -> int:
-        return self.tiles.thread_blocks(self.config.thread_blocks, draws=self.draws)
+        return self.tiles.thread_blocks(self.config.thread_blocks, dealing=self.dealing)
 
     @functools.cached_property
     def zeroed_ahead(self) -> tuple[int, range]:
@@ -258,14 +250,16 @@ class Plan:
 
         In interpret mode, where thread blocks run one after the other, there are none of these.
         """
-        if interpreting() or not (self.draws and self.sums_dq):
+        if interpreting() or self.dealing is not Dealing.DRAWN or not self.sums_dq:
             return 1, range(0)
         return self.tiles.prepared(self.thread_blocks)
 
     @property
     def counters(self) -> int:
         """How many there are in global memory: whether any row is far from 0, and what is drawn."""
-        return 1 + (self.tiles.counters_to_draw(self.thread_blocks) if self.draws else 0)
+        if self.dealing is not Dealing.DRAWN:
+            return 1
+        return 1 + self.tiles.counters_to_draw(self.thread_blocks)
 
     @property
     def dq_tiles_of_kv_head(self) -> int:
@@ -348,7 +342,8 @@ class Plan:
         """Whether there are none in steps that rows far from 0 may be in."""
         p = self.problem
         # H64-full-whole would spill 136 bytes.
-        is_whole = self.dq_is_whole and not (self.is_wide or self.tiles.any_mask or self.one_each)
+        is_whole = self.dq_is_whole and not (self.is_wide or self.tiles.any_mask)
+        is_whole = is_whole and self.dealing is not Dealing.ONE_EACH
         return (p.has_bias and p.has_dropout) or is_whole
 
     @property
@@ -383,7 +378,8 @@ class Plan:
         p = self.problem
         if p.has_slope or p.has_dropout or p.segmented or p.has_bias:
             return True
-        if p.has_given_lists or (self.deals_few_steps and not self.is_wide):
+        is_listed = self.is_plain and self.dealing is Dealing.LISTED
+        if p.has_given_lists or (is_listed and not self.is_wide):
             return True  # the latter would spill 8 to 16 bytes
         if p.picks_keys and (self.dq_is_whole or not self.is_wide):
             return True  # H128-key-lengths-causal-one would spill 4 bytes, H64-..-causal-ragged 32
@@ -496,8 +492,9 @@ class Plan:
         # What thread blocks draw stands behind delta: there is no room for more, as each ref takes
         # whole KB.
         if not self.problem.has_dropout:
-            found["delta_smem"] = plgpu.SMEM((stages + int(self.draws), block_q), jnp.float32)
-        if self.draws:
+            rows = stages + int(self.dealing is Dealing.DRAWN)
+            found["delta_smem"] = plgpu.SMEM((rows, block_q), jnp.float32)
+        if self.dealing is Dealing.DRAWN:
             found["first_full"] = plgpu.Barrier(num_arrivals=1)
         if self.dv_apart:
             found["dv_smem"] = values.smem(1, BLOCK_KV, dtype=dtype)

@@ -16,6 +16,7 @@ import numpy as np
 from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels import scheduler, segments, tickets
 from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT, Shares
+from pallas_kernels.key_tiles_dealing import Dealing
 from pallas_kernels.mask_functions import COUNT, query_lists
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
@@ -309,16 +310,19 @@ class KeyTiles:
         return (steps.cumsum() - steps).astype(np.int32)
 
     def thread_blocks(
-        self, most: int | None, kv_heads: range | None = None, draws: bool = False
+        self,
+        most: int | None,
+        kv_heads: range | None = None,
+        dealing: Dealing = Dealing.LISTED,
     ) -> int:
         """How many to launch: at most so many, or if None as `scheduler.thread_blocks` decides.
 
         Args:
           kv_heads: those that have tiles; None for all.
-          draws: thread blocks draw their tiles: None stands for one on each SM.
+          dealing: where tiles are drawn, None stands for one on each SM.
         """
         count = len(kv_heads) * self.per_head if kv_heads else self.count
-        if most is None and not draws:
+        if most is None and dealing is not Dealing.DRAWN:
             is_known = not self.problem.by_batch
             return scheduler.thread_blocks(count, self.steps(), SM_COUNT, is_known)
         return min(count, most or SM_COUNT)

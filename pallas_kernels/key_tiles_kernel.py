@@ -15,6 +15,7 @@ from pallas_kernels import intervals as run_time_intervals
 from pallas_kernels.config import BACKWARD_CONSUMERS
 from pallas_kernels.dropout import Words
 from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles
+from pallas_kernels.key_tiles_dealing import Dealing
 from pallas_kernels.mask_functions import COUNT, seen_keys
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import HAND_ORDERED
@@ -30,7 +31,7 @@ def gradient_kernel(
     most_thread_blocks: int | None,
     scratch: dict[str, Any],
     from_end: bool = False,
-    draws: bool = False,
+    dealing: Dealing = Dealing.LISTED,
     more_results: tuple[jax.ShapeDtypeStruct, ...] = (),
 ) -> Callable:
     """The kernel that makes dK and dV.
@@ -41,7 +42,7 @@ def gradient_kernel(
       gradients: shapes of dK and dV.
       most_thread_blocks: as `KeyTiles.thread_blocks` takes it.
       from_end: thread blocks walk their lists from the end.
-      draws: thread blocks draw their tiles, of all heads, and have no lists.
+      dealing: how thread blocks come to their tiles. They draw those of all heads.
       more_results: shapes of what the kernel makes beside dK and dV; with any, `first_steps`
         goes with `seeing_blocks`.
 
@@ -53,7 +54,7 @@ def gradient_kernel(
       Of a section the kernel takes its heads alone, and if there are refs of results, it writes
       those heads of them.
     """
-    p = tiles.problem
+    p, draws = tiles.problem, dealing is Dealing.DRAWN
     seeing_blocks = np.zeros(0) if p.has_given_lists else tiles.seeing_blocks()
     if more_results:
         seeing_blocks = np.append(seeing_blocks, tiles.first_steps()[None], axis=0)
@@ -82,7 +83,7 @@ def gradient_kernel(
         return scheduler.longest_first(schedule, cost, sharing)
 
     def run(intervals, ids, words: Words | None, *operands, blocks=None, kv_heads=None, results=()):
-        thread_blocks = tiles.thread_blocks(most_thread_blocks, kv_heads, draws)
+        thread_blocks = tiles.thread_blocks(most_thread_blocks, kv_heads, dealing)
         kernel = kernel_of(thread_blocks, bool(results))
         operands = (*operands, *results)
         if words is not None:  # those of queries come with their start

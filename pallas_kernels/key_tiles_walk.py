@@ -10,16 +10,18 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import key_masks, tickets
+from pallas_kernels import key_masks
 from pallas_kernels.bit_words import WORD
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.key_tiles import CONSUMER_KEYS, KeyTiles
+from pallas_kernels.key_tiles_dealing import Listed, OneEach
 from pallas_kernels.mask_functions import COUNT, LISTED, MaskRefs
 from pallas_kernels.on_rows import entry_of
 from pallas_kernels.ptx.arithmetic import div_rem
-from pallas_kernels.ptx.compiler import fresh_rows, fresh_zero
+from pallas_kernels.ptx.compiler import fresh_rows
 from pallas_kernels.ptx.loads import load_rows
 from pallas_kernels.ptx.votes import any_positive
+from pallas_kernels.tickets import Tickets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +31,8 @@ class Walk:
     What there is to know of a tile is read where it is needed: kept over a loop it costs registers.
 
     Attributes:
-      schedule_ref: `KeyTiles.schedule`, in global memory; None where tiles are drawn.
+      turns: which tile is next.
       seeing_blocks_ref: `KeyTiles.seeing_blocks` or `seeing_blocks_of`, in global memory.
-      block: number of the thread block.
       more_refs: in global memory, where the problem has lengths those, where it has a mask of keys
         its bits; where it is dynamic or segmented the queries that see each key, and where it is
         segmented the ids of queries and of keys, as many as there are in all blocks and tiles.
@@ -43,42 +44,31 @@ class Walk:
         (`KeyTiles.counters_to_draw`).
       lists: of tiles, with the mask function, in the place of seeing_blocks_ref; None without.
       seen: of a dense mask what `mask_functions.seen_keys` gives.
-      drawn: the tickets of a thread block that draws its tiles.
-      one_each: each thread block has one tile, that of its number.
     """
 
     tiles: KeyTiles
-    schedule_ref: Any
+    turns: OneEach | Listed | Tickets
     seeing_blocks_ref: Any
-    block: Any
     more_refs: tuple[Any, ...] = ()
     elements: ElementRefs | None = None
     key_words_ref: Any = None
-    drawn: tickets.Tickets | None = None
     counters_ref: Any = None
     lists: MaskRefs | None = None
     seen: tuple[Any, ...] = ()
-    one_each: bool = False
 
     @classmethod
     def of_refs(
         cls,
         tiles: KeyTiles,
-        block,
         refs,
-        thread_blocks: int = 0,
-        entries: Any = None,
-        first_full: Any = None,
-        one_each: bool = False,
+        turns: Callable[[Any, Any], OneEach | Listed | Tickets],
     ) -> "tuple[Walk, list]":
         """The walk by the first refs of a kernel of `gradient_kernel`, and its other refs.
 
         Args:
-          thread_blocks, entries, first_full: where they draw, how many there are and what
-            `tickets.Tickets` takes.
-          one_each: see above.
+          turns: of the ref of lists, or of the order to draw, and of `counters_ref`.
         """
-        schedule_ref, *refs = refs
+        table_ref, *refs = refs
         lists, seeing_blocks_ref, seen = None, None, ()
         if tiles.problem.has_lists:
             lists, refs = MaskRefs.split(tiles.problem, refs)
@@ -94,51 +84,31 @@ class Walk:
             key_words_ref, count = refs[count], count + 1
         elements, operands = ElementRefs.split(tiles.problem, refs[count:], transposed=True)
         counters_ref, *operands = operands
-        drawn = None
-        if entries is not None:
-            order_ref, schedule_ref = schedule_ref, None
-            drawn = tickets.Tickets(
-                order_ref,
-                counters_ref.at[1:],
-                entries,
-                tiles.count,
-                thread_blocks,
-                functools.partial(lax.axis_index, "block"),
-                first_full,
-            )
         walk = cls(
             tiles,
-            schedule_ref,
+            turns(table_ref, counters_ref),
             seeing_blocks_ref,
-            block,
             more_refs,
             elements,
             key_words_ref,
-            drawn,
             counters_ref,
             lists,
             seen,
-            one_each,
         )
         return walk, operands
 
     def count(self):
-        """How many tiles a list has, at least 1; it goes on with others, or one, of no meaning."""
-        if self.one_each:  # a loop all the same: without, registers are laid out worse, and spill
-            return 1 + fresh_zero()
-        return self.schedule_ref[self.block, 0]
+        """How many tiles there are, where they are not drawn; at least 1."""
+        assert not isinstance(self.turns, Tickets)
+        return self.turns.count()
 
     def locate(self, index):
         """Tile and key head, of every batch entry, of the thread block's tile of that index."""
         return self.tiles.locate(self.number(index))
 
     def number(self, index):
-        """Number of the thread block's tile of that index, in its list or of those that it drew."""
-        if self.drawn:
-            return self.drawn.number(index)
-        if self.one_each:  # made anew: kept it would take a register
-            return self.block + fresh_zero()
-        return self.schedule_ref[self.block, 1 + index]
+        """Number of the thread block's tile of that index."""
+        return self.turns.number(index)
 
     def prepared_tiles(self, section):
         """Counter of the tiles that are prepared of a section of `KeyTiles.prepared`, from 1 on."""

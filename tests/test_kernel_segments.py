@@ -14,6 +14,7 @@ from pallas_kernels import defaults, intervals, scheduler, segments
 from pallas_kernels.backward_query_masks import key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_dealing import Listed
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.problem import Problem
 from tests.support.cases import long, slow
@@ -285,7 +286,7 @@ def test_query_blocks_of_key_tiles(ids, bounds, dynamic, width):
     seeing = tiles.seeing(jnp.asarray(kept(ids, bounds)) if dynamic else None)
     table = tiles.seeing_blocks_of(seeing, tuple(map(jnp.asarray, ids)))
     schedule = jnp.asarray([[tiles.count, *range(tiles.count)]])
-    walk = Walk(tiles, schedule, table, 0)
+    walk = Walk(tiles, Listed(schedule, 0), table)
     every = visible(ids, bounds)
     for index in range(tiles.count):
         tile, kv_head_of_all = walk.locate(jnp.int32(index))

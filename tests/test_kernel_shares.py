@@ -14,6 +14,7 @@ from pallas_kernels.backward_plan import Plan
 from pallas_kernels.config import BackwardKeyConfig, Last, Shares
 from pallas_kernels.defaults import BACKWARD
 from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_dealing import Listed
 from pallas_kernels.key_tiles_shares import (
     d_logits_sections,
     gradients_of_tiles,
@@ -210,7 +211,9 @@ def test_parts_are_the_steps_of_their_tile(bounds, parts, group):
     assert cut.steps_per_head == whole.steps_per_head
     assert cut.count == 6 * cut.per_head == 6 * len(tile)
     walk_over = lambda tiles: Walk(
-        tiles, jnp.arange(-1, tiles.per_head)[None], jnp.asarray(tiles.seeing_blocks()), 0
+        tiles,
+        Listed(jnp.arange(-1, tiles.per_head)[None], 0),
+        jnp.asarray(tiles.seeing_blocks()),
     )
     steps: list[list] = [[] for _ in range(whole.per_head)]
     for index in range(cut.per_head):
@@ -238,7 +241,7 @@ def test_parts_of_last_tiles_are_their_steps(bounds, heads, tiles, group):
     order = cut.order_to_draw(132)
     assert len(set(order)) == len(order) == cut.count and max(order) < cut.numbers
     np.testing.assert_array_equal(np.sort(cut.schedule(cut.count)[:, 1]), np.sort(order))
-    walk = Walk(cut, jnp.asarray(order)[None], jnp.asarray(cut.seeing_blocks()), 0)
+    walk = Walk(cut, Listed(jnp.asarray(order)[None], 0), jnp.asarray(cut.seeing_blocks()))
     steps: dict[tuple[int, int], list] = {}
     stored = set()
     for number in order.tolist():
