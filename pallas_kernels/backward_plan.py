@@ -9,6 +9,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels import backward_spills as spills
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, DQ_TILE, SM_COUNT, BackwardConfig
 from pallas_kernels.interpret import interpreting
@@ -19,6 +20,7 @@ from pallas_kernels.problem import Problem, whole_tiles
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of
 from pallas_kernels.ptx.fragments import fragment_shape
 from pallas_kernels.ptx.operands import SharedZeros, operand_form
+from pallas_kernels.spills import would_spill
 
 CONSUMERS = BACKWARD_CONSUMERS
 KEYS = 64  # of a consumer: the M of a wgmma
@@ -153,14 +155,12 @@ class Plan:
     def dq_is_whole(self) -> bool:
         """Whether dQ of a step is, and leaves as users get it, with nothing to add up or to cast.
 
-        So it is where one tile has all keys, and sees all queries. Beside dropout, masks and biases
-        up to 108 bytes would spill where K has two boxes, and 12 beside dropout and one of these.
+        So it is where one tile has all keys, and sees all queries.
         """
         p = self.whole
         if p.by_batch or p.has_lists or not self.with_query_gradient:
             return False
-        crowds = int(p.has_dropout) + int(p.has_elements) + int(self.key_columns.tiles > 1)
-        if crowds > 1:
+        if would_spill(spills.WHOLE_DQ_ADDED, self):
             return False
         return self._seeing_blocks == [[0, self._whole_tiles.query_blocks]]
 
@@ -177,12 +177,13 @@ class Plan:
         """Whether each of a head's tiles of keys stores dQ of its own, and `cast_dq` adds them.
 
         There are neither zeros nor additions in global memory then, and bits are the same always.
-        Beside dropout, masks and biases up to 44 bytes would spill.
         """
         p = self.whole
-        if p.by_batch or p.has_lists or p.has_elements or p.has_dropout or p.picks_keys:
+        if p.by_batch or p.has_lists or p.picks_keys:
             return False  # where keys are picked a tile may be without any, and go without dQ
         if self.dq_is_whole or not self.with_query_gradient:
+            return False
+        if would_spill(spills.DQ_APART_ADDED, self):
             return False
         tiles = self.tiles.whole_per_head
         return tiles <= MOST_APART and tiles * self.dq_tiles * 4 * DQ_TILE**2 <= _MOST_APART_BYTES
@@ -219,26 +220,23 @@ class Plan:
             if tiles.count <= _FEW_TILES * blocks and tiles.steps().mean() <= _SHORT_TILE:
                 return Dealing.LISTED
             return Dealing.DRAWN
-        if p.has_slope or p.has_dropout:
-            return Dealing.LISTED  # a draw would spill
+        if would_spill(spills.LISTED, self):
+            return Dealing.LISTED
         if p.by_batch and self.is_wide:
             return Dealing.DRAWN
         if not self.with_query_gradient:
             return Dealing.LISTED  # it is as fast
-        if p.has_elements:
-            # A draw would spill, and with ids too a list.
-            return Dealing.DRAWN if p.segmented else Dealing.LISTED
-        # Tiles of documents are so short that what a draw takes counts.
-        return Dealing.LISTED if p.segmented else Dealing.DRAWN
+        # Tiles of documents are so short that what a draw takes counts; lists would spill there
+        # beside elements.
+        return Dealing.LISTED if p.segmented and not p.has_elements else Dealing.DRAWN
 
     @property
     def switches_roles(self) -> bool:
         """Whether a warpgroup comes to its role by a switch, not by comparisons with its number.
 
-        The number would be spilled for them in a consumer. Yet beside lists a switch would spill,
-        with a cap or dropout.
+        The number would be spilled for them in a consumer.
         """
-        return self.dealing is Dealing.DRAWN or self.is_plain
+        return not would_spill(spills.ROLES_COMPARED, self)
 
     @functools.cached_property
     def thread_blocks(self) -> int:
@@ -288,124 +286,93 @@ class Plan:
         """Rows of that array."""
         return self.words_row + (2 if self.problem.has_dropout else 0)
 
-    # --- registers ---
+    # --- registers: what would spill is in `backward_spills.py` ---
 
     @property
     def keeps_numbers(self) -> bool:
-        """Whether the producer keeps numbers of tiles, or reads them anew.
-
-        With dropout, and at width 64 under a mask where query heads share keys, it would spill.
-        """
-        p = self.problem
-        has_room = self.is_wide or p.by_batch or p.group == 1
-        return has_room and not self.keeps_nothing
+        """Whether the producer keeps numbers of tiles, or reads them anew."""
+        return not would_spill(spills.NUMBERS_READ, self)
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether the producer reads all of a tile anew: with dropout it would spill."""
-        return self.problem.has_dropout
+        """Whether the producer reads all of a tile anew."""
+        return would_spill(spills.ALL_READ, self)
 
     @property
     def fences_loads(self) -> bool:
-        """Whether addresses for copies of boxes may not be made ahead: 8 bytes would spill."""
-        boxes = self.key_columns.tiles > 1 and self.key_columns.odd_rows
-        return boxes and self.problem.has_dropout and self.with_query_gradient
+        """Whether addresses for copies of boxes may not be made ahead."""
+        return would_spill(spills.LOADS_FENCED, self)
 
     @property
     def early_weights(self) -> bool:
         """Whether there are registers for weights and dQ at a time: where all else is simple."""
-        p = self.problem
-        if p.has_elements:
-            return False
-        one_tile_each = self.key_columns.products == self.value_columns.products == 1
-        simple = one_tile_each and not (self.tiles.any_mask or p.group > 1)
-        narrow = not self.is_wide and not (p.segmented and p.group > 1)
-        return (simple and not self.problem.has_dropout) or narrow
+        return not would_spill(spills.LATE_WEIGHTS, self)
 
     @property
     def weights_first(self) -> bool:
         """Whether there are none for dP' beside S'."""
-        return self.problem.has_elements or self.problem.has_slope
+        return would_spill(spills.WEIGHTS_FIRST, self)
 
     def dq_first(self, has_elements_of_queries: bool) -> bool:
         """Whether there are none for dQ of the step before beside S'. Then that is done first."""
-        p = self.problem
-        beside_dropout = self.problem.has_dropout and (self.is_wide or (p.has_bias and p.has_mask))
-        beside_ids = p.has_bias and (p.segmented or (p.dynamic and self.is_wide))
-        beside_elements = has_elements_of_queries and (beside_dropout or beside_ids)
-        crowds_bias_gradient = self.tiles.any_mask or p.has_mask
-        is_given = self.with_bias_gradient and not self.is_wide and crowds_bias_gradient
-        return self.problem.has_slope or beside_elements or is_given
+        beside_elements = has_elements_of_queries and would_spill(spills.DQ_BEFORE_ELEMENTS, self)
+        return would_spill(spills.DQ_FIRST, self) or beside_elements
 
     @property
     def far_after_dq(self) -> bool:
         """Whether there are none in steps that rows far from 0 may be in."""
-        p = self.problem
-        # H64-full-whole would spill 136 bytes.
-        is_whole = self.dq_is_whole and not (self.is_wide or self.tiles.any_mask)
-        is_whole = is_whole and self.dealing is not Dealing.ONE_EACH
-        return (p.has_bias and p.has_dropout) or is_whole
+        return would_spill(spills.DQ_BEFORE_FAR, self)
 
     @property
     def ids_first(self) -> bool:
-        """Whether ids are compared before S' is made, as a function may take many registers."""
-        return self.problem.has_lists
+        """Whether ids are compared before S' is made."""
+        return would_spill(spills.IDS_FIRST, self)
 
     @property
     def ids_last(self) -> bool:
         """Whether only where dropout has been done there are registers for it."""
-        return self.problem.has_dropout and not self.problem.has_lists
+        return would_spill(spills.IDS_LAST, self)
 
     @property
     def drops_early(self) -> bool:
-        """Whether there are registers for dropout beside dQ.
-
-        H64-causal-even-dropout would spill 36 bytes.
-        """
-        return not (self.is_wide or (self.problem.group == 1 and self.tiles.any_mask))
+        """Whether there are registers for dropout beside dQ."""
+        return not would_spill(spills.LATE_DROPS, self)
 
     @property
     def has_blank_steps(self) -> bool:
         """Whether a consumer whose keys a step's queries do not see takes a shorter one.
 
-        Beside a mask, a bias and ids it would spill; lists are of both consumers' keys.
+        Lists are of both consumers' keys.
         """
-        return not (self.problem.has_elements or self.problem.has_lists)
+        return not (self.problem.has_lists or would_spill(spills.NO_BLANK_STEPS, self))
 
     @property
     def crowded(self) -> bool:
         """Whether addresses are made anew in each step."""
-        p = self.problem
-        if p.has_slope or p.has_dropout or p.segmented or p.has_bias:
-            return True
-        is_listed = self.is_plain and self.dealing is Dealing.LISTED
-        if p.has_given_lists or (is_listed and not self.is_wide):
-            return True  # the latter would spill 8 to 16 bytes
-        if p.picks_keys and (self.dq_is_whole or not self.is_wide):
-            return True  # H128-key-lengths-causal-one would spill 4 bytes, H64-..-causal-ragged 32
-        if self.is_wide or not self.tiles.any_mask:
-            return False
-        if self.tiles.has_parts:
-            return True  # H64-causal-few would spill 48 bytes
-        # H64-full-ragged would spill 40 bytes.
-        return p.lowest is None and p.highest is None and not p.by_batch
+        return would_spill(spills.ADDRESSES, self)
 
     @property
     def cap_branches(self) -> bool:
-        """Whether a cap has them: beside ids at width 128 they would spill 8 to 16 bytes."""
-        return not (self.is_wide and self.problem.segmented)
+        """Whether a cap has them."""
+        return not would_spill(spills.NO_BRANCHES, self)
 
     @property
     def far_in_masked(self) -> bool:
-        """As for `loop_over_steps`.
+        """As for `loop_over_steps`."""
+        return would_spill(spills.FAR_IN_MASKED, self)
 
-        Beside dropout one loop more would spill; in H64-causal-ragged-dropout one less would.
-        """
-        return (
-            self.problem.has_dropout
-            and self.with_query_gradient
-            and (self.is_wide or self.problem.has_mask)
-        )
+    @property
+    def prefetches(self) -> bool:
+        """Where query heads share keys times vary by more than it gains."""
+        gains = self.sums_dq and self.is_wide and self.problem.group == 1
+        return gains and not would_spill(spills.NO_PREFETCHES, self)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer and of the producer."""
+        return (232, 40) if would_spill(spills.PRODUCER, self) else self.config.registers
+
+    # --- rows that may be NaN ---
 
     @property
     def zeroes_keys(self) -> bool:
@@ -416,24 +383,6 @@ class Plan:
     def zeroes_queries(self) -> bool:
         """Whether rows of Q and dO may be NaN that see no key of a tile and some of others."""
         return self.zeroes_keys and self.problem.dynamic
-
-    @property
-    def prefetches(self) -> bool:
-        """Where query heads share keys times vary by more than it gains.
-
-        H128-causal-even-dropout would spill 4 bytes.
-        """
-        spills = self.problem.has_dropout and self.tiles.any_mask
-        return self.sums_dq and self.is_wide and self.problem.group == 1 and not spills
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        p = self.problem
-        draws_beside_slope = p.has_slope and p.by_batch and self.with_query_gradient
-        in_boxes_beside_more = p.has_odd_rows and (self.dq_is_whole or p.has_key_mask)
-        if p.widest == 128 and (draws_beside_slope or in_boxes_beside_more):
-            return 232, 40  # the producer spills with fewer
-        return self.config.registers
 
     # --- shared memory and barriers ---
 
