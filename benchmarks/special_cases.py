@@ -30,12 +30,12 @@ from pallas_kernels import (
     forward_plan,
     forward_tiles,
     gradients,
+    key_tiles_order,
     key_tiles_shares,
     scheduler,
 )
 from pallas_kernels.bias_gradient_pieces import Pieces
 from pallas_kernels.config import ForwardConfig
-from pallas_kernels.key_tiles import KeyTiles
 from pallas_kernels.key_tiles_dealing import Dealing
 
 Without = Callable[[], contextlib.AbstractContextManager]
@@ -357,7 +357,7 @@ def _program(special: Special) -> jax.stages.Compiled:
         backward.build,
         key_tiles_shares.dealt_out,
         key_tiles_shares.d_logits_sections,
-        KeyTiles._section,
+        key_tiles_order._section,
         backward_key._build,
         backward_query_product._build,
         bias_gradient._build,

@@ -5,18 +5,18 @@ import functools
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import backward_spills as spills
+from pallas_kernels import key_tiles_order as order
+from pallas_kernels.backward_dq import QueryGradient
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, DQ_TILE, SM_COUNT, BackwardConfig
-from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import KeyTiles
 from pallas_kernels.key_tiles_dealing import Dealing
 from pallas_kernels.key_tiles_shares import dealt_out, gradients_of_tiles
-from pallas_kernels.problem import Problem, whole_tiles
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of
 from pallas_kernels.ptx.fragments import fragment_shape
 from pallas_kernels.ptx.operands import SharedZeros, operand_form
@@ -29,54 +29,6 @@ BLOCK_KV = CONSUMERS * KEYS
 MOST_APART, _MOST_APART_BYTES = 2, 2 << 30
 K_SLOTS = 2
 _FEW_TILES, _SHORT_TILE = 4, 3  # of a thread block; steps in the mean
-
-
-@dataclasses.dataclass(frozen=True)
-class QueryGradient:
-    """How dQ is made: in tiles of 64 rows, and if it is summed in float32 and in fragment order.
-
-    Attributes:
-      problem: static description.
-    """
-
-    problem: Problem
-
-    @functools.cached_property
-    def operand_columns(self) -> tuple[Columns, Columns]:
-        """Columns of query and key, and of value."""
-        p = self.problem
-        key, value = Columns.of_keys(p), Columns.of_values(p)
-        # dQ is made of dS' and K, and dV leaves from where dS' was: all in boxes of one width.
-        # Where dQ has two tiles of columns, zeros fill what is missing.
-        if key.box_width == value.box_width and (key.size > DQ_TILE) == (p.widest > DQ_TILE):
-            return key, value
-        sizes = (p.width, p.widest), (p.value_width, whole_tiles(p.value_width))
-        key, value = (Columns(*each, odd_rows=p.has_odd_rows) for each in sizes)
-        return key, value
-
-    @functools.cached_property
-    def tiles(self) -> list[slice]:
-        """The columns of one tile, or of two as much alike as whole boxes allow."""
-        columns, _ = self.operand_columns
-        if columns.size <= DQ_TILE:
-            return [slice(0, columns.size)]
-        middle = -(-columns.size // columns.box_width // 2) * columns.box_width
-        return [slice(0, middle), slice(middle, columns.size)]
-
-    @property
-    def columns_of_tiles(self) -> tuple[int, ...]:
-        return tuple(map(size_of, self.tiles))
-
-    def place(self, consumer: int) -> tuple[int, slice]:
-        """Which 64 rows of a step's dQ a consumer has, and which columns."""
-        row, column = divmod(consumer, len(self.tiles))
-        return row, self.tiles[column]
-
-    def whole_part(self, consumer: int) -> Columns:
-        """These columns, as whole dQ leaves."""
-        _, columns = self.place(consumer)
-        size, first = size_of(columns), columns.start
-        return dataclasses.replace(self.operand_columns[0], size=size, first=first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +164,8 @@ class Plan:
     def dealing(self) -> Dealing:
         """Who says which tile is next; who draws also zeros dQ, if there is, of tiles to come."""
         p, tiles = self.problem, self.tiles
+        if p.has_dropout:
+            return Dealing.LISTED  # there is no buffer behind which a number that is drawn stands
         if self.is_plain:
             blocks = self.config.thread_blocks or SM_COUNT
             if tiles.count <= blocks and not tiles.shares.last:
@@ -223,7 +177,7 @@ class Plan:
         if would_spill(spills.LISTED, self):
             return Dealing.LISTED
         if p.by_batch and self.is_wide:
-            return Dealing.DRAWN
+            return Dealing.DRAWN  # what tiles cost is known at run time only
         if not self.with_query_gradient:
             return Dealing.LISTED  # it is as fast
         # Tiles of documents are so short that what a draw takes counts; lists would spill there
@@ -240,36 +194,14 @@ class Plan:
 
     @functools.cached_property
     def thread_blocks(self) -> int:
-        return self.tiles.thread_blocks(self.config.thread_blocks, dealing=self.dealing)
-
-    @functools.cached_property
-    def zeroed_ahead(self) -> tuple[int, range]:
-        """Key heads of a section, and those whose dQ is zeroed by tiles of the section before.
-
-        In interpret mode, where thread blocks run one after the other, there are none of these.
-        """
-        if interpreting() or self.dealing is not Dealing.DRAWN or not self.sums_dq:
-            return 1, range(0)
-        return self.tiles.prepared(self.thread_blocks)
+        return order.thread_blocks(self.tiles, self.config.thread_blocks, dealing=self.dealing)
 
     @property
     def counters(self) -> int:
         """How many there are in global memory: whether any row is far from 0, and what is drawn."""
         if self.dealing is not Dealing.DRAWN:
             return 1
-        return 1 + self.tiles.counters_to_draw(self.thread_blocks)
-
-    @property
-    def dq_tiles_of_kv_head(self) -> int:
-        """Tiles of dQ of all query heads of a key head: one for each consumer in a step."""
-        return self.problem.group * self.tiles.query_blocks * CONSUMERS
-
-    @property
-    def zeroed_later(self) -> range:
-        """The tiles of dQ that this kernel zeros."""
-        _, kv_heads = self.zeroed_ahead
-        of_kv_head = self.dq_tiles_of_kv_head
-        return range(kv_heads.start * of_kv_head, kv_heads.stop * of_kv_head)
+        return 1 + order.counters_to_draw(self.tiles, self.thread_blocks)
 
     # --- rows of statistics ---
 
@@ -455,12 +387,3 @@ class Plan:
         if interpret:
             found["twins"] = twins_of(self.barriers)
         return found
-
-
-def size_of(columns: slice) -> int:
-    return columns.stop - columns.start
-
-
-def fragment_of(ref, columns: slice):
-    """The part of a tile of dQ in fragment order that a tile of fewer columns takes."""
-    return ref.at[pl.ds(0, fragment_shape(size_of(columns))[0])]

@@ -41,7 +41,6 @@ DQ_APART_ADDED: tuple[Spill, ...] = (
 # Tiles come from lists, which nobody draws.
 LISTED: tuple[Spill, ...] = (
     Spill("H64-causal-even-cap", lambda plan: plan.problem.has_slope),
-    Spill("H64-causal-even-dropout", lambda plan: plan.problem.has_dropout),
     # With ids too a list would.
     Spill(
         "H64-full-mask-bias",
@@ -94,7 +93,7 @@ LATE_WEIGHTS: tuple[Spill, ...] = (
     Spill("H128-full-even-dropout", lambda plan: plan.is_wide and plan.problem.has_dropout),
     Spill("H128-causal-even", lambda plan: plan.is_wide and plan.tiles.any_mask),
     Spill("H128-full-ragged", lambda plan: plan.is_wide and plan.problem.group > 1),
-    Spill("H72-full-each", lambda plan: plan.is_wide and plan.key_columns.products > 1),
+    Spill("H72-full-one", lambda plan: plan.is_wide and plan.key_columns.products > 1),
     Spill(
         "H128-h96-full-even-deterministic",
         lambda plan: plan.is_wide and plan.value_columns.products > 1,

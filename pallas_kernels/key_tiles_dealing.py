@@ -39,7 +39,7 @@ class Listed:
     """The tiles in the list of a thread block.
 
     Attributes:
-      schedule_ref: `KeyTiles.schedule`, in global memory.
+      schedule_ref: `key_tiles_order.schedule`, in global memory.
       block: number of the thread block.
     """
 
