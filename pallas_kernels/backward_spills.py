@@ -55,14 +55,14 @@ LISTED: tuple[Spill, ...] = (
 # Warpgroups compare their number with those of the roles: a switch would spill there.
 ROLES_COMPARED: tuple[Spill, ...] = (
     Spill(
-        "H64-causal-even-cap",
+        "H128-lengths-ragged-dropout",
         lambda plan: plan.dealing is Dealing.LISTED and not plan.is_plain,
     ),
 )
 
 # The producer reads the number of a tile anew in each step.
 NUMBERS_READ: tuple[Spill, ...] = (
-    Spill("H64-causal-even-dropout", lambda plan: plan.problem.has_dropout),
+    Spill("H128-causal-ragged-dropout", lambda plan: plan.problem.has_dropout),
     Spill(
         "H64-causal-ragged",
         lambda plan: not (plan.is_wide or plan.problem.by_batch) and plan.problem.group > 1,
@@ -93,10 +93,11 @@ LATE_WEIGHTS: tuple[Spill, ...] = (
     Spill("H128-full-even-dropout", lambda plan: plan.is_wide and plan.problem.has_dropout),
     Spill("H128-causal-even", lambda plan: plan.is_wide and plan.tiles.any_mask),
     Spill("H128-full-ragged", lambda plan: plan.is_wide and plan.problem.group > 1),
-    Spill("H72-full-one", lambda plan: plan.is_wide and plan.key_columns.products > 1),
     Spill(
-        "H128-h96-full-even-deterministic",
-        lambda plan: plan.is_wide and plan.value_columns.products > 1,
+        "H72-full-waves",
+        lambda plan: (
+            plan.is_wide and max(plan.key_columns.products, plan.value_columns.products) > 1
+        ),
     ),
     Spill(
         "H64-causal-segments",
@@ -106,7 +107,7 @@ LATE_WEIGHTS: tuple[Spill, ...] = (
 
 # dP' is issued after the weights, not beside S'.
 WEIGHTS_FIRST: tuple[Spill, ...] = (
-    Spill("H64-full-mask-bias", lambda plan: plan.problem.has_elements),
+    Spill("H64-full-ragged-own-bias", lambda plan: plan.problem.has_elements),
     Spill("H64-causal-even-cap", lambda plan: plan.problem.has_slope),
 )
 
@@ -184,7 +185,7 @@ ADDRESSES: tuple[Spill, ...] = (
     Spill("H64-causal-even-cap", lambda plan: plan.problem.has_slope),
     Spill("H64-causal-even-dropout", lambda plan: plan.problem.has_dropout),
     Spill("H64-causal-segments", lambda plan: plan.problem.segmented),
-    Spill("H64-lengths-key-bias", lambda plan: plan.problem.has_bias),
+    Spill("H128-full-mask-bias", lambda plan: plan.problem.has_bias),
     Spill("H64-window-dense-mask", lambda plan: plan.problem.has_given_lists),
     Spill(
         "H64-causal-many",
