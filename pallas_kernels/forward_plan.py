@@ -168,8 +168,9 @@ class Plan:
 
     def locates_anew(self, needs_mask: bool) -> bool:
         """Whether a step finds the place of its tile anew: always where it loads elements."""
-        spills_there = needs_mask and would_spill(forward_spills.PLACES_OF_MASKS, self)
-        return self.loads_elements or spills_there or would_spill(forward_spills.PLACES, self)
+        if self.loads_elements or would_spill(forward_spills.PLACES, self):
+            return True
+        return needs_mask and would_spill(forward_spills.PLACES_OF_MASKS, self)
 
     @property
     def ends_apart(self) -> bool:
@@ -183,7 +184,7 @@ class Plan:
 
     @property
     def words_late(self) -> bool:
-        """Whether a step finds its words of dropout, and where."""
+        """Whether a step looks for words of dropout itself, after its weights."""
         return would_spill(forward_spills.WORDS, self)
 
     def asks_for_key_block(self, needs_mask: bool) -> bool:

@@ -37,7 +37,7 @@ ADDRESSES: tuple[Spill, ...] = (
         "H208-h208-lengths-ragged",
         lambda plan: _is_wide(plan) and plan.problem.dynamic and plan.key_columns.tiles > 1,
     ),
-    Spill("H256-lengths-segments", lambda plan: _is_wide(plan) and plan.problem.segmented),
+    Spill("H256-causal-segments", lambda plan: _is_wide(plan) and plan.problem.segmented),
     Spill("H256-window-dense-mask", lambda plan: _is_wide(plan) and plan.problem.has_mask),
     Spill("H256-full-even-dropout", lambda plan: _is_wide(plan) and plan.problem.has_dropout),
     Spill("H72-window-even", lambda plan: _in_parts(plan) and plan.problem.lowest is not None),
@@ -46,17 +46,17 @@ ADDRESSES: tuple[Spill, ...] = (
         lambda plan: _in_parts(plan) and plan.problem.picks_keys,
     ),
     Spill(
-        "H128-key-mask-ragged",
+        "H128-key-mask-even",
         lambda plan: plan.problem.has_key_mask and plan.problem.widest > 64,
     ),
     Spill(
-        "H64-causal-ragged",
+        "H64-key-lengths-full-even",
         lambda plan: plan.config.consumers == 4 and plan.tiles.any_mask,
     ),
     Spill("H128-causal-even-cap", lambda plan: plan.problem.has_slope),
     Spill("H128-causal-dense-bias", lambda plan: plan.loads_bias),
     Spill(
-        "H128-image-function-ragged",
+        "H256-image-function-ragged",
         lambda plan: plan.problem.has_lists and plan.problem.widest > 64,
     ),
     Spill(
@@ -93,13 +93,13 @@ PLACES_OF_MASKS: tuple[Spill, ...] = (
 # The number of a tile is made anew at its end.
 NUMBERS: tuple[Spill, ...] = (
     Spill("H256-lengths-even", lambda plan: plan.problem.by_batch),
-    Spill("H128-full-even", lambda plan: plan.tiles.by_number),
+    Spill("H64-key-lengths-full-whole", lambda plan: plan.tiles.by_number),
 )
 
 # Words of dropout are loaded after the weights are made, not once a tile.
 WORDS: tuple[Spill, ...] = (
     Spill(
-        "H256-lengths-ragged-dropout",
+        "H128-lengths-ragged-dropout-cap-deterministic",
         lambda plan: _has_cap_beside_lengths(plan) and plan.problem.has_dropout,
     ),
 )
