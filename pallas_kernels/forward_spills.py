@@ -85,7 +85,7 @@ PLACES: tuple[Spill, ...] = (Spill("H64-h64-lengths-cap-deterministic", _has_cap
 # A step with a mask does.
 PLACES_OF_MASKS: tuple[Spill, ...] = (
     Spill(
-        "H128-lengths-segments-deterministic",
+        "H256-lengths-segments",
         lambda plan: plan.problem.segmented and plan.registers_are_short,
     ),
 )

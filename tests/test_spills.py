@@ -6,8 +6,10 @@ from pallas_kernels.spills import Spill, would_spill
 from tests.support import fingerprint, spills
 from tests.support.cases import long
 
-ROWS = spills.rows()
+CASES = spills.cases_of_rows()
 QUICK = ("forward.ADDRESSES[0]", "forward.ENDS[0]")
+# Of settings that no default has, or beside what no case has.
+UNDECIDED = ("forward.ENTRIES[0]", "forward.ENTRIES[1]", "forward.LISTED[1]")
 
 
 def test_any_row_of_a_table_says_so():
@@ -16,18 +18,29 @@ def test_any_row_of_a_table_says_so():
 
 
 def test_the_case_of_a_row_is_compiled():
-    assert {case for *_, case in ROWS.values()} <= fingerprint.cases().keys()
+    assert {*CASES.values()} <= fingerprint.cases().keys()
 
 
-@pytest.mark.parametrize("row", [row if row in QUICK else long(row) for row in ROWS])
+def test_without_a_row_a_table_is_shorter():
+    whole = spills.tables()
+    with spills.without("forward.ENDS[0]", "forward.NUMBERS[1]"):
+        fewer = spills.tables()
+        assert [table for table in whole if fewer.get(table) != whole[table]] == [
+            "forward.NUMBERS",
+            "forward.ENDS",
+        ]
+    assert spills.tables() == whole
+
+
+@pytest.mark.parametrize(
+    "row", [row if row in QUICK else long(row) for row in CASES if row not in UNDECIDED]
+)
 def test_a_row_decides_its_case(row):
-    *_, case = ROWS[row]
-    assert any(row in spills.decided(launch) for launch in spills.launches_of(case))
+    assert any(row in spills.decided(launch) for launch in spills.launches_of(CASES[row]))
 
 
 @pytest.mark.compiler
 def test_a_case_spills_without_its_row():
     row = "forward.ENDS[0]"
-    *_, case = ROWS[row]
-    (fault,) = spills.faults(case, row)
+    (fault,) = spills.faults(CASES[row], row)
     assert "spills" in fault

@@ -1,14 +1,14 @@
-"""Says what is needed of what kernels do for registers: `python -m tests.support.spills`.
+"""Says which rows of tables of spills are needed: `python -m tests.support.spills`.
 
-Tables `*_spills.py` in pallas_kernels say where a kernel would spill. Each row names a case of
+`pallas_kernels/*_spills.py` say what kernels do where they would spill. Each row names a case of
 kernel_cases.py that would without it, which is compiled so. A row is named by its table and its
-place there.
+place there: forward.ENDS[0].
 
-    python -m tests.support.spills                  compiles the case of every row
-    python -m tests.support.spills forward H256     of those with both in name or case
-    python -m tests.support.spills --find 'forward.ENDS[0]'
+    python -m tests.support.spills                  every row, 10 seconds each
+    python -m tests.support.spills forward H256     those with both in their name or their case's
+    python -m tests.support.spills --find ENDS[0]   looks among all cases for one that needs it
 
-The last compiles other cases that a row decides, one after another, until one has a fault.
+The last compiles cases that the row decides, one after another, until one has a fault.
 """
 
 import argparse
@@ -29,13 +29,13 @@ import pallas_kernels
 from pallas_kernels.spills import Spill
 from tests.support import fingerprint, launches
 
-_FOLDER = pathlib.Path(pallas_kernels.__file__).parent
+Table = tuple[Spill, ...]
 
 
-def tables() -> dict[str, tuple[Any, str]]:
-    """Each one's module and name there, by what it is called here."""
+def places() -> dict[str, tuple[Any, str]]:
+    """Of each table its module, and its name there."""
     found = {}
-    for path in sorted(_FOLDER.glob("*_spills.py")):
+    for path in sorted(pathlib.Path(pallas_kernels.__file__).parent.glob("*_spills.py")):
         module = importlib.import_module(f"pallas_kernels.{path.stem}")
         for name, value in vars(module).items():
             if isinstance(value, tuple) and value and isinstance(value[0], Spill):
@@ -43,22 +43,21 @@ def tables() -> dict[str, tuple[Any, str]]:
     return found
 
 
-def rows() -> dict[str, tuple[str, int, str]]:
-    """Table, place and case of each row, by its name."""
-    return {
-        f"{table}[{n}]": (table, n, row.case)
-        for table, (module, name) in tables().items()
-        for n, row in enumerate(getattr(module, name))
-    }
+def tables() -> dict[str, Table]:
+    return {table: getattr(*place) for table, place in places().items()}
+
+
+def cases_of_rows() -> dict[str, str]:
+    return {f"{name}[{n}]": row.case for name, x in tables().items() for n, row in enumerate(x)}
 
 
 @contextlib.contextmanager
-def _patched(changed: dict[str, tuple[Spill, ...]]) -> Iterator[None]:
-    """With other tables, and without what was made with those before."""
+def replaced(others: dict[str, Table]) -> Iterator[None]:
+    """Other tables in the place of those of these names, and nothing known of earlier ones."""
     with contextlib.ExitStack() as stack:
-        for table, of_table in changed.items():
-            stack.enter_context(mock.patch.object(*tables()[table], of_table))
         stack.callback(_forget)
+        for name, table in others.items():
+            stack.enter_context(mock.patch.object(*places()[name], table))
         _forget()
         yield
 
@@ -71,33 +70,35 @@ def _forget() -> None:
             value.cache_clear()
 
 
-def without(row: str) -> contextlib.AbstractContextManager[None]:
-    table, n, _ = rows()[row]
-    of_table = getattr(*tables()[table])
-    return _patched({table: (*of_table[:n], *of_table[n + 1 :])})
+def without(*rows: str) -> contextlib.AbstractContextManager[None]:
+    """All tables without these rows."""
+    return replaced(
+        {
+            name: tuple(row for n, row in enumerate(table) if f"{name}[{n}]" not in rows)
+            for name, table in tables().items()
+        }
+    )
 
 
-def decided(launch: Callable) -> set[str]:
-    """The rows without which a table would say no of some plan of a launch, as it is traced."""
+def decided(launch: Any) -> set[str]:
+    """The rows without which a table would say no where it says yes, while a launch is traced."""
     found = set()
 
-    def watched(table: str) -> tuple[Spill, ...]:
-        of_table = getattr(*tables()[table])
-
+    def watched(name: str, table: Table) -> Table:
         def when(plan) -> bool:
-            fitting = [n for n, row in enumerate(of_table) if row.when(plan)]
+            fitting = [n for n, row in enumerate(table) if row.when(plan)]
             if len(fitting) == 1:
-                found.add(f"{table}[{fitting[0]}]")
+                found.add(f"{name}[{fitting[0]}]")
             return bool(fitting)
 
         return (Spill("any", when),)
 
-    with _patched({table: watched(table) for table in tables()}), jax.enable_x64(False):
+    with replaced({name: watched(name, table) for name, table in tables().items()}):
         jax.make_jaxpr(launch)(*launches.types(launch))
     return found
 
 
-def launches_of(case: str) -> list[Callable]:
+def launches_of(case: str) -> list[Any]:
     fn, args = fingerprint.cases()[case]
     return launches.launches(fn, *args)
 
@@ -107,63 +108,55 @@ def faults(case: str, row: str) -> list[str] | None:
     from tests.support import compile  # of the extra `compile`
 
     found = None
-    for launch in (x for x in launches_of(case) if row in decided(x)):
+    for launch in [launch for launch in launches_of(case) if row in decided(launch)]:
         with without(row):
             reports = compile.compile_kernels(launch, launches.types(launch), sass=False)
         new = [f"{report.name}: {fault}" for report in reports for fault in report.faults()]
-        found = (found or []) + new
+        found = [*(found or []), *new]
     return found
 
 
-def _check(row: str, compiled: Callable) -> bool:
-    case = rows()[row][2]
-    found = compiled(faults, case, row).result()
-    said = "NOT NEEDED" if found == [] else "decides nothing" if found is None else str(found)
-    print(f"{row} {case}: {said}", flush=True)
-    return bool(found)
+def _said(case: str, row: str, compiling: Callable) -> list[str] | None:
+    found = compiling(faults, case, row).result()
+    not_found = "decides nothing here" if found is None else "NOT NEEDED"
+    print(f"{row} {case}: {', '.join(found or [not_found])}", flush=True)
+    return found
 
 
-def _find(wanted: list[str], compiled: Callable, most: int) -> bool:
-    """Looks for a case that needs each row."""
-    tried = dict.fromkeys(wanted, 0)
-    left = set(wanted)
+def _find(wanted: list[str], compiling: Callable, most: int) -> set[str]:
+    """The rows for which no case is found."""
+    left, tried = set(wanted), dict.fromkeys(wanted, 0)
     for case in fingerprint.cases():
-        if not left:
-            break
-        decided_here = set().union(*map(decided, launches_of(case)))
-        for row in sorted(left & decided_here):
-            found = compiled(faults, case, row).result()
-            tried[row] += 1
-            print(f"{row} {case}: {found or 'NOT NEEDED'}", flush=True)
-            if found or tried[row] == most:
-                left.remove(row)
+        here = {row for launch in launches_of(case) for row in decided(launch)} if left else set()
+        for row in sorted(left & here):
+            if tried[row] < most:
+                tried[row] += 1
+                if _said(case, row, compiling):
+                    left.remove(row)
     for row in sorted(left):
-        print(f"{row}: no fault in {tried[row]} cases that it decides", flush=True)
-    return not left
+        print(f"{row}: no fault in {tried[row]} cases", flush=True)
+    return left
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("words", nargs="*", help="which a row's name or case has; all without")
-    parser.add_argument("--find", action="store_true", help="look for other cases that need them")
-    parser.add_argument("--most", type=int, default=15, help="cases to compile for each of these")
+    parser.add_argument("--find", action="store_true", help="look among all cases")
+    parser.add_argument("--most", type=int, default=15, help="cases to compile for a row")
     options = parser.parse_args(argv)
-    wanted = [
-        name
-        for name, (*_, case) in rows().items()
-        if all(word in f"{name} {case}" for word in options.words)
-    ]
+    known = cases_of_rows()
+    wanted = [row for row in known if all(word in f"{row} {known[row]}" for word in options.words)]
     if not wanted:
-        parser.error(f"no row has {options.words} in its name or case: {', '.join(rows())}")
+        parser.error(f"no row has {options.words} in its name or case; rows are {[*known]}")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # of the processes below; none looks for a GPU
     # Each in a process of its own, as the plugin compiles a kernel once in a process.
     with concurrent.futures.ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as process:
         if options.find:
-            return 0 if _find(wanted, process.submit, options.most) else 1
-        needed = [_check(row, process.submit) for row in wanted]
-        return 0 if all(needed) else 1
+            return 1 if _find(wanted, process.submit, options.most) else 0
+        found = [_said(known[row], row, process.submit) for row in wanted]
+    return 0 if all(found) else 1
 
 
 if __name__ == "__main__":
