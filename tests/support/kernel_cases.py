@@ -43,6 +43,7 @@ SEGMENTS: list[tuple[int, str, str | None, str | None, bool, bool]] = [
     (128, "causal", None, None, False, False),
     (128, "lengths", None, None, True, False),
     (160, "window", None, None, False, False),
+    (256, "causal", None, None, False, False),
     (256, "lengths", None, None, False, False),
     (64, "causal", None, None, False, True),
     (128, "full", None, None, False, True),
