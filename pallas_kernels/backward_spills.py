@@ -19,15 +19,15 @@ def _is_masked_narrow(plan: "Plan") -> bool:
 # dQ of a step, though whole, is added to global memory like that of tiles that have a part.
 WHOLE_DQ_ADDED: tuple[Spill, ...] = (
     Spill(
-        "H64-h64-full-dense-mask-dropout",
+        "H64-causal-one-bias-dropout",
         lambda plan: plan.problem.has_dropout and plan.problem.has_elements,
     ),
     Spill(
-        "H128-full-each-dropout",
+        "H128-causal-one-dropout",
         lambda plan: plan.problem.has_dropout and plan.key_columns.tiles > 1,
     ),
     Spill(
-        "H128-full-ragged-own-bias",
+        "H128-full-one-bias",
         lambda plan: plan.problem.has_elements and plan.key_columns.tiles > 1,
     ),
 )
@@ -71,7 +71,7 @@ NUMBERS_READ: tuple[Spill, ...] = (
 
 # And all else that it needs to know of it.
 ALL_READ: tuple[Spill, ...] = (
-    Spill("H64-causal-even-dropout", lambda plan: plan.problem.has_dropout),
+    Spill("H128-lengths-ragged-dropout", lambda plan: plan.problem.has_dropout),
 )
 
 # Addresses for copies of boxes are not made ahead.
@@ -158,7 +158,7 @@ DQ_BEFORE_FAR: tuple[Spill, ...] = (
 
 # Ids are compared before S' is made, as a function may take many registers.
 IDS_FIRST: tuple[Spill, ...] = (
-    Spill("H64-documents-function-ragged", lambda plan: plan.problem.has_lists),
+    Spill("H128-documents-function-ragged", lambda plan: plan.problem.has_lists),
 )
 
 # They are compared where dropout has been done.
@@ -188,7 +188,7 @@ ADDRESSES: tuple[Spill, ...] = (
     Spill("H128-full-mask-bias", lambda plan: plan.problem.has_bias),
     Spill("H64-window-dense-mask", lambda plan: plan.problem.has_given_lists),
     Spill(
-        "H64-causal-many",
+        "H64-causal-twos",
         lambda plan: plan.is_plain and plan.dealing is Dealing.LISTED and not plan.is_wide,
     ),
     Spill(

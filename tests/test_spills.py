@@ -9,7 +9,13 @@ from tests.support.cases import long
 CASES = spills.cases_of_rows()
 QUICK = ("forward.ADDRESSES[0]", "forward.ENDS[0]")
 # Of settings that no default has, or beside what no case has.
-UNDECIDED = ("forward.ENTRIES[0]", "forward.ENTRIES[1]", "forward.LISTED[1]")
+UNDECIDED = (
+    "backward.LATE_WEIGHTS[3]",
+    "backward.DQ_BEFORE_ELEMENTS[3]",
+    "forward.ENTRIES[0]",
+    "forward.ENTRIES[1]",
+    "forward.LISTED[1]",
+)
 
 
 def test_any_row_of_a_table_says_so():
