@@ -147,7 +147,7 @@ DQ_BEFORE_FAR: tuple[Spill, ...] = (
         lambda plan: plan.problem.has_bias and plan.problem.has_dropout,
     ),
     Spill(
-        "H64-full-whole",
+        "H64-full-many",
         lambda plan: (
             plan.dq_is_whole
             and plan.dealing is not Dealing.ONE_EACH
