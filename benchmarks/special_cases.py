@@ -30,12 +30,13 @@ from pallas_kernels import (
     forward_plan,
     forward_tiles,
     gradients,
+    key_tiles_order,
     key_tiles_shares,
     scheduler,
 )
 from pallas_kernels.bias_gradient_pieces import Pieces
 from pallas_kernels.config import ForwardConfig
-from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_dealing import Dealing
 
 Without = Callable[[], contextlib.AbstractContextManager]
 
@@ -208,12 +209,12 @@ SPECIAL = {
         "both", Row(16, 1024, 16, 16, 128, False), _other(_PLAN, prefetches=False)
     ),
     "a tile for each block": Special(
-        "both", Row(2, 512, 16, 16, 64, False), _other(_PLAN, one_each=False)
+        "both", Row(2, 512, 16, 16, 64, False), _other(_PLAN, dealing=Dealing.DRAWN)
     ),
     "lists of few short tiles": Special(
-        "both", Row(5, 256, 26, 26, 64, True), _other(_PLAN, deals_few_steps=False)
+        "both", Row(5, 256, 26, 26, 64, True), _other(_PLAN, dealing=Dealing.DRAWN)
     ),
-    "tickets": Special("both", _128, _other(_PLAN, draws=False)),
+    "tickets": Special("both", _128, _other(_PLAN, dealing=Dealing.LISTED)),
     "blank steps": Special(
         "both", Row(1, 16384, 16, 16, 128, True, 1024), _other(_PLAN, has_blank_steps=False)
     ),
@@ -356,7 +357,7 @@ def _program(special: Special) -> jax.stages.Compiled:
         backward.build,
         key_tiles_shares.dealt_out,
         key_tiles_shares.d_logits_sections,
-        KeyTiles._section,
+        key_tiles_order._section,
         backward_key._build,
         backward_query_product._build,
         bias_gradient._build,

@@ -72,17 +72,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import backward_zeros as zeros
 from pallas_kernels.backward_block import ThreadBlock
 from pallas_kernels.backward_consumer import consume
-from pallas_kernels.backward_plan import BLOCK_KV, CONSUMERS, K_SLOTS, KEYS, Plan, fragment_of
+from pallas_kernels.backward_dq import fragment_of
+from pallas_kernels.backward_plan import BLOCK_KV, CONSUMERS, K_SLOTS, KEYS, Plan
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import DQ_TILE
 from pallas_kernels.hopper import Ring
 from pallas_kernels.key_tiles_kernel import gradient_kernel
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.compiler import code_fence, fresh_zero, own_warpgroup
-from pallas_kernels.ptx.counters import add_when_stored, await_count
-from pallas_kernels.ptx.fragments import fragment_shape, zero_fragment
 from pallas_kernels.ptx.loads import prefetch
 
 
@@ -112,7 +112,7 @@ def build(plan: Plan, interpret: bool):
         plan.config.thread_blocks,
         plan.scratch(interpret),
         from_end=True,
-        draws=plan.draws,
+        dealing=plan.dealing,
     )
 
 
@@ -157,8 +157,8 @@ class _Producer:
     def whole_tile(self, index, following):
         """Loads a step ahead for each of the tile, and sends its gradients."""
         block, plan, walk = self.block, self.plan, self.block.walk
-        self.await_zeros(index)
-        self.zero_ahead(index)
+        zeros.await_own(block, index)
+        zeros.zero_ahead(block, index)
 
         def one_step(t, following):
             if plan.with_query_gradient:
@@ -279,44 +279,6 @@ class _Producer:
         block = self.block
         to = block.v_smem.at[0], self.plan.value_columns, block.v_full
         pl.when(block.is_tile(index))(lambda: self.load_keys(block.v, *to, index))
-
-    # --- zeros of dQ ---
-
-    def await_zeros(self, index) -> None:
-        """Waits until what a tile adds to is zero."""
-        section, zeroed = self.plan.zeroed_ahead
-        if not zeroed:
-            return
-        walk, tiles = self.block.walk, self.block.tiles
-        _, kv_head_of_all = walk.locate(index)
-
-        @pl.when((kv_head_of_all >= zeroed.start) & (kv_head_of_all < zeroed.stop))
-        def _():
-            counter = walk.prepared_tiles(lax.div(kv_head_of_all, jnp.int32(section)))
-            await_count(counter, section * tiles.per_uncut_head)
-
-    def zero_ahead(self, index) -> None:
-        """Zeros a tile's part of dQ of a head of the section after its own."""
-        section, zeroed = self.plan.zeroed_ahead
-        if not zeroed:
-            return
-        block, plan, tiles = self.block, self.plan, self.block.tiles
-        number = block.walk.number(index) + section * tiles.per_head
-        kv_head_of_all, part = div_rem(number, tiles.per_head)
-
-        @pl.when(kv_head_of_all < zeroed.stop)
-        def _():
-            of_kv_head = plan.dq_tiles_of_kv_head
-            size = -(-of_kv_head // tiles.per_uncut_head)
-            rows = pl.ds(0, fragment_shape(max(plan.dq.columns_of_tiles))[0])
-
-            @pl.loop(part * size, jnp.minimum((part + 1) * size, of_kv_head))
-            def _zero(n):
-                first = kv_head_of_all * of_kv_head
-                zero_fragment(block.dq.at[first + n, rows])
-
-            of_section = lax.div(kv_head_of_all, jnp.int32(section))
-            add_when_stored(block.walk.prepared_tiles(of_section))
 
     # --- what is sent ---
 

@@ -1,5 +1,6 @@
 """What the producer and the consumers of a thread block of the backward share."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,11 @@ from jax import lax
 
 from pallas_kernels.backward_plan import K_SLOTS, KEYS, Plan
 from pallas_kernels.hopper import Ring
+from pallas_kernels.key_tiles_dealing import Dealing, Listed, OneEach
 from pallas_kernels.key_tiles_shares import split_gradients
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.ptx.barriers import with_twins
+from pallas_kernels.tickets import Tickets
 
 
 class ThreadBlock:
@@ -19,7 +22,7 @@ class ThreadBlock:
 
     Attributes:
       plan: of the kernel.
-      walk: over tiles of keys; `drawn`, its tickets, None where it goes over a list.
+      walk: over tiles of keys; `drawn`, its tickets, None where there is nothing to draw.
       q, k, v, d_out, start, delta, far, dq, dk, dv, dk_shares, dv_shares, d_bias: refs of operands
         and results, in global memory; None for results that there are not.
       queries, d_outs: rings of Q and dO, whose slots are given back together, those of queries.
@@ -40,11 +43,24 @@ class ThreadBlock:
         self.ds_smem, self.dv_smem, self.dq_smem = ds_smem, dv_smem, dq_smem
         self.start_smem, self.delta_smem = start_smem, delta_smem
         number = lax.axis_index("block")
-        entries = delta_smem.at[plan.config.stages] if plan.draws else None
-        self.walk, refs = Walk.of_refs(
-            self.tiles, number, refs, plan.thread_blocks, entries, first_full, plan.one_each
-        )
-        self.drawn = self.walk.drawn
+
+        def turns(table, counters):
+            if plan.dealing is Dealing.ONE_EACH:
+                return OneEach(number)
+            if plan.dealing is Dealing.LISTED:
+                return Listed(table, number)
+            return Tickets(
+                table,
+                counters.at[1:],
+                delta_smem.at[plan.config.stages],
+                plan.tiles.count,
+                plan.thread_blocks,
+                functools.partial(lax.axis_index, "block"),
+                first_full,
+            )
+
+        self.walk, refs = Walk.of_refs(self.tiles, refs, turns)
+        self.drawn = self.walk.turns if isinstance(self.walk.turns, Tickets) else None
         self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, *results = refs
         self.dq: Any = results.pop(0) if plan.with_query_gradient else None
         whole, shares, others = split_gradients(plan.tiles, results)

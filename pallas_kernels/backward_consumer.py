@@ -9,7 +9,8 @@ from jax import lax
 
 from pallas_kernels import scores
 from pallas_kernels.backward_block import ThreadBlock
-from pallas_kernels.backward_plan import BLOCK_KV, KEYS, fragment_of, size_of
+from pallas_kernels.backward_dq import fragment_of, size_of
+from pallas_kernels.backward_plan import BLOCK_KV, KEYS
 from pallas_kernels.backward_products import Products
 from pallas_kernels.columns import Columns, put_tile
 from pallas_kernels.config import DQ_TILE

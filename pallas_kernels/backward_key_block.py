@@ -6,6 +6,7 @@ from jax import lax
 
 from pallas_kernels.backward_key_plan import STAGES, Plan
 from pallas_kernels.hopper import Ring
+from pallas_kernels.key_tiles_dealing import Listed
 from pallas_kernels.key_tiles_shares import split_gradients
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.ptx.barriers import with_twins
@@ -40,7 +41,8 @@ class ThreadBlock:
         self.late = Ring((late_smem,), late_full, late_free, (plan.keys.left.load,))
         self.queries = Ring((q_smem,), q_full, q_free, (plan.keys.right.load,))
         self.d_outs = Ring(tuple(o_smem), o_full, o_free)
-        self.walk, refs = Walk.of_refs(plan.tiles, lax.axis_index("block"), refs)
+        number = lax.axis_index("block")
+        self.walk, refs = Walk.of_refs(plan.tiles, refs, lambda table, _: Listed(table, number))
         self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, *results = refs
         whole, shares, self.ds = split_gradients(plan.tiles, results)
         self.dk, self.dv = whole or shares

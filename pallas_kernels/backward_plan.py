@@ -5,19 +5,22 @@ import functools
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels import backward_spills as spills
+from pallas_kernels import key_tiles_order as order
+from pallas_kernels.backward_dq import QueryGradient
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, DQ_TILE, SM_COUNT, BackwardConfig
-from pallas_kernels.interpret import interpreting
 from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_dealing import Dealing
 from pallas_kernels.key_tiles_shares import dealt_out, gradients_of_tiles
-from pallas_kernels.problem import Problem, whole_tiles
+from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of
 from pallas_kernels.ptx.fragments import fragment_shape
 from pallas_kernels.ptx.operands import SharedZeros, operand_form
+from pallas_kernels.spills import would_spill
 
 CONSUMERS = BACKWARD_CONSUMERS
 KEYS = 64  # of a consumer: the M of a wgmma
@@ -26,54 +29,6 @@ BLOCK_KV = CONSUMERS * KEYS
 MOST_APART, _MOST_APART_BYTES = 2, 2 << 30
 K_SLOTS = 2
 _FEW_TILES, _SHORT_TILE = 4, 3  # of a thread block; steps in the mean
-
-
-@dataclasses.dataclass(frozen=True)
-class QueryGradient:
-    """How dQ is made: in tiles of 64 rows, and if it is summed in float32 and in fragment order.
-
-    Attributes:
-      problem: static description.
-    """
-
-    problem: Problem
-
-    @functools.cached_property
-    def operand_columns(self) -> tuple[Columns, Columns]:
-        """Columns of query and key, and of value."""
-        p = self.problem
-        key, value = Columns.of_keys(p), Columns.of_values(p)
-        # dQ is made of dS' and K, and dV leaves from where dS' was: all in boxes of one width.
-        # Where dQ has two tiles of columns, zeros fill what is missing.
-        if key.box_width == value.box_width and (key.size > DQ_TILE) == (p.widest > DQ_TILE):
-            return key, value
-        sizes = (p.width, p.widest), (p.value_width, whole_tiles(p.value_width))
-        key, value = (Columns(*each, odd_rows=p.has_odd_rows) for each in sizes)
-        return key, value
-
-    @functools.cached_property
-    def tiles(self) -> list[slice]:
-        """The columns of one tile, or of two as much alike as whole boxes allow."""
-        columns, _ = self.operand_columns
-        if columns.size <= DQ_TILE:
-            return [slice(0, columns.size)]
-        middle = -(-columns.size // columns.box_width // 2) * columns.box_width
-        return [slice(0, middle), slice(middle, columns.size)]
-
-    @property
-    def columns_of_tiles(self) -> tuple[int, ...]:
-        return tuple(map(size_of, self.tiles))
-
-    def place(self, consumer: int) -> tuple[int, slice]:
-        """Which 64 rows of a step's dQ a consumer has, and which columns."""
-        row, column = divmod(consumer, len(self.tiles))
-        return row, self.tiles[column]
-
-    def whole_part(self, consumer: int) -> Columns:
-        """These columns, as whole dQ leaves."""
-        _, columns = self.place(consumer)
-        size, first = size_of(columns), columns.start
-        return dataclasses.replace(self.operand_columns[0], size=size, first=first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,14 +107,12 @@ class Plan:
     def dq_is_whole(self) -> bool:
         """Whether dQ of a step is, and leaves as users get it, with nothing to add up or to cast.
 
-        So it is where one tile has all keys, and sees all queries. Beside dropout, masks and biases
-        up to 108 bytes would spill where K has two boxes, and 12 beside dropout and one of these.
+        So it is where one tile has all keys, and sees all queries.
         """
         p = self.whole
         if p.by_batch or p.has_lists or not self.with_query_gradient:
             return False
-        crowds = int(p.has_dropout) + int(p.has_elements) + int(self.key_columns.tiles > 1)
-        if crowds > 1:
+        if would_spill(spills.WHOLE_DQ_ADDED, self):
             return False
         return self._seeing_blocks == [[0, self._whole_tiles.query_blocks]]
 
@@ -176,12 +129,13 @@ class Plan:
         """Whether each of a head's tiles of keys stores dQ of its own, and `cast_dq` adds them.
 
         There are neither zeros nor additions in global memory then, and bits are the same always.
-        Beside dropout, masks and biases up to 44 bytes would spill.
         """
         p = self.whole
-        if p.by_batch or p.has_lists or p.has_elements or p.has_dropout or p.picks_keys:
+        if p.by_batch or p.has_lists or p.picks_keys:
             return False  # where keys are picked a tile may be without any, and go without dQ
         if self.dq_is_whole or not self.with_query_gradient:
+            return False
+        if would_spill(spills.DQ_APART_ADDED, self):
             return False
         tiles = self.tiles.whole_per_head
         return tiles <= MOST_APART and tiles * self.dq_tiles * 4 * DQ_TILE**2 <= _MOST_APART_BYTES
@@ -206,78 +160,48 @@ class Plan:
         """Whether it makes dQ of tiles whose costs are known, and registers do for any schedule."""
         return self.with_query_gradient and self.problem.is_plain and not self.problem.by_batch
 
-    @property
-    def _most_thread_blocks(self) -> int:
-        return self.config.thread_blocks or SM_COUNT
-
-    @property
-    def one_each(self) -> bool:
-        """Whether each thread block has one tile, that of its number, and nothing to draw.
-
-        Lists are as fast where nothing is drawn anyway.
-        """
-        are_few = self.tiles.count <= self._most_thread_blocks
-        return self.is_plain and are_few and not self.tiles.shares.last
-
     @functools.cached_property
-    def deals_few_steps(self) -> bool:
-        """Whether there is little to even out by draws, each of which takes as long as a step."""
-        are_many = self.tiles.count > _FEW_TILES * self._most_thread_blocks
-        if not self.is_plain or self.one_each or are_many:
-            return False
-        return float(self.tiles.steps().mean()) <= _SHORT_TILE
-
-    @property
-    def draws(self) -> bool:
-        """Whether thread blocks draw their tiles, and zero dQ, if there is, of those to come."""
-        p = self.problem
-        if self.one_each or self.deals_few_steps or p.has_slope or p.has_dropout:
-            return False  # nothing to draw or to even out, or registers are too short
+    def dealing(self) -> Dealing:
+        """Who says which tile is next; who draws also zeros dQ, if there is, of tiles to come."""
+        p, tiles = self.problem, self.tiles
+        if p.has_dropout:
+            return Dealing.LISTED  # there is no buffer behind which a number that is drawn stands
+        if self.is_plain:
+            blocks = self.config.thread_blocks or SM_COUNT
+            if tiles.count <= blocks and not tiles.shares.last:
+                return Dealing.ONE_EACH
+            # There is little to even out by draws, each of which takes as long as a step.
+            if tiles.count <= _FEW_TILES * blocks and tiles.steps().mean() <= _SHORT_TILE:
+                return Dealing.LISTED
+            return Dealing.DRAWN
+        if would_spill(spills.LISTED, self):
+            return Dealing.LISTED
         if p.by_batch and self.is_wide:
-            return True
-        # At width 64 tiles of documents are so short that what a draw takes counts. A draw would
-        # spill beside elements, and lists where there are both. Without dQ lists are as fast.
-        return self.with_query_gradient and p.segmented == p.has_elements
+            return Dealing.DRAWN  # what tiles cost is known at run time only
+        if not self.with_query_gradient:
+            return Dealing.LISTED  # it is as fast
+        # Tiles of documents are so short that what a draw takes counts; lists would spill there
+        # beside elements.
+        return Dealing.LISTED if p.segmented and not p.has_elements else Dealing.DRAWN
 
     @property
     def switches_roles(self) -> bool:
         """Whether a warpgroup comes to its role by a switch, not by comparisons with its number.
 
-        The number would be spilled for them in a consumer. Yet beside lists a switch would spill,
-        with a cap or dropout.
+        The number would be spilled for them in a consumer.
         """
-        return self.draws or self.is_plain
+        return not would_spill(spills.ROLES_COMPARED, self)
 
     @functools.cached_property
     def thread_blocks(self) -> int:
-        return self.tiles.thread_blocks(self.config.thread_blocks, draws=self.draws)
-
-    @functools.cached_property
-    def zeroed_ahead(self) -> tuple[int, range]:
-        """Key heads of a section, and those whose dQ is zeroed by tiles of the section before.
-
-        In interpret mode, where thread blocks run one after the other, there are none of these.
-        """
-        if interpreting() or not (self.draws and self.sums_dq):
-            return 1, range(0)
-        return self.tiles.prepared(self.thread_blocks)
+        return order.thread_blocks(self.tiles, self.config.thread_blocks, dealing=self.dealing)
 
     @property
     def counters(self) -> int:
         """How many there are in global memory: whether any row is far from 0, and what is drawn."""
-        return 1 + (self.tiles.counters_to_draw(self.thread_blocks) if self.draws else 0)
-
-    @property
-    def dq_tiles_of_kv_head(self) -> int:
-        """Tiles of dQ of all query heads of a key head: one for each consumer in a step."""
-        return self.problem.group * self.tiles.query_blocks * CONSUMERS
-
-    @property
-    def zeroed_later(self) -> range:
-        """The tiles of dQ that this kernel zeros."""
-        _, kv_heads = self.zeroed_ahead
-        of_kv_head = self.dq_tiles_of_kv_head
-        return range(kv_heads.start * of_kv_head, kv_heads.stop * of_kv_head)
+        if self.dealing is not Dealing.DRAWN:
+            return 1
+        return 1 + order.counters_to_draw(self.tiles, self.thread_blocks)
 
     # --- rows of statistics ---
 
@@ -294,122 +218,93 @@ class Plan:
         """Rows of that array."""
         return self.words_row + (2 if self.problem.has_dropout else 0)
 
-    # --- registers ---
+    # --- registers: what would spill is in `backward_spills.py` ---
 
     @property
     def keeps_numbers(self) -> bool:
-        """Whether the producer keeps numbers of tiles, or reads them anew.
-
-        With dropout, and at width 64 under a mask where query heads share keys, it would spill.
-        """
-        p = self.problem
-        has_room = self.is_wide or p.by_batch or p.group == 1
-        return has_room and not self.keeps_nothing
+        """Whether the producer keeps numbers of tiles, or reads them anew."""
+        return not would_spill(spills.NUMBERS_READ, self)
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether the producer reads all of a tile anew: with dropout it would spill."""
-        return self.problem.has_dropout
+        """Whether the producer reads all of a tile anew."""
+        return would_spill(spills.ALL_READ, self)
 
     @property
     def fences_loads(self) -> bool:
-        """Whether addresses for copies of boxes may not be made ahead: 8 bytes would spill."""
-        boxes = self.key_columns.tiles > 1 and self.key_columns.odd_rows
-        return boxes and self.problem.has_dropout and self.with_query_gradient
+        """Whether addresses for copies of boxes may not be made ahead."""
+        return would_spill(spills.LOADS_FENCED, self)
 
     @property
     def early_weights(self) -> bool:
         """Whether there are registers for weights and dQ at a time: where all else is simple."""
-        p = self.problem
-        if p.has_elements:
-            return False
-        one_tile_each = self.key_columns.products == self.value_columns.products == 1
-        simple = one_tile_each and not (self.tiles.any_mask or p.group > 1)
-        narrow = not self.is_wide and not (p.segmented and p.group > 1)
-        return (simple and not self.problem.has_dropout) or narrow
+        return not would_spill(spills.LATE_WEIGHTS, self)
 
     @property
     def weights_first(self) -> bool:
         """Whether there are none for dP' beside S'."""
-        return self.problem.has_elements or self.problem.has_slope
+        return would_spill(spills.WEIGHTS_FIRST, self)
 
     def dq_first(self, has_elements_of_queries: bool) -> bool:
         """Whether there are none for dQ of the step before beside S'. Then that is done first."""
-        p = self.problem
-        beside_dropout = self.problem.has_dropout and (self.is_wide or (p.has_bias and p.has_mask))
-        beside_ids = p.has_bias and (p.segmented or (p.dynamic and self.is_wide))
-        beside_elements = has_elements_of_queries and (beside_dropout or beside_ids)
-        crowds_bias_gradient = self.tiles.any_mask or p.has_mask
-        is_given = self.with_bias_gradient and not self.is_wide and crowds_bias_gradient
-        return self.problem.has_slope or beside_elements or is_given
+        beside_elements = has_elements_of_queries and would_spill(spills.DQ_BEFORE_ELEMENTS, self)
+        return would_spill(spills.DQ_FIRST, self) or beside_elements
 
     @property
     def far_after_dq(self) -> bool:
         """Whether there are none in steps that rows far from 0 may be in."""
-        p = self.problem
-        # H64-full-whole would spill 136 bytes.
-        is_whole = self.dq_is_whole and not (self.is_wide or self.tiles.any_mask or self.one_each)
-        return (p.has_bias and p.has_dropout) or is_whole
+        return would_spill(spills.DQ_BEFORE_FAR, self)
 
     @property
     def ids_first(self) -> bool:
-        """Whether ids are compared before S' is made, as a function may take many registers."""
-        return self.problem.has_lists
+        """Whether ids are compared before S' is made."""
+        return would_spill(spills.IDS_FIRST, self)
 
     @property
     def ids_last(self) -> bool:
         """Whether only where dropout has been done there are registers for it."""
-        return self.problem.has_dropout and not self.problem.has_lists
+        return would_spill(spills.IDS_LAST, self)
 
     @property
     def drops_early(self) -> bool:
-        """Whether there are registers for dropout beside dQ.
-
-        H64-causal-even-dropout would spill 36 bytes.
-        """
-        return not (self.is_wide or (self.problem.group == 1 and self.tiles.any_mask))
+        """Whether there are registers for dropout beside dQ."""
+        return not would_spill(spills.LATE_DROPS, self)
 
     @property
     def has_blank_steps(self) -> bool:
         """Whether a consumer whose keys a step's queries do not see takes a shorter one.
 
-        Beside a mask, a bias and ids it would spill; lists are of both consumers' keys.
+        Lists are of both consumers' keys.
         """
-        return not (self.problem.has_elements or self.problem.has_lists)
+        return not (self.problem.has_lists or would_spill(spills.NO_BLANK_STEPS, self))
 
     @property
     def crowded(self) -> bool:
         """Whether addresses are made anew in each step."""
-        p = self.problem
-        if p.has_slope or p.has_dropout or p.segmented or p.has_bias:
-            return True
-        if p.has_given_lists or (self.deals_few_steps and not self.is_wide):
-            return True  # the latter would spill 8 to 16 bytes
-        if p.picks_keys and (self.dq_is_whole or not self.is_wide):
-            return True  # H128-key-lengths-causal-one would spill 4 bytes, H64-..-causal-ragged 32
-        if self.is_wide or not self.tiles.any_mask:
-            return False
-        if self.tiles.has_parts:
-            return True  # H64-causal-few would spill 48 bytes
-        # H64-full-ragged would spill 40 bytes.
-        return p.lowest is None and p.highest is None and not p.by_batch
+        return would_spill(spills.ADDRESSES, self)
 
     @property
     def cap_branches(self) -> bool:
-        """Whether a cap has them: beside ids at width 128 they would spill 8 to 16 bytes."""
-        return not (self.is_wide and self.problem.segmented)
+        """Whether a cap has them."""
+        return not would_spill(spills.NO_BRANCHES, self)
 
     @property
     def far_in_masked(self) -> bool:
-        """As for `loop_over_steps`.
+        """As for `loop_over_steps`."""
+        return would_spill(spills.FAR_IN_MASKED, self)
 
-        Beside dropout one loop more would spill; in H64-causal-ragged-dropout one less would.
-        """
-        return (
-            self.problem.has_dropout
-            and self.with_query_gradient
-            and (self.is_wide or self.problem.has_mask)
-        )
+    @property
+    def prefetches(self) -> bool:
+        """Where query heads share keys times vary by more than it gains."""
+        gains = self.sums_dq and self.is_wide and self.problem.group == 1
+        return gains and not would_spill(spills.NO_PREFETCHES, self)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer and of the producer."""
+        return (232, 40) if would_spill(spills.PRODUCER, self) else self.config.registers
+
+    # --- rows that may be NaN ---
 
     @property
     def zeroes_keys(self) -> bool:
@@ -420,24 +315,6 @@ class Plan:
     def zeroes_queries(self) -> bool:
         """Whether rows of Q and dO may be NaN that see no key of a tile and some of others."""
         return self.zeroes_keys and self.problem.dynamic
-
-    @property
-    def prefetches(self) -> bool:
-        """Where query heads share keys times vary by more than it gains.
-
-        H128-causal-even-dropout would spill 4 bytes.
-        """
-        spills = self.problem.has_dropout and self.tiles.any_mask
-        return self.sums_dq and self.is_wide and self.problem.group == 1 and not spills
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        p = self.problem
-        draws_beside_slope = p.has_slope and p.by_batch and self.with_query_gradient
-        in_boxes_beside_more = p.has_odd_rows and (self.dq_is_whole or p.has_key_mask)
-        if p.widest == 128 and (draws_beside_slope or in_boxes_beside_more):
-            return 232, 40  # the producer spills with fewer
-        return self.config.registers
 
     # --- shared memory and barriers ---
 
@@ -496,8 +373,9 @@ class Plan:
         # What thread blocks draw stands behind delta: there is no room for more, as each ref takes
         # whole KB.
         if not self.problem.has_dropout:
-            found["delta_smem"] = plgpu.SMEM((stages + int(self.draws), block_q), jnp.float32)
-        if self.draws:
+            rows = stages + int(self.dealing is Dealing.DRAWN)
+            found["delta_smem"] = plgpu.SMEM((rows, block_q), jnp.float32)
+        if self.dealing is Dealing.DRAWN:
             found["first_full"] = plgpu.Barrier(num_arrivals=1)
         if self.dv_apart:
             found["dv_smem"] = values.smem(1, BLOCK_KV, dtype=dtype)
@@ -509,12 +387,3 @@ class Plan:
         if interpret:
             found["twins"] = twins_of(self.barriers)
         return found
-
-
-def size_of(columns: slice) -> int:
-    return columns.stop - columns.start
-
-
-def fragment_of(ref, columns: slice):
-    """The part of a tile of dQ in fragment order that a tile of fewer columns takes."""
-    return ref.at[pl.ds(0, fragment_shape(size_of(columns))[0])]

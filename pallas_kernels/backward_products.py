@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backward_block import ThreadBlock
-from pallas_kernels.backward_plan import KEYS, size_of
+from pallas_kernels.backward_dq import size_of
+from pallas_kernels.backward_plan import KEYS
 from pallas_kernels.config import DQ_TILE
 from pallas_kernels.dropout import d_logits, negated_transposed
 from pallas_kernels.elements import biased

@@ -7,7 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backward_plan import QueryGradient, fragment_of, size_of
+from pallas_kernels.backward_dq import QueryGradient, fragment_of, size_of
 from pallas_kernels.config import DQ_TILE
 from pallas_kernels.online_softmax import spread
 from pallas_kernels.problem import Problem

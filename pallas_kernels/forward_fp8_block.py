@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import forward_fp8_spills
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ROWS, ForwardFP8Config
 from pallas_kernels.forward_block import Block
@@ -21,6 +22,7 @@ from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of, with_twins
 from pallas_kernels.ptx.operands import float8_operand
 from pallas_kernels.row_masks import RowMasks
+from pallas_kernels.spills import would_spill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +48,7 @@ class Plan:
     @property
     def registers_are_scarce(self) -> bool:
         """Then addresses and entries of lists are made anew where they are used."""
-        p = self.problem
-        return max(p.width, p.value_width) > 64 or p.by_batch
+        return would_spill(forward_fp8_spills.ADDRESSES, self)
 
     @property
     def accumulated(self) -> Any:

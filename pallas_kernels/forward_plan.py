@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import online_softmax, seen_blocks, tickets
+from pallas_kernels import forward_spills, online_softmax, seen_blocks, tickets
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ROWS, ForwardConfig
 from pallas_kernels.forward_tiles import Tiles
@@ -17,6 +17,7 @@ from pallas_kernels.ptx import notes
 from pallas_kernels.ptx.barriers import BlockVote, NamedBarriers, twins_of
 from pallas_kernels.ptx.operands import SharedZeros, operand_form
 from pallas_kernels.soft_cap import known_reference
+from pallas_kernels.spills import would_spill
 
 BIAS_BOX = 64  # keys: of 16 bits, as wide as TMA swizzles
 
@@ -153,72 +154,38 @@ class Plan:
     def allowed(self) -> online_softmax.Range:
         return online_softmax.weight_range(self.problem.dtype)
 
-    # --- registers: what is made anew where it is used ---
+    # --- registers: where there are few, it does as `forward_spills.py` says ---
 
     @property
     def registers_are_scarce(self) -> bool:
-        """Then addresses and bounds are.
-
-        Else H256-sides-even, H256-window-dense-mask, H256-causal-cut, H72-window-even,
-        H72-key-lengths-causal-even, H256-key-lengths-causal-ragged, H128-key-mask-ragged and
-        H64-causal-ragged would spill.
-        """
-        p, in_boxes = self.problem, self.key_columns.tiles > 1
-        is_bounded = p.lowest is not None or p.has_lengths or (in_boxes and p.dynamic)
-        has_more = p.segmented or p.has_mask or p.has_dropout
-        beside_wide_output = is_bounded or has_more or self.tiles.one_each
-        return (
-            self.problem.has_slope
-            or self.loads_bias
-            or (p.has_lists and p.widest > 64)
-            or (p.widest > 192 and beside_wide_output)
-            or ((p.lowest is not None or p.picks_keys) and self.key_columns.products > 1)
-            or (p.segmented and self.problem.has_dropout and p.widest > 64)
-            or (p.has_key_mask and p.widest > 64)
-            or (self.config.consumers == 4 and self.tiles.any_mask)
-        )
+        """Then addresses and bounds are made anew where they are used."""
+        return would_spill(forward_spills.ADDRESSES, self)
 
     @property
     def registers_are_short(self) -> bool:
         """Then entries of lists are."""
-        return self.registers_are_scarce or (
-            self.config.query_buffers == 1 and (self.config.block_kv > 64 or self.problem.segmented)
-        )
+        return self.registers_are_scarce or would_spill(forward_spills.ENTRIES, self)
 
     def locates_anew(self, needs_mask: bool) -> bool:
-        """Then the place of a tile is, in a step with a mask or without.
-
-        Beside a cap and lengths 8 bytes would spill at width 64.
-        """
-        has_ids = needs_mask and self.problem.segmented and self.registers_are_short
-        return self.loads_elements or has_ids or self._cap_beside_lengths
+        """Whether a step finds the place of its tile anew: always where it loads elements."""
+        if self.loads_elements or would_spill(forward_spills.PLACES, self):
+            return True
+        return needs_mask and would_spill(forward_spills.PLACES_OF_MASKS, self)
 
     @property
     def ends_apart(self) -> bool:
-        """Whether a tile ends before the next one's first logits.
-
-        Beside a score function both ways to end would spill: H128-causal-differences-reads-ragged.
-        """
-        p = self.problem
-        return self.config.query_buffers == 1 or (p.has_score and p.widest > 64)
+        """Whether a tile ends before the next one's first logits."""
+        return self.config.query_buffers == 1 or would_spill(forward_spills.ENDS, self)
 
     @property
     def ends_anew(self) -> bool:
-        """Then it is at the end of a tile, or where that waits for no list.
-
-        Else H256-lengths-even would spill.
-        """
-        has_no_list = self.problem.by_batch or self.tiles.by_number
-        return has_no_list or self.locates_anew(needs_mask=False)
-
-    @property
-    def _cap_beside_lengths(self) -> bool:
-        return self.problem.has_cap and self.problem.dynamic and not self.problem.segmented
+        """Whether the number of a tile is made anew at its end."""
+        return self.locates_anew(needs_mask=False) or would_spill(forward_spills.NUMBERS, self)
 
     @property
     def words_late(self) -> bool:
-        """Then words of dropout are, and no earlier."""
-        return self._cap_beside_lengths and self.problem.has_dropout
+        """Whether a step looks for words of dropout itself, after its weights."""
+        return would_spill(forward_spills.WORDS, self)
 
     def asks_for_key_block(self, needs_mask: bool) -> bool:
         """Whether a step asks its list which key block it has, as it needs to know."""

@@ -21,13 +21,15 @@ from pallas_kernels import (
     backward_key,
     backward_query,
     backward_query_product,
+    backward_zeros,
     bias_gradient,
     cast_dq,
     key_masks,
     row_statistics,
 )
+from pallas_kernels.backward_dq import QueryGradient
 from pallas_kernels.backward_key_plan import key_tiles
-from pallas_kernels.backward_plan import Plan, QueryGradient
+from pallas_kernels.backward_plan import Plan
 from pallas_kernels.config import (
     BackwardConfig,
     BackwardKeyConfig,
@@ -125,7 +127,7 @@ def attention_gradients(
         problem=problem,
         padded_rows=rows_of_statistics,
         dq_columns=QueryGradient(problem).columns_of_tiles if adds else (),
-        zeroed_later=plan.zeroed_later if plan is not None else range(0),
+        zeroed_later=backward_zeros.dq_tiles_made(plan) if plan is not None else range(0),
     )
     masks = intervals, ids, elements, dropout_words
     operands = query, key, value, d_out, start, minus_delta, far

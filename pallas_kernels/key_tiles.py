@@ -1,4 +1,4 @@
-"""Tiles of keys that thread blocks own, which query blocks see any of them, and their order.
+"""Tiles of keys that thread blocks own, and which query blocks see any of them.
 
 The tiles of a thread block stand in its list, or it draws them (`tickets.py`). Where there are few
 (`key_tiles_shares.py`), each share of a tile's queries counts as a tile of its own here: one of
@@ -14,20 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels import scheduler, segments, tickets
-from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT, Shares
+from pallas_kernels import segments
+from pallas_kernels.config import Shares
 from pallas_kernels.mask_functions import COUNT, query_lists
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 
 CONSUMER_KEYS = 64  # of one consumer: the M of a wgmma
-TILE_OVERHEAD = 1.0  # what a tile costs beside its steps, in steps
-# Sections are longer by this where costs are known at run time only, as what thread blocks get is
-# even over many tiles alone; yet not all heads, whose dQ would leave L2.
-_LONGER_SECTIONS = 8
-# The same where tiles are drawn, which is even over fewer. Tiles of documents are even enough
-# without, and what evicts dQ from L2 costs them more.
-_LONGER_DRAWN_SECTIONS = 3
 
 
 class Section(NamedTuple):
@@ -307,145 +300,6 @@ class KeyTiles:
         """`[per_head]` int32: how many steps the tiles before each take."""
         steps = self.steps()
         return (steps.cumsum() - steps).astype(np.int32)
-
-    def thread_blocks(
-        self, most: int | None, kv_heads: range | None = None, draws: bool = False
-    ) -> int:
-        """How many to launch: at most so many, or if None as `scheduler.thread_blocks` decides.
-
-        Args:
-          kv_heads: those that have tiles; None for all.
-          draws: thread blocks draw their tiles: None stands for one on each SM.
-        """
-        count = len(kv_heads) * self.per_head if kv_heads else self.count
-        if most is None and not draws:
-            is_known = not self.problem.by_batch
-            return scheduler.thread_blocks(count, self.steps(), SM_COUNT, is_known)
-        return min(count, most or SM_COUNT)
-
-    def schedule(
-        self, thread_blocks: int, reverse: bool = False, kv_heads: range | None = None
-    ) -> np.ndarray:
-        """The tiles of each thread block, as `scheduler.deal` gives them; see `locate`.
-
-        If costs are known at run time only, as `scheduler.deals_by_rank` does, with ranks in the
-        place of tiles.
-        """
-        kv_heads = kv_heads or self.kv_heads
-        section = self._section(kv_heads, _LONGER_SECTIONS if self.problem.by_batch else 1)
-        number, tile, cost = self._order(kv_heads, section)
-        if self.problem.by_batch:
-            return scheduler.deals_by_rank(number, tile, self.per_head, thread_blocks, reverse)
-        return scheduler.deal(number, cost, thread_blocks, reverse)
-
-    def order_to_draw(self, thread_blocks: int) -> np.ndarray:
-        """The numbers of all tiles in the order to draw them.
-
-        If costs are known at run time only, with ranks in the place of tiles.
-        """
-        number, _, _ = self._order(self.kv_heads, *self._sections_to_draw(thread_blocks))
-        return number.astype(np.int32)
-
-    def prepared(self, thread_blocks: int) -> tuple[int, range]:
-        """Key heads of a section, and those for which the section before can prepare something.
-
-        Where thread blocks draw tiles. The tile of that number in each of these heads has one of
-        its own in the section before: the one whose head is a section before.
-        """
-        section, last_section = self._sections_to_draw(thread_blocks)
-        heads = len(self.kv_heads)
-        *_, last, _ = scheduler.section_starts(self.per_uncut_head, heads, section, last_section)
-        return section, range(section, last + section)
-
-    @property
-    def last_section(self) -> int:
-        """How many key heads it has, where costs are known."""
-        heads = len(self.kv_heads)
-        *_, last, end = scheduler.section_starts(1, heads, self._section(self.kv_heads, 1))
-        return end - last
-
-    def _sections_to_draw(self, thread_blocks: int) -> tuple[int, int]:
-        """Key heads of a section, and tiles of the last one."""
-        p = self.problem
-        longer = _LONGER_DRAWN_SECTIONS if p.by_batch and not p.segmented else 1
-        last_section = tickets.LAST_TILES * thread_blocks if p.by_batch else 0
-        return self._section(self.kv_heads, longer), last_section
-
-    @functools.lru_cache  # noqa: B019
-    def _section(self, kv_heads: range, longer: int) -> int:
-        """Key heads of a section, of so many times `BACKWARD_SECTION_BYTES`.
-
-        Of more where their tiles end earlier so, if costs are known.
-        """
-        p = self.problem
-        sizes = dict(
-            bytes_per_kv_head=p.group * p.query_length * self.row_bytes,
-            tiles_per_kv_head=self.per_uncut_head,
-            slots=SM_COUNT,
-            kv_heads=len(kv_heads),
-            group=1,
-        )
-        section_bytes = longer * BACKWARD_SECTION_BYTES
-        if p.by_batch:
-            return scheduler.heads_per_section(section_bytes, **sizes)
-        cost = self.steps()[: self.per_uncut_head] + TILE_OVERHEAD
-        return scheduler.section_that_ends_early(cost, section_bytes, **sizes)
-
-    def costs_in_order(self, kv_heads: range) -> np.ndarray:
-        """Of tiles in the order of starting, in steps."""
-        if self.problem.by_batch:  # the most that they can be
-            return -np.sort(-np.tile(self.steps() + TILE_OVERHEAD, len(kv_heads)))
-        *_, cost = self._order(kv_heads, self._section(kv_heads, 1))
-        return cost
-
-    def _order(
-        self, kv_heads: range, section: int, last_section: int = 0
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The order of starting: number of each tile, its number in its head, and its cost.
-
-        If costs are known at run time only, with ranks in the place of tiles.
-
-        Args:
-          kv_heads: those that have tiles.
-          section, last_section: as for `scheduler.tile_order`.
-        """
-        cost = np.zeros(self.per_head)
-        if not self.problem.by_batch:
-            cost = self.steps() + TILE_OVERHEAD
-        uncut = cost[: self.per_uncut_head]
-        tile, kv_head = scheduler.tile_order(uncut, len(kv_heads), section, last_section)
-        if self.shares.last:
-            tile, kv_head = self._last_cut(tile, kv_head)
-        return (kv_heads.start + kv_head) * self.per_head + tile, tile, cost[tile]
-
-    def _last_cut(self, tile: np.ndarray, kv_head: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """An order of whole tiles, with the last ones in parts behind all others."""
-        assert self.shares.last is not None
-        heads, tiles = self.shares.last
-        first_head = len(self.kv_heads) - heads
-        stays = (kv_head < first_head) | (tile < self.whole_per_head - tiles)
-        part, of_head = scheduler.tile_order(self.steps()[self.whole_per_head :], heads, heads)
-        tile = np.append(tile[stays], self.whole_per_head + part)
-        return tile, np.append(kv_head[stays], first_head + of_head)
-
-    def table_to_draw(self, thread_blocks: int, cost: jax.Array | None = None) -> jax.Array:
-        """The numbers of tiles in the order to draw them, as `tickets.Tickets` takes them.
-
-        Args:
-          cost: `[B, tiles]`, or `[B * key heads, tiles]`, where costs are known at run time only.
-        """
-        order: jax.Array | np.ndarray = self.order_to_draw(thread_blocks)
-        if cost is not None:
-            order = scheduler.order_by_rank(order, cost, len(self.kv_heads) // cost.shape[0])
-        # Behind the last stands what is no tile. Static numbers that go up by one to the end would
-        # be made by XLA in a kernel of its own.
-        none = self.numbers if cost is not None else self.numbers + 1
-        return jnp.pad(jnp.asarray(order), (0, 1), constant_values=none)
-
-    def counters_to_draw(self, thread_blocks: int) -> int:
-        """How many counters a kernel that draws has: of tickets, then of each section's tiles."""
-        section, _ = self.prepared(thread_blocks)
-        return 1 + len(self.kv_heads) // section
 
     def share_of(self, place):
         """Where dK and dV of a share of what `locate` gives stand: batch entry, tile, head."""

@@ -12,9 +12,11 @@ from jax import lax
 
 from pallas_kernels import hopper, scheduler, segments
 from pallas_kernels import intervals as run_time_intervals
+from pallas_kernels import key_tiles_order as order
 from pallas_kernels.config import BACKWARD_CONSUMERS
 from pallas_kernels.dropout import Words
-from pallas_kernels.key_tiles import TILE_OVERHEAD, KeyTiles
+from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_dealing import Dealing
 from pallas_kernels.mask_functions import COUNT, seen_keys
 from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.barriers import HAND_ORDERED
@@ -30,7 +32,7 @@ def gradient_kernel(
     most_thread_blocks: int | None,
     scratch: dict[str, Any],
     from_end: bool = False,
-    draws: bool = False,
+    dealing: Dealing = Dealing.LISTED,
     more_results: tuple[jax.ShapeDtypeStruct, ...] = (),
 ) -> Callable:
     """The kernel that makes dK and dV.
@@ -39,9 +41,9 @@ def gradient_kernel(
       body: takes the refs that `Walk.of_refs` takes, those of the operands, and of dK, dV and
         more results.
       gradients: shapes of dK and dV.
-      most_thread_blocks: as `KeyTiles.thread_blocks` takes it.
+      most_thread_blocks: as `key_tiles_order.thread_blocks` takes it.
       from_end: thread blocks walk their lists from the end.
-      draws: thread blocks draw their tiles, of all heads, and have no lists.
+      dealing: how thread blocks come to their tiles. They draw those of all heads.
       more_results: shapes of what the kernel makes beside dK and dV; with any, `first_steps`
         goes with `seeing_blocks`.
 
@@ -53,7 +55,7 @@ def gradient_kernel(
       Of a section the kernel takes its heads alone, and if there are refs of results, it writes
       those heads of them.
     """
-    p = tiles.problem
+    p, draws = tiles.problem, dealing is Dealing.DRAWN
     seeing_blocks = np.zeros(0) if p.has_given_lists else tiles.seeing_blocks()
     if more_results:
         seeing_blocks = np.append(seeing_blocks, tiles.first_steps()[None], axis=0)
@@ -70,19 +72,19 @@ def gradient_kernel(
         entries, heads = lists.shape[:2]
         cost = jnp.repeat(lists[..., COUNT].astype(jnp.float32), p.batch // entries, axis=0)
         if heads == 1:
-            return cost[:, 0] + TILE_OVERHEAD
-        return cost.reshape(-1, tiles.per_head) + TILE_OVERHEAD
+            return cost[:, 0] + order.TILE_OVERHEAD
+        return cost.reshape(-1, tiles.per_head) + order.TILE_OVERHEAD
 
     def table_by_cost(cost, thread_blocks, kv_heads) -> jax.Array:
         """What there is to draw, or lists, by costs that are known at run time."""
         if draws:
-            return tiles.table_to_draw(thread_blocks, cost)
-        schedule = tiles.schedule(thread_blocks, from_end, kv_heads)
+            return order.table_to_draw(tiles, thread_blocks, cost)
+        schedule = order.schedule(tiles, thread_blocks, from_end, kv_heads)
         sharing = len(tiles.kv_heads) // cost.shape[0]
         return scheduler.longest_first(schedule, cost, sharing)
 
     def run(intervals, ids, words: Words | None, *operands, blocks=None, kv_heads=None, results=()):
-        thread_blocks = tiles.thread_blocks(most_thread_blocks, kv_heads, draws)
+        thread_blocks = order.thread_blocks(tiles, most_thread_blocks, kv_heads, dealing)
         kernel = kernel_of(thread_blocks, bool(results))
         operands = (*operands, *results)
         if words is not None:  # those of queries come with their start
@@ -102,9 +104,9 @@ def gradient_kernel(
             operands = (lengths, *operands)
         if not p.by_batch:
             if draws:
-                table = tiles.table_to_draw(thread_blocks)
+                table = order.table_to_draw(tiles, thread_blocks)
             else:
-                table = jnp.asarray(tiles.schedule(thread_blocks, from_end, kv_heads))
+                table = jnp.asarray(order.schedule(tiles, thread_blocks, from_end, kv_heads))
             return kernel(table, jnp.asarray(seeing_blocks), *operands)
         seeing = bounds = tiles.seeing(intervals)
         ids_are_sorted = None
@@ -115,7 +117,7 @@ def gradient_kernel(
             bounds, ids_are_sorted = segments.intervals(key_ids, query_ids, within)
         blocks = tiles.seeing_blocks_of(seeing, ids, ids_are_sorted)
         steps = p.group * (blocks[:-1, :, 1] - blocks[:-1, :, 0])
-        cost = steps.astype(jnp.float32) + TILE_OVERHEAD
+        cost = steps.astype(jnp.float32) + order.TILE_OVERHEAD
         table = table_by_cost(cost, thread_blocks, kv_heads)
         if ids is not None:
             operands = (segments.padded(query_ids, tiles.block_q), key_ids, *operands)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.elements import NOTHING_LOADED
+from pallas_kernels.key_tiles_blocks import ConsumerBlocks
 from pallas_kernels.key_tiles_masks import ListedMask, StepMask
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.mask_functions import MASKED
@@ -112,8 +113,9 @@ class _Loops:
             block = first_block + lax.rem(end - j - 1, self.end_block() - self.first_block())
         return block
 
-    def first_unmasked_block(self):
-        return self.walk.first_unmasked_block(self.index, self.own_first_key)
+    @property
+    def own_blocks(self) -> ConsumerBlocks:
+        return ConsumerBlocks(self.walk, self.index, self.own_first_key)
 
     def mask_of(self, block, j, comparing: bool = False) -> StepMask | None:
         """Of steps from j on, whose blocks run from one on, or from a place of the tile's list."""
@@ -174,16 +176,11 @@ class _Loops:
         Args:
           end: the number after the tile's last.
         """
-        walk, tiles, index, own_first_key = (
-            self.walk,
-            self.walk.tiles,
-            self.index,
-            self.own_first_key,
-        )
+        walk, tiles, own_blocks = self.walk, self.walk.tiles, self.own_blocks
         may_be_far, far_in_masked = not tiles.problem.has_cap, self.far_in_masked
         blank_before, blank_behind = False, False
         if self.blank_step:
-            blank_before, blank_behind = tiles.blank_steps(own_first_key)
+            blank_before, blank_behind = tiles.blank_steps(self.own_first_key)
         is_far = walk.are_any_far()
         # A part may end before the head does.
         until = lambda end_of_loop: (
@@ -191,18 +188,17 @@ class _Loops:
         )
         block = self.block_of(end, j)
         if blank_behind:
-            own = until(j + jnp.maximum(block + 1 - walk.own_end_block(index, own_first_key), 0))
+            own = until(j + jnp.maximum(block + 1 - own_blocks.end(), 0))
             self.blank(block, j, own)
             j, block = own, block - (own - j)
         if tiles.problem.has_far_edge:
-            first_unmasked = self.first_unmasked_block()
-            end_unmasked = walk.end_unmasked_block(index, own_first_key, first_unmasked)
+            end_unmasked = own_blocks.end_unmasked(own_blocks.first_unmasked())
             unmasked = until(j + jnp.maximum(block + 1 - end_unmasked, 0))
             if may_be_far and not far_in_masked:
                 unmasked = jnp.where(is_far(), j, unmasked)
             self.masked(block, j, unmasked)
             j, block = unmasked, block - (unmasked - j)
-        masked = until(j + jnp.maximum(block + 1 - self.first_unmasked_block(), 0))
+        masked = until(j + jnp.maximum(block + 1 - own_blocks.first_unmasked(), 0))
         masked = jnp.where(is_far(), j, masked) if may_be_far else masked
         pl.loop(j, masked)(functools.partial(self.step, mask=None, far=False))
         if not (tiles.any_mask or may_be_far):
@@ -210,7 +206,7 @@ class _Loops:
         j, block = masked, block - (masked - j)
         end_of_head = own_end = until(j + block + 1 - self.first_block())
         if blank_before:
-            own_first = walk.own_first_block(index, own_first_key)
+            own_first = own_blocks.first()
             own_end = until(j + jnp.maximum(block + 1 - own_first, 0))
         if may_be_far and not far_in_masked:
             others = jnp.where(is_far(), own_end, j)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import key_tiles_order as order
 from pallas_kernels import scheduler
 from pallas_kernels.config import BACKWARD_SECTION_BYTES, SM_COUNT, Last, Shares
 from pallas_kernels.key_tiles import KeyTiles, Section
@@ -104,7 +105,7 @@ def _last_heads(whole: KeyTiles) -> list[int]:
     Of the last section alone, as tiles of others zero dQ for those of the section after theirs.
     """
     kv_heads = whole.problem.kv_heads
-    most = range(1, whole.last_section + 1)
+    most = range(1, order.last_section(whole) + 1)
     return [n for n in most if n <= kv_heads or n % kv_heads == 0]
 
 
@@ -182,7 +183,7 @@ def _apart(tiles: KeyTiles) -> float:
 
 def _end_of_sections(tiles: KeyTiles, sections: Iterable[range]) -> float:
     """When the last SM ends that works on them one after the other, in steps."""
-    return sum(scheduler.time_of_deal(tiles.costs_in_order(x), SM_COUNT) for x in sections)
+    return sum(scheduler.time_of_deal(order.costs_in_order(tiles, x), SM_COUNT) for x in sections)
 
 
 def _stored_bytes(tiles: KeyTiles) -> int:

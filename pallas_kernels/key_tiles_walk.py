@@ -10,16 +10,18 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import key_masks, tickets
+from pallas_kernels import key_masks
 from pallas_kernels.bit_words import WORD
 from pallas_kernels.elements import NOTHING_LOADED, ElementRefs, Loaded
 from pallas_kernels.key_tiles import CONSUMER_KEYS, KeyTiles
+from pallas_kernels.key_tiles_dealing import Listed, OneEach
 from pallas_kernels.mask_functions import COUNT, LISTED, MaskRefs
 from pallas_kernels.on_rows import entry_of
 from pallas_kernels.ptx.arithmetic import div_rem
-from pallas_kernels.ptx.compiler import fresh_rows, fresh_zero
+from pallas_kernels.ptx.compiler import fresh_rows
 from pallas_kernels.ptx.loads import load_rows
 from pallas_kernels.ptx.votes import any_positive
+from pallas_kernels.tickets import Tickets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +31,8 @@ class Walk:
     What there is to know of a tile is read where it is needed: kept over a loop it costs registers.
 
     Attributes:
-      schedule_ref: `KeyTiles.schedule`, in global memory; None where tiles are drawn.
+      turns: which tile is next.
       seeing_blocks_ref: `KeyTiles.seeing_blocks` or `seeing_blocks_of`, in global memory.
-      block: number of the thread block.
       more_refs: in global memory, where the problem has lengths those, where it has a mask of keys
         its bits; where it is dynamic or segmented the queries that see each key, and where it is
         segmented the ids of queries and of keys, as many as there are in all blocks and tiles.
@@ -40,45 +41,34 @@ class Walk:
       counters_ref: int32 in global memory: the first is more than 0 if any row is far from 0
         (`far_rows.py`), and is read as what no kernel writes meanwhile. Where tiles are drawn the
         next is that of tickets, and others are what `prepared_tiles` counts
-        (`KeyTiles.counters_to_draw`).
+        (`key_tiles_order.counters_to_draw`).
       lists: of tiles, with the mask function, in the place of seeing_blocks_ref; None without.
       seen: of a dense mask what `mask_functions.seen_keys` gives.
-      drawn: the tickets of a thread block that draws its tiles.
-      one_each: each thread block has one tile, that of its number.
     """
 
     tiles: KeyTiles
-    schedule_ref: Any
+    turns: OneEach | Listed | Tickets
     seeing_blocks_ref: Any
-    block: Any
     more_refs: tuple[Any, ...] = ()
     elements: ElementRefs | None = None
     key_words_ref: Any = None
-    drawn: tickets.Tickets | None = None
     counters_ref: Any = None
     lists: MaskRefs | None = None
     seen: tuple[Any, ...] = ()
-    one_each: bool = False
 
     @classmethod
     def of_refs(
         cls,
         tiles: KeyTiles,
-        block,
         refs,
-        thread_blocks: int = 0,
-        entries: Any = None,
-        first_full: Any = None,
-        one_each: bool = False,
+        turns: Callable[[Any, Any], OneEach | Listed | Tickets],
     ) -> "tuple[Walk, list]":
         """The walk by the first refs of a kernel of `gradient_kernel`, and its other refs.
 
         Args:
-          thread_blocks, entries, first_full: where they draw, how many there are and what
-            `tickets.Tickets` takes.
-          one_each: see above.
+          turns: of the ref of lists, or of the order to draw, and of `counters_ref`.
         """
-        schedule_ref, *refs = refs
+        table_ref, *refs = refs
         lists, seeing_blocks_ref, seen = None, None, ()
         if tiles.problem.has_lists:
             lists, refs = MaskRefs.split(tiles.problem, refs)
@@ -94,54 +84,34 @@ class Walk:
             key_words_ref, count = refs[count], count + 1
         elements, operands = ElementRefs.split(tiles.problem, refs[count:], transposed=True)
         counters_ref, *operands = operands
-        drawn = None
-        if entries is not None:
-            order_ref, schedule_ref = schedule_ref, None
-            drawn = tickets.Tickets(
-                order_ref,
-                counters_ref.at[1:],
-                entries,
-                tiles.count,
-                thread_blocks,
-                functools.partial(lax.axis_index, "block"),
-                first_full,
-            )
         walk = cls(
             tiles,
-            schedule_ref,
+            turns(table_ref, counters_ref),
             seeing_blocks_ref,
-            block,
             more_refs,
             elements,
             key_words_ref,
-            drawn,
             counters_ref,
             lists,
             seen,
-            one_each,
         )
         return walk, operands
 
     def count(self):
-        """How many tiles a list has, at least 1; it goes on with others, or one, of no meaning."""
-        if self.one_each:  # a loop all the same: without, registers are laid out worse, and spill
-            return 1 + fresh_zero()
-        return self.schedule_ref[self.block, 0]
+        """How many tiles there are, where they are not drawn; at least 1."""
+        assert not isinstance(self.turns, Tickets)
+        return self.turns.count()
 
     def locate(self, index):
         """Tile and key head, of every batch entry, of the thread block's tile of that index."""
         return self.tiles.locate(self.number(index))
 
     def number(self, index):
-        """Number of the thread block's tile of that index, in its list or of those that it drew."""
-        if self.drawn:
-            return self.drawn.number(index)
-        if self.one_each:  # made anew: kept it would take a register
-            return self.block + fresh_zero()
-        return self.schedule_ref[self.block, 1 + index]
+        """Number of the thread block's tile of that index."""
+        return self.turns.number(index)
 
     def prepared_tiles(self, section):
-        """Counter of the tiles that are prepared of a section of `KeyTiles.prepared`, from 1 on."""
+        """Counter of a section's tiles that are prepared, from 1 (`key_tiles_order.prepared`)."""
         return self.counters_ref.at[1 + section]
 
     def batch_of(self, place):
@@ -196,7 +166,7 @@ class Walk:
         """
         if not self.tiles.problem.segmented:
             return self.tile_of(place) == 0
-        return query_block >= self._own_entry(place, self.tiles.block_kv, 1)
+        return query_block >= self.own_entry(place, self.tiles.block_kv, 1)
 
     def first_step(self, place):
         """How many steps the tiles of a head before it take, in a kernel with more results."""
@@ -255,7 +225,7 @@ class Walk:
         words = seen.at[entry, head, pl.ds(tile * count, count)]
         return words, has_unseen[entry, head, tile] > 0
 
-    def _own_entry(self, place, own_first_key: int, column: int):
+    def own_entry(self, place, own_first_key: int, column: int):
         """An entry of those that the 64 keys of a consumer have in the table of query blocks.
 
         Behind those of the last one, at `block_kv`, are what else it holds of the tile.
@@ -263,7 +233,7 @@ class Walk:
         return self.seeing(place, 2 + 4 * (own_first_key // CONSUMER_KEYS) + column)
 
     def _last_entries(self, place):
-        return [self._own_entry(place, self.tiles.block_kv, n) for n in range(4)]
+        return [self.own_entry(place, self.tiles.block_kv, n) for n in range(4)]
 
     def of_list(self, place, column):
         """An entry of the list of a tile (`mask_functions.query_lists`)."""
@@ -356,76 +326,6 @@ class Walk:
         last_key = self.tiles.problem.key_length - 1
         return load_rows(self.key_words_ref.at[self.batch_of(place)], first_key, last_key)
 
-    def own_first_block(self, index, own_first_key: int):
-        """The first query block of a head that sees any of a consumer's keys."""
-        tiles, problem = self.tiles, self.tiles.problem
-        place = self.locate(index)
-        if problem.by_batch:
-            return self._own_entry(place, own_first_key, 0)
-        first_block = self.first_block(place)
-        if problem.picks_keys:
-            are_there = self.keys_from(place, own_first_key) > 0
-            first_block = jnp.where(are_there, first_block, self.end_block(place))
-        if problem.highest is not None:
-            first_key = self.tile_of(place) * tiles.block_kv
-            query = jnp.maximum(first_key + (own_first_key - problem.highest), 0)
-            first = lax.div(query, jnp.int32(tiles.block_q))
-            return jnp.clip(first, first_block, self.end_block(place))
-        if not problem.picks_keys and tiles.are_beyond(own_first_key):
-            is_last = self.tile_of(place) == tiles.whole_per_head - 1
-            return jnp.where(is_last, self.end_block(place), first_block)
-        return first_block
-
-    def own_end_block(self, index, own_first_key: int):
-        """The end of the query blocks of a head that see any of a consumer's keys."""
-        tiles, problem = self.tiles, self.tiles.problem
-        place = self.locate(index)
-        if problem.by_batch:
-            return self._own_entry(place, own_first_key, 1)
-        end_block = self.end_block(place)
-        if problem.lowest is None:
-            return end_block
-        end_key = self.tile_of(place) * tiles.block_kv + (own_first_key + CONSUMER_KEYS)
-        queries = jnp.maximum(end_key - problem.lowest, 0)
-        end = lax.div(queries + (tiles.block_q - 1), jnp.int32(tiles.block_q))
-        return jnp.clip(end, self.first_block(place), end_block)
-
-    def first_unmasked_block(self, index, own_first_key: int):
-        """The query blocks of a head from there on need no mask, up to `end_unmasked_block`."""
-        tiles, problem = self.tiles, self.tiles.problem
-        place = self.locate(index)
-        if problem.dynamic and problem.beyond_products:
-            return self.end_block(place)  # what rows that see nothing get may be NaN
-        if problem.by_batch:
-            return self._own_entry(place, own_first_key, 2)
-        unmasked = first_block = self.first_block(place)
-        end_block = self.end_block(place)
-        if problem.highest is not None:
-            last_key = self.tile_of(place) * tiles.block_kv + (own_first_key + CONSUMER_KEYS - 1)
-            last_key = jnp.maximum(last_key - problem.highest, 0)
-            unmasked = lax.div(last_key + (tiles.block_q - 1), jnp.int32(tiles.block_q))
-        if problem.picks_keys:
-            are_all_there = self.keys_from(place, own_first_key) >= CONSUMER_KEYS
-            unmasked = jnp.where(are_all_there, unmasked, end_block)
-        elif tiles.ragged:
-            is_last = self.tile_of(place) == tiles.whole_per_head - 1
-            unmasked = jnp.where(is_last, end_block, unmasked)
-        return jnp.clip(unmasked, first_block, end_block)
-
-    def end_unmasked_block(self, index, own_first_key: int, first_unmasked):
-        """The query blocks of a head from there on need a mask for the lower bound."""
-        tiles, problem = self.tiles, self.tiles.problem
-        place = self.locate(index)
-        if problem.by_batch:
-            end = self._own_entry(place, own_first_key, 3)
-            return jnp.maximum(end, first_unmasked)
-        if problem.lowest is None:
-            return self.end_block(place)
-        first_key = self.tile_of(place) * tiles.block_kv + own_first_key
-        queries = jnp.maximum(first_key + (1 - problem.lowest), 0)
-        end = lax.div(queries, jnp.int32(tiles.block_q))
-        return jnp.clip(end, first_unmasked, self.end_block(place))
-
     def are_any_far(self) -> Callable[[], jax.Array]:
         """What tells whether any row of all is far from 0; with dropout read anew each time."""
         read = lambda: any_positive(self.counters_ref.at[0])
@@ -437,4 +337,4 @@ class Walk:
     def is_comparing(self, index):
         """Whether steps of a tile that need a mask compare segment ids."""
         place = self.locate(index)
-        return self._own_entry(place, self.tiles.block_kv, 0) > 0
+        return self.own_entry(place, self.tiles.block_kv, 0) > 0

@@ -16,6 +16,7 @@ from pallas_kernels import defaults, intervals
 from pallas_kernels.backward_query_masks import key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_dealing import Listed
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.problem import Problem
 from tests import oracle
@@ -153,7 +154,7 @@ def test_query_blocks_of_key_tiles(T, S, seen, block_kv, block_q):
     seeing = jnp.pad(seeing, ((0, 0), (0, 0), (0, tiles.per_head * block_kv - S)))
     table = tiles.seeing_blocks_of(seeing)
     schedule = jnp.asarray([[tiles.count, *range(tiles.count)]])
-    walk = Walk(tiles, schedule, table, 0, (seeing,))
+    walk = Walk(tiles, Listed(schedule, 0), table, (seeing,))
     every = visible(seen, S)
     for index in range(tiles.count):
         place = tile, kv_head_of_all = walk.locate(jnp.int32(index))
@@ -180,7 +181,8 @@ def test_query_blocks_where_keys_end_at_a_length(is_causal, block_kv, block_q):
     )
     tiles = KeyTiles(described, block_kv, block_q, row_bytes=1)
     schedule = jnp.asarray([[tiles.count, *range(tiles.count)]])
-    walk = Walk(tiles, schedule, jnp.asarray(tiles.seeing_blocks()), 0, (jnp.asarray(lengths),))
+    blocks = jnp.asarray(tiles.seeing_blocks())
+    walk = Walk(tiles, Listed(schedule, 0), blocks, (jnp.asarray(lengths),))
     keys = np.arange(tiles.per_head * block_kv)
     every = keys < np.minimum(lengths[:, None, None], S)
     if is_causal:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import defaults, intervals, scheduler, segments
+from pallas_kernels import defaults, intervals, key_tiles_order, scheduler, segments
 from pallas_kernels.backward_query_masks import key_blocks_of
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_dealing import Listed
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.problem import Problem
 from tests.support.cases import long, slow
@@ -285,7 +286,7 @@ def test_query_blocks_of_key_tiles(ids, bounds, dynamic, width):
     seeing = tiles.seeing(jnp.asarray(kept(ids, bounds)) if dynamic else None)
     table = tiles.seeing_blocks_of(seeing, tuple(map(jnp.asarray, ids)))
     schedule = jnp.asarray([[tiles.count, *range(tiles.count)]])
-    walk = Walk(tiles, schedule, table, 0)
+    walk = Walk(tiles, Listed(schedule, 0), table)
     every = visible(ids, bounds)
     for index in range(tiles.count):
         tile, kv_head_of_all = walk.locate(jnp.int32(index))
@@ -343,18 +344,19 @@ def test_thread_blocks_have_as_much_to_do(T, N, K, H, documents):
     forward = Tiles(p, defaults.for_problem(p).forward)
     backward = KeyTiles(p, 128, defaults.BACKWARD[H].block_q, row_bytes=8 * H)
     blocks = backward.seeing_blocks_of(backward.seeing(None), ids)[:-1]
-    for tiles, heads, cost in (
-        (forward, N, forward.key_blocks_of(None, ids)[:, :, 0]),
-        (backward, K, blocks[:, :, 1] - blocks[:, :, 0]),
+    of_backward = key_tiles_order.schedule(backward, 132)
+    for tiles, schedule, heads, cost in (
+        (forward, forward.schedule(132), N, forward.key_blocks_of(None, ids)[:, :, 0]),
+        (backward, of_backward, K, blocks[:, :, 1] - blocks[:, :, 0]),
     ):
-        table = np.asarray(scheduler.longest_first(tiles.schedule(132), cost, heads))
+        table = np.asarray(scheduler.longest_first(schedule, cost, heads))
         lists = [row[1 : 1 + row[0]] for row in table]
         np.testing.assert_array_equal(
             np.sort(np.concatenate(lists)), np.arange(heads * tiles.per_head)
         )
         steps = [np.asarray(cost)[0, row % tiles.per_head].sum() for row in lists]
         assert max(steps) < 1.15 * np.mean(steps)
-    drawn = scheduler.order_by_rank(backward.order_to_draw(132), cost, K)
+    drawn = scheduler.order_by_rank(key_tiles_order.order_to_draw(backward, 132), cost, K)
     np.testing.assert_array_equal(np.sort(drawn), np.arange(backward.count))
 
 

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import config, defaults, scheduler
+from pallas_kernels import config, defaults, key_tiles_order, scheduler
 from pallas_kernels.backward_key_plan import key_tiles
 from pallas_kernels.backward_plan import Plan
 from pallas_kernels.config import BackwardKeyConfig, Last, Shares
 from pallas_kernels.defaults import BACKWARD
 from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_dealing import Listed
 from pallas_kernels.key_tiles_shares import (
     d_logits_sections,
     gradients_of_tiles,
@@ -210,7 +211,9 @@ def test_parts_are_the_steps_of_their_tile(bounds, parts, group):
     assert cut.steps_per_head == whole.steps_per_head
     assert cut.count == 6 * cut.per_head == 6 * len(tile)
     walk_over = lambda tiles: Walk(
-        tiles, jnp.arange(-1, tiles.per_head)[None], jnp.asarray(tiles.seeing_blocks()), 0
+        tiles,
+        Listed(jnp.arange(-1, tiles.per_head)[None], 0),
+        jnp.asarray(tiles.seeing_blocks()),
     )
     steps: list[list] = [[] for _ in range(whole.per_head)]
     for index in range(cut.per_head):
@@ -235,10 +238,12 @@ def test_parts_of_last_tiles_are_their_steps(bounds, heads, tiles, group):
     described = dataclasses.replace(described, lowest=lowest, highest=highest)
     whole = KeyTiles(described, 128, 64, row_bytes=1)
     cut = in_shares(whole, Shares(1, 3, Last(heads, tiles)))
-    order = cut.order_to_draw(132)
+    order = key_tiles_order.order_to_draw(cut, 132)
     assert len(set(order)) == len(order) == cut.count and max(order) < cut.numbers
-    np.testing.assert_array_equal(np.sort(cut.schedule(cut.count)[:, 1]), np.sort(order))
-    walk = Walk(cut, jnp.asarray(order)[None], jnp.asarray(cut.seeing_blocks()), 0)
+    np.testing.assert_array_equal(
+        np.sort(key_tiles_order.schedule(cut, cut.count)[:, 1]), np.sort(order)
+    )
+    walk = Walk(cut, Listed(jnp.asarray(order)[None], 0), jnp.asarray(cut.seeing_blocks()))
     steps: dict[tuple[int, int], list] = {}
     stored = set()
     for number in order.tolist():
@@ -284,12 +289,12 @@ def test_gradients_of_last_tiles_come_beside_others(heads, tiles):
 def test_all_that_is_zeroed_ahead_is_of_whole_tiles():
     """Tiles of the last section alone are cut."""
     whole = KeyTiles(problem(16, 1024, 1024, 8, 4, 128), 128, 64, row_bytes=1024)
-    section, prepared = whole.prepared(132)
-    assert prepared and whole.last_section >= section
-    cut = in_shares(whole, Shares(1, 2, Last(whole.last_section, 8)))
-    assert cut.prepared(132) == (section, prepared)
-    heads = len(whole.kv_heads) - whole.last_section
-    row, head = np.divmod(cut.order_to_draw(132), cut.per_head)[::-1]
+    section, prepared = key_tiles_order.prepared(whole, 132)
+    assert prepared and key_tiles_order.last_section(whole) >= section
+    cut = in_shares(whole, Shares(1, 2, Last(key_tiles_order.last_section(whole), 8)))
+    assert key_tiles_order.prepared(cut, 132) == (section, prepared)
+    heads = len(whole.kv_heads) - key_tiles_order.last_section(whole)
+    row, head = np.divmod(key_tiles_order.order_to_draw(cut, 132), cut.per_head)[::-1]
     assert (row[head < heads] < cut.per_uncut_head).all()
     assert prepared.stop - section <= heads
 
@@ -353,5 +358,5 @@ def test_time_of_a_deal_is_that_of_its_longest_list():
 )
 def test_sections_are_longer_where_tiles_end_earlier_so(sizes, of_one_section):
     _, tiles = dealt(problem(*sizes), shares=1)
-    size, _ = tiles.prepared(132)
+    size, _ = key_tiles_order.prepared(tiles, 132)
     assert size == of_one_section

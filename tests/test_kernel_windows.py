@@ -13,6 +13,7 @@ from pallas_kernels import defaults
 from pallas_kernels.backward_query_masks import key_blocks
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.key_tiles import KeyTiles
+from pallas_kernels.key_tiles_dealing import Listed
 from pallas_kernels.key_tiles_walk import Walk
 from pallas_kernels.ptx.barriers import BlockVote
 from tests.support.cases import long, slow
@@ -254,7 +255,7 @@ def test_query_blocks_of_key_tiles(block_kv, block_q, T, S, lowest, highest):
     tiles = KeyTiles(problem(T, S, lowest=lowest, highest=highest), block_kv, block_q, row_bytes=1)
     schedule = np.array([[tiles.per_head, *range(tiles.per_head)]])  # of the first head
     blocks = tiles.seeing_blocks()
-    walk = Walk(tiles, jnp.asarray(schedule), jnp.asarray(blocks), 0)
+    walk = Walk(tiles, Listed(jnp.asarray(schedule), 0), jnp.asarray(blocks))
     seen = visible(T, S, lowest, highest)
     for tile, (first, end) in enumerate(blocks.T):
         keys = seen[:, tile * block_kv : (tile + 1) * block_kv]

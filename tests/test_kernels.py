@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import backward_query_product, config, defaults, scheduler
+from pallas_kernels import backward_query_product, config, defaults, key_tiles_order, scheduler
 from pallas_kernels.backward_key_plan import key_tiles
 from pallas_kernels.forward_plan import Plan as ForwardPlan
 from pallas_kernels.forward_tiles import Tiles
@@ -755,10 +755,10 @@ def test_thread_blocks_of_the_backward(length, bounds, dynamic, segmented, expec
         segmented=segmented,
     )
     tiles = KeyTiles(p, 128, 64, row_bytes=1)
-    assert tiles.thread_blocks(None) == expected
-    assert tiles.thread_blocks(7) == 7
-    assert tiles.thread_blocks(10**6) == tiles.count
-    one_each = tiles.schedule(tiles.count)
+    assert key_tiles_order.thread_blocks(tiles, None) == expected
+    assert key_tiles_order.thread_blocks(tiles, 7) == 7
+    assert key_tiles_order.thread_blocks(tiles, 10**6) == tiles.count
+    one_each = key_tiles_order.schedule(tiles, tiles.count)
     if p.by_batch:
         (one_each,) = one_each
     np.testing.assert_array_equal(np.sort(one_each[:, 1]), np.arange(tiles.count))
@@ -813,12 +813,12 @@ def test_tiles_prepare_for_the_section_after_their_own(B, T, S, K, bounds, optio
     """All that do are drawn before any tile that waits for them, and all counters are there."""
     p = Problem(B, T, S, 2 * K, K, 128, np.dtype(jnp.bfloat16), 1.0, **bounds, **options)
     tiles = KeyTiles(p, 128, 64, row_bytes=1024)
-    section, prepared = tiles.prepared(132)
+    section, prepared = key_tiles_order.prepared(tiles, 132)
     assert len(prepared) == heads
     place = np.empty(tiles.count, int)
-    place[tiles.order_to_draw(132)] = np.arange(tiles.count)
+    place[key_tiles_order.order_to_draw(tiles, 132)] = np.arange(tiles.count)
     place = place.reshape(B * K, tiles.per_head)
-    assert tiles.counters_to_draw(132) > (prepared.stop - 1) // section
+    assert key_tiles_order.counters_to_draw(tiles, 132) > (prepared.stop - 1) // section
     for first in range(section, prepared.stop, section):
         assert place[first - section : first].max() < place[first : first + section].min()
 

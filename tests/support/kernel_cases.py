@@ -43,6 +43,7 @@ SEGMENTS: list[tuple[int, str, str | None, str | None, bool, bool]] = [
     (128, "causal", None, None, False, False),
     (128, "lengths", None, None, True, False),
     (160, "window", None, None, False, False),
+    (256, "causal", None, None, False, False),
     (256, "lengths", None, None, False, False),
     (64, "causal", None, None, False, True),
     (128, "full", None, None, False, True),
@@ -244,6 +245,7 @@ SHAPES = {
     "whole": (1000, 128, 256, 256, jnp.bfloat16),
     "many": (128, 128, 256, 256, jnp.bfloat16),
     "brief": (152, 152, 256, 256, jnp.bfloat16),
+    "twos": (256, 256, 100, 100, jnp.bfloat16),
     # So few queries that the keys of the forward are dealt out in shares.
     "far": (197, 4099, 4, 2, jnp.bfloat16),
     "alone": (2997, 2997, 1, 1, jnp.bfloat16),
@@ -297,6 +299,7 @@ SHORT = [
     (96, "causal", "many"),
     *((width, "causal", "brief") for width in (40, 64, 72, 128)),
     (64, "window", "brief"),
+    (64, "causal", "twos"),
     *((width, "full", "far") for width in (64, 80, 128, 256)),
     *((width, mask, "alone") for width in (64, 128) for mask in ("causal", "window")),
     (72, "causal", "alone"),
@@ -354,6 +357,9 @@ SHORT_BESIDE = [
     (64, "causal", "one", "dropout"),
     (64, "full", "single", "bias"),
     (128, "causal", "one", "cap"),
+    (128, "causal", "one", "dropout"),
+    (128, "full", "one", "bias"),
+    (64, "causal", "one", "bias-dropout"),
     (128, "full", "single", "dropout"),
     (64, "full", "few", "cap"),
     (128, "causal", "few", "cap"),
@@ -453,9 +459,10 @@ def _cases_of_short() -> list[tuple[str, Callable, Any]]:
         name = f"H{width}-{mask}-{shape}"
         cases.append((name, _forward_and_backward(options, deterministic=False), args))
     for width, mask, shape, beside in SHORT_BESIDE:
-        more = {"cap": {"logits_soft_cap": 30.0}, "dropout": {"dropout_rate": 0.1}}
+        dropout = {"dropout_rate": 0.1}
+        more = {"cap": {"logits_soft_cap": 30.0}, "dropout": dropout, "bias-dropout": dropout}
         fn = _forward_and_backward(MASKS[mask] | more.get(beside, {}), deterministic=False)
-        bias_axes = "nts" if beside == "bias" else None
+        bias_axes = "nts" if beside.startswith("bias") else None
         args = _args_of(width, width, mask, None, bias_axes, jnp.float32, shape=shape)
         cases.append((f"H{width}-{mask}-{shape}-{beside}", fn, args))
     return cases

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from pallas_kernels.key_tiles_blocks import ConsumerBlocks
 from pallas_kernels.key_tiles_walk import Walk
 
 
@@ -22,8 +23,8 @@ def check_query_blocks(walk: Walk, index, tile: int, keys: np.ndarray, *, exact:
     assert not keys[: first * block_q].any()
     assert not keys[end * block_q :].any()
     for own in range(0, tiles.block_kv, 64):
-        own_first = int(walk.own_first_block(index, own))
-        own_end = int(walk.own_end_block(index, own))
+        own_blocks = ConsumerBlocks(walk, index, own)
+        own_first, own_end = int(own_blocks.first()), int(own_blocks.end())
         own_keys = keys[:, own : own + 64]
         assert first <= own_first <= own_end <= end
         assert not own_keys[: own_first * block_q].any()
@@ -33,8 +34,8 @@ def check_query_blocks(walk: Walk, index, tile: int, keys: np.ndarray, *, exact:
             assert own_keys[(own_end - 1) * block_q : own_end * block_q].any()
         if exact and not own_keys.size and tiles.problem.highest is None:  # beyond the last key
             assert own_first == own_end
-        unmasked = int(walk.first_unmasked_block(index, own))
-        until = int(walk.end_unmasked_block(index, own, unmasked))
+        unmasked = int(own_blocks.first_unmasked())
+        until = int(own_blocks.end_unmasked(unmasked))
         assert first <= unmasked <= until <= end
         if unmasked < until:
             assert own_first <= unmasked <= until <= own_end

@@ -17,9 +17,13 @@ def names(fn: Callable, *args: Any) -> list[str]:
     return [launch.function.__name__ for launch in launches(fn, *args)]
 
 
+def types(launch: Any) -> list[jax.ShapeDtypeStruct]:
+    """Of the arrays that one takes."""
+    return [jax.ShapeDtypeStruct(*of_one) for of_one in launch.types]
+
+
 def traced(fn: Callable, *args: Any) -> list[Any]:
     """The jaxpr of each of them."""
-    types = lambda launch: [jax.ShapeDtypeStruct(*of_one) for of_one in launch.types]
     return [jax.make_jaxpr(x)(*types(x)) for x in launches(fn, *args)]
 
 

@@ -507,13 +507,18 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
-        "key_tiles",
+        "key_tiles_order",
         "kernel_shares",
         (
             "backward: last tiles are cut in all heads",
             "stays = (kv_head < first_head) | (tile <",
             "stays = (kv_head < 0) | (tile <",
         ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "key_tiles",
+        "kernel_shares",
         (
             "backward: shares of the last tiles stand behind others",
             "return 0, tile - self.whole_per_head, kv_head_of_all - first_head",
@@ -528,6 +533,21 @@ MISTAKES = [
             "backward: the first part of the last tiles goes nowhere",
             "is_share = block.walk.locate(index)[0] >= plan",
             "is_share = block.walk.locate(index)[0] > plan",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "key_tiles_blocks",
+        "kernel_shares kernel_windows kernel_elements kernel_intervals",
+        (
+            "backward: a consumer's keys taken for beyond the end in any tile",
+            "is_last = walk.tile_of(place) == tiles.whole_per_head - 1\n            return",
+            "is_last = walk.tile_of(place) >= 0\n            return",
+        ),
+        (
+            "lengths: no step is blank for a consumer without keys",
+            "first_block = jnp.where(are_there, first_block, walk.end_block(place))",
+            "first_block = jnp.where(are_there, first_block, first_block)",
         ),
     ),
     *_in(
@@ -555,11 +575,6 @@ MISTAKES = [
             "return length - self.tile_of(place) * self.tiles.block_kv",
         ),
         (
-            "lengths: no step is blank for a consumer without keys",
-            "first_block = jnp.where(are_there, first_block, self.end_block(place))",
-            "first_block = jnp.where(are_there, first_block, first_block)",
-        ),
-        (
             "lengths: keys behind the last one are not zeroed",
             "return jnp.int32(0), self.keys_from(place, 0)",
             "return jnp.int32(0), jnp.int32(self.tiles.block_kv)",
@@ -568,11 +583,6 @@ MISTAKES = [
             "width 256: the first step of a part is taken for the tile's",
             "return self.step_of(place, 0)[0]",
             "return self.end_block(place) - 1",
-        ),
-        (
-            "backward: a consumer's keys taken for beyond the end in any tile",
-            "is_last = self.tile_of(place) == tiles.whole_per_head - 1\n            return",
-            "is_last = self.tile_of(place) >= 0\n            return",
         ),
         (
             "dense mask: keys of the first tile are zeroed in any",
