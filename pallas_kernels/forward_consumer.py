@@ -43,7 +43,7 @@ class _Consumer(Products):
 
     def __init__(self, block: ThreadBlock, o_acc, s_acc, begin):
         super().__init__(block, Rows(block, begin), o_acc, s_acc)
-        self.round = block.deal.round(begin, anew=self.plan.registers_are_short)
+        self.round = block.deal.round(begin)
 
     def walk(self, first_step):
         """The round. Returns the index after its last tile, and the steps by then."""
@@ -102,8 +102,7 @@ class _Consumer(Products):
         weights, state = carry
         tile, batch, head = place
         needs_mask = exact or far
-        locate_anew = lambda: plan.tiles.locate(self.round.number(index + fresh_zero()))
-        if plan.locates_anew(needs_mask):
+        if plan.loads_elements:  # made anew: registers are short
             number = self.round.number(index + fresh_zero())
             tile, batch, head = place = plan.tiles.locate(number)
             if not block.key_blocks.are_listed:
@@ -146,8 +145,6 @@ class _Consumer(Products):
             block.keys.give_back(k_slot)
         weights, correction, state = rows.weights(products, loaded, state, mask, looks=looks)
         first_key = (end_block - 1 - j) * config.block_kv
-        if plan.words_late:
-            words = rows.words(*locate_anew())
         dropped = block.dropout.dropped(words, batch, first_key, config.block_kv)
         if not config.products_first:
             # A cast of the weights before the wait makes ptxas serialise every wgmma.
@@ -168,7 +165,7 @@ class _Consumer(Products):
         if plan.zeroes_values and needs_mask:
             key_block = end_block - 1 - j
             if plan.registers_are_scarce:  # read anew: registers are short
-                place = locate_anew()
+                place = plan.tiles.locate(self.round.number(index + fresh_zero()))
                 key_block = block.key_blocks.number(place, j)
             self.zero_unseen_values(k_slot, place, key_block)
         return operand, state

@@ -94,12 +94,8 @@ class Round:
 class Deal:
     """The tiles of a thread block."""
 
-    def round(self, begin, *, anew: bool | None = None) -> Round:
-        """That begins at an index.
-
-        Args:
-          anew: addresses of entries are made anew; None as for the deal.
-        """
+    def round(self, begin) -> Round:
+        """That begins at an index."""
         raise NotImplementedError
 
     def rounds(self, one_round: Callable, wants_another: Callable) -> None:
@@ -121,12 +117,12 @@ class Given(Deal):
     def count(self):
         raise NotImplementedError
 
-    def number(self, position, anew: bool | None = None):
+    def number(self, position):
         """Of a tile, by its place among them."""
         raise NotImplementedError
 
-    def round(self, begin, *, anew: bool | None = None) -> "GivenRound":
-        return GivenRound(self, begin, begin + self.count(), anew)
+    def round(self, begin) -> "GivenRound":
+        return GivenRound(self, begin, begin + self.count())
 
     def rounds(self, one_round: Callable, wants_another: Callable) -> None:
         def run(carry):
@@ -148,7 +144,7 @@ class OneEach(Given):
     def count(self):
         return jnp.int32(1)
 
-    def number(self, position, anew=None):
+    def number(self, position):
         return self.thread_block
 
 
@@ -163,7 +159,7 @@ class ByNumber(Given):
     def count(self):
         return lax.div(self.tiles - 1 - self.thread_block, jnp.int32(self.thread_blocks)) + 1
 
-    def number(self, position, anew=None):
+    def number(self, position):
         return self.thread_block + position * self.thread_blocks
 
 
@@ -180,16 +176,15 @@ class Listed(Given):
         self.thread_block, self.schedule, self.anew = thread_block, schedule, anew
         self._count = self._entry(0) if keeps_count else None
 
-    def _entry(self, column, anew: bool | None = None):
-        anew = self.anew if anew is None else anew
-        row = self.thread_block + fresh_zero() if anew else self.thread_block
+    def _entry(self, column):
+        row = self.thread_block + fresh_zero() if self.anew else self.thread_block
         return self.schedule[row, column]
 
     def count(self):
         return self._entry(0) if self._count is None else self._count
 
-    def number(self, position, anew=None):
-        return self._entry(1 + position, anew)
+    def number(self, position):
+        return self._entry(1 + position)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,16 +192,14 @@ class GivenRound(Round):
     """Attributes:
     deal: of the thread block.
     end: index after the last tile.
-    anew: as for `Deal.round`.
     """
 
     deal: Given
     begin: Any
     end: Any
-    anew: bool | None
 
     def number(self, index):
-        return self.deal.number(index - self.begin, self.anew)
+        return self.deal.number(index - self.begin)
 
     def first_number(self):
         return self.number(self.begin)
@@ -243,7 +236,7 @@ class Drawn(Deal):
 
     tickets: TicketsInRounds
 
-    def round(self, begin, *, anew=None):
+    def round(self, begin):
         return DrawnRound(self.tickets, begin)
 
     def rounds(self, one_round, wants_another):

@@ -3,7 +3,4 @@
 from pallas_kernels.spills import Spill
 
 # Addresses and entries of lists are made anew where they are used.
-ADDRESSES: tuple[Spill, ...] = (
-    Spill("fp8-H256-full-even", lambda plan: plan.problem.widest > 64),
-    Spill("fp8-H64-lengths-ragged", lambda plan: plan.problem.by_batch),
-)
+ADDRESSES: tuple[Spill, ...] = (Spill("fp8-H256-full-even", lambda plan: plan.problem.widest > 64),)

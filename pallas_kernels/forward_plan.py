@@ -158,19 +158,8 @@ class Plan:
 
     @property
     def registers_are_scarce(self) -> bool:
-        """Then addresses and bounds are made anew where they are used."""
+        """Then addresses, bounds and entries of lists are made anew where they are used."""
         return would_spill(forward_spills.ADDRESSES, self)
-
-    @property
-    def registers_are_short(self) -> bool:
-        """Then entries of lists are."""
-        return self.registers_are_scarce or would_spill(forward_spills.ENTRIES, self)
-
-    def locates_anew(self, needs_mask: bool) -> bool:
-        """Whether a step finds the place of its tile anew: always where it loads elements."""
-        if self.loads_elements or would_spill(forward_spills.PLACES, self):
-            return True
-        return needs_mask and would_spill(forward_spills.PLACES_OF_MASKS, self)
 
     @property
     def ends_apart(self) -> bool:
@@ -180,12 +169,7 @@ class Plan:
     @property
     def ends_anew(self) -> bool:
         """Whether the number of a tile is made anew at its end."""
-        return self.locates_anew(needs_mask=False) or would_spill(forward_spills.NUMBERS, self)
-
-    @property
-    def words_late(self) -> bool:
-        """Whether a step looks for words of dropout itself, after its weights."""
-        return would_spill(forward_spills.WORDS, self)
+        return self.loads_elements or would_spill(forward_spills.NUMBERS, self)
 
     def asks_for_key_block(self, needs_mask: bool) -> bool:
         """Whether a step asks its list which key block it has, as it needs to know."""

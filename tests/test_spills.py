@@ -12,8 +12,6 @@ QUICK = ("forward.ADDRESSES[0]", "forward.ENDS[0]")
 UNDECIDED = (
     "backward.LATE_WEIGHTS[3]",
     "backward.DQ_BEFORE_ELEMENTS[3]",
-    "forward.ENTRIES[0]",
-    "forward.ENTRIES[1]",
     "forward.LISTED[1]",
 )
 
