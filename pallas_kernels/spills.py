@@ -12,7 +12,8 @@ class Spill(NamedTuple):
     """A kind of kernels that would.
 
     Attributes:
-      case: one that is compiled, and would (tests/support/kernel_cases.py).
+      case: one that is compiled, and would (tests/support/kernel_cases.py; notes/limits-spills.md
+        has the rows that no case has been found for).
       when: says of a plan whether it is of this kind.
     """
 
