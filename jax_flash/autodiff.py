@@ -131,7 +131,7 @@ def gradients(
     settings, operands = _prepared(call)
     # A row that sees nothing of these keys has no weights here, whatever it has elsewhere.
     ones = jnp.ones(lse.shape, jnp.int8)
-    seeing = zero_unseeing(ones, settings.problem(operands), operands.intervals, operands.ids) > 0
+    seeing = zero_unseeing(ones, settings.problem, operands.intervals, operands.ids) > 0
     lse, d_lse = jnp.where(seeing, lse, -jnp.inf), jnp.where(seeing, d_lse, 0.0)
     lse, d_lse = (x.transpose(0, 2, 1) for x in (lse, d_lse))
     residuals = _Wanted(), operands, out, lse, None
@@ -180,9 +180,8 @@ def _prepared(call: Call):
         mask_function=mask_function,
         score_function=score_function,
     )
-    forward = (call.config or _best(problem, elements)).forward
-    rows = forward.whole_tiles(problem.query_length)
-    settings = _Settings(problem, all_count, call.deterministic, call.config, rows)
+    settings = _Settings(problem, all_count, call.deterministic, call.config)
+    settings = settings.with_rows(elements)
     sinks: tuple[jax.Array, ...] = ()
     if call.sinks is not None:
         # For each batch entry, as vmap makes the batch longer, and sharded as the query is.
@@ -225,46 +224,48 @@ def _mask_of_blocks(call: Call, lowest: int | None, highest: int | None):
     return MaskFunction(call.mask_mod.program), (blocks,), seen
 
 
-def _best(problem: Problem, elements: Elements) -> Config:
-    """Settings of the kernels."""
-    return for_problem(
-        problem,
-        bias_of_keys=elements.has_bias_of_keys,
-        tiled_bias=elements.tiled_bias_dtype is not None,
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class _Settings:
     """What of a call is no array.
 
     Attributes:
-      whole: the problem of the call as a whole, of which each device, and what `vmap` maps, has a
-        part.
+      problem: of the arrays of the call, or of others of another batch and other heads (`at`).
       all_count: whether, but for a mask, each query is known to see a key, and each key to be seen.
       deterministic: whether all gradients are to be the same every time.
       config: given, or None.
-      rows: of an LSE, which fill tiles by the settings of the call as a whole. So many they are of
-        each part, whose own settings may be others.
+      rows: of an LSE, which fill tiles by the settings of the call. So many they are on each device
+        and under `vmap`, whose own settings may be others.
     """
 
-    whole: Problem
+    problem: Problem
     all_count: bool
     deterministic: bool
     config: Config | None
-    rows: int
+    rows: int = 0
 
-    def problem(self, operands: Operands) -> Problem:
-        """That of a part."""
-        return self.whole.of_part(operands.query, operands.key)
+    def at(self, operands: Operands) -> "_Settings":
+        """The same of what a device has of the call's arrays, or of all that `vmap` maps."""
+        problem = self.problem.with_sizes_of(operands.query, operands.key)
+        return dataclasses.replace(self, problem=problem)
 
-    def config_of(self, problem: Problem, elements: Elements) -> Config:
+    def config_of(self, elements: Elements) -> Config:
         """Settings of the kernels: those that are given, or the best of what a device has."""
-        return self.config or _best(problem, elements)
+        if self.config is not None:
+            return self.config
+        return for_problem(
+            self.problem,
+            bias_of_keys=elements.has_bias_of_keys,
+            tiled_bias=elements.tiled_bias_dtype is not None,
+        )
 
-    def backward_ignores_unseen(self, problem: Problem) -> bool:
+    def with_rows(self, elements: Elements) -> "_Settings":
+        forward = self.config_of(elements).forward
+        return dataclasses.replace(self, rows=forward.whole_tiles(self.problem.query_length))
+
+    @property
+    def backward_ignores_unseen(self) -> bool:
         """Whether what does not count may be NaN in the backward kernels."""
-        return problem.backward_ignores_unseen and not self.deterministic
+        return self.problem.backward_ignores_unseen and not self.deterministic
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -336,8 +337,8 @@ def _attention_forward(settings, operands):
 
 def _attention_backward(settings, residuals, cotangents):
     wanted, operands, *results = residuals
-    problem = settings.problem(operands)
-    if not problem.forward_ignores_unseen or settings.backward_ignores_unseen(problem):
+    problem = settings.problem
+    if not problem.forward_ignores_unseen or settings.backward_ignores_unseen:
         return _operand_gradients(settings, residuals, cotangents)
     # As if they had been set to zero before the forward pass, as others are.
     residuals = wanted, operands.with_zeros(problem), *results
@@ -422,8 +423,8 @@ def _run_forward(settings, leading, operands):
 
 
 def _local_forward(settings, operands):
-    problem = settings.problem(operands)
-    out_types = result_types(problem, operands.query.dtype, settings.rows)
+    settings = settings.at(operands)
+    out_types = result_types(settings.problem, operands.query.dtype, settings.rows)
     return launch(_forward, (settings,), out_types, operands)
 
 
@@ -431,7 +432,7 @@ def _forward(settings, operands):
     from pallas_kernels import forward  # of Pallas, which is slow to import
     from pallas_kernels.mask_bits import blocks_of, with_mask_bits
 
-    problem = settings.problem(operands)
+    problem = settings.problem
     elements, blocks = with_mask_bits(operands.elements, problem), operands.blocks
     if problem.has_dense_lists:
         blocks = (blocks_of(elements),)
@@ -446,7 +447,7 @@ def _forward(settings, operands):
         operands.words,
         next(iter(blocks), None),
         problem=problem,
-        config=settings.config_of(problem, operands.elements).forward,
+        config=settings.config_of(operands.elements).forward,
     )
     lse, references = (resized(x, settings.rows) for x in (lse, references))
     if operands.sinks and problem.unbounded:  # then what the kernel says of an LSE is finite
@@ -466,8 +467,8 @@ def _run_backward(settings, reads, leading, operands, results):
 
 def _local_backward(settings, reads, operands, results):
     """Gradients of query, key, value, of the bias that is asked for, and of reads."""
-    problem = settings.problem(operands)
-    config = settings.config_of(problem, operands.elements)
+    settings = settings.at(operands)
+    problem, config = settings.problem, settings.config_of(operands.elements)
     check_backward(config.backward, problem.widest)
     heads = problem.batch, problem.heads
     of_reads = (jax.ShapeDtypeStruct((*heads, n), jnp.float32) for _, n in reads)
@@ -480,10 +481,10 @@ def _backward(settings, reads, operands, results):
     from pallas_kernels.gradients import attention_gradients  # of Pallas, slow to import
     from pallas_kernels.mask_bits import are_seen, blocks_of, with_mask_bits
 
-    problem = settings.problem(operands)
+    problem = settings.problem
     key, value, d_out = operands.key, operands.value, results.d_out
     query = zero_empty(operands.query, results.lse, problem)
-    if not (settings.all_count or settings.backward_ignores_unseen(problem)):
+    if not (settings.all_count or settings.backward_ignores_unseen):
         d_out = zero_unseeing(d_out, problem, operands.intervals, operands.ids)
     elements, blocks = operands.elements, operands.blocks
     if results.bias:
@@ -494,7 +495,7 @@ def _backward(settings, reads, operands, results):
     if problem.has_dense_lists and reads:
         seen = are_seen(blocks[0].seen, problem.key_length)
         key, value = (zero_unseen_by_heads(x, seen) for x in (key, value))
-    config = settings.config_of(problem, operands.elements)
+    config = settings.config_of(operands.elements)
     return attention_gradients(
         query,
         key,

@@ -126,7 +126,7 @@ def _scales(call: Call, settings: "_Settings") -> tuple[jax.Array, ...]:
     """Those of `forward_fp8.Scales`, sharded as what they are the scales of."""
     assert call.scales is not None
     of_query, of_key, of_value = call.scales
-    of_query = of_query * (settings.whole.scale * LOG2E)
+    of_query = of_query * (settings.problem.scale * LOG2E)
     block_kv = settings.config.block_kv
     of_query, of_key, of_value = map(jnp.maximum, (of_query, of_key, of_value), _LEAST_SCALES)
     query_size, key_size, value_size = call.block_sizes
@@ -146,9 +146,9 @@ def _spread(scales: jax.Array, block_size: int, x: jax.Array, step: int) -> jax.
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """What of a call is no array; the problem is that of the call as a whole."""
+    """What of a call is no array; the problem is of the call's arrays, or of a device's."""
 
-    whole: Problem
+    problem: Problem
     out_dtype: np.dtype
     config: ForwardFP8Config
 
@@ -164,7 +164,8 @@ def _run(settings, leading, *args):
 
 
 def _local(settings, query, key, value, *operands):
-    problem = settings.whole.of_part(query, key)
+    problem = settings.problem.with_sizes_of(query, key)
+    settings = dataclasses.replace(settings, problem=problem)
     rows = settings.config.whole_tiles(problem.query_length)
     out_types = result_types(problem, settings.out_dtype, rows)[:2]
     return launch(_forward_fp8, (settings,), out_types, query, key, value, *operands)
@@ -173,7 +174,6 @@ def _local(settings, query, key, value, *operands):
 def _forward_fp8(settings, query, key, value, scales, intervals, ids):
     from pallas_kernels import forward_fp8  # of Pallas, which is slow to import
 
-    problem = settings.whole.of_part(query, key)
     return forward_fp8.attention(
         query,
         key,
@@ -181,7 +181,7 @@ def _forward_fp8(settings, query, key, value, scales, intervals, ids):
         forward_fp8.Scales(*scales),
         next(iter(intervals), None),
         ids or None,
-        problem=problem,
+        problem=settings.problem,
         config=settings.config,
         out_dtype=settings.out_dtype,
     )

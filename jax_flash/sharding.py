@@ -45,9 +45,9 @@ def over_devices(function: Callable, operands: Any, results: Any, leading: int =
     """`function`, run by each device on its own batch entries and heads.
 
     Args:
-      function: of arrays, or trees of them; it takes every size from their shapes, and gives the
-        same for parts of the batch and of the heads as for the whole. The first operand with
-        batch and query heads says how both are split.
+      function: of arrays, or trees of them; it takes batch and heads from their shapes, and gives
+        the same for parts of these as for the whole. The first operand with batch and query heads
+        says how both are split.
       operands: letters of the axes of each array (see the module), such as "b.n.": a tuple, or any
         tree that the arguments' begins with. An axis of size 1 is whole on every device.
       results: likewise of what it gives. A result that lacks a split axis is a sum over it.

@@ -44,7 +44,7 @@ class ThreadBlock:
         self.start_smem, self.delta_smem = start_smem, delta_smem
         number = lax.axis_index("block")
 
-        def turns(table, counters):
+        def deal(table, counters):
             if plan.dealing is Dealing.ONE_EACH:
                 return OneEach(number)
             if plan.dealing is Dealing.LISTED:
@@ -59,8 +59,8 @@ class ThreadBlock:
                 first_full,
             )
 
-        self.walk, refs = Walk.of_refs(self.tiles, refs, turns)
-        self.drawn = self.walk.turns if isinstance(self.walk.turns, Tickets) else None
+        self.walk, refs = Walk.of_refs(self.tiles, refs, deal)
+        self.drawn = self.walk.deal if isinstance(self.walk.deal, Tickets) else None
         self.q, self.k, self.v, self.d_out, self.start, self.delta, self.far, *results = refs
         self.dq: Any = results.pop(0) if plan.with_query_gradient else None
         whole, shares, others = split_gradients(plan.tiles, results)

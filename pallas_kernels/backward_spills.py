@@ -34,14 +34,14 @@ WHOLE_DQ_ADDED: tuple[Spill, ...] = (
 
 # So is dQ of a head's two tiles, which could store it apart.
 DQ_APART_ADDED: tuple[Spill, ...] = (
-    Spill("H64-causal-few-dropout", lambda plan: plan.problem.has_dropout),
-    Spill("H64-causal-few-bias", lambda plan: plan.problem.has_elements),
+    Spill("H64-causal-few-dropout", lambda plan: plan.problem.has_dropout, is_needed=False),
+    Spill("H64-causal-few-bias", lambda plan: plan.problem.has_elements, is_needed=False),
 )
 
 # Tiles come from lists, which nobody draws.
 LISTED: tuple[Spill, ...] = (
-    Spill("H64-causal-even-cap", lambda plan: plan.problem.has_slope),
-    # With ids too a list would.
+    Spill("H64-causal-even-cap", lambda plan: plan.problem.has_slope, is_needed=False),
+    # Beside ids too it is lists that would.
     Spill(
         "H64-full-mask-bias",
         lambda plan: (
@@ -49,6 +49,7 @@ LISTED: tuple[Spill, ...] = (
             and not plan.problem.segmented
             and not (plan.problem.by_batch and plan.is_wide)
         ),
+        is_needed=False,
     ),
 )
 
@@ -90,9 +91,15 @@ LOADS_FENCED: tuple[Spill, ...] = (
 # Weights are computed after dQ of the step before, not under it.
 LATE_WEIGHTS: tuple[Spill, ...] = (
     Spill("H64-full-mask-bias", lambda plan: plan.problem.has_elements),
-    Spill("H128-full-even-dropout", lambda plan: plan.is_wide and plan.problem.has_dropout),
+    Spill(
+        "H128-full-even-dropout",
+        lambda plan: plan.is_wide and plan.problem.has_dropout,
+        is_needed=False,
+    ),
     Spill("H128-causal-even", lambda plan: plan.is_wide and plan.tiles.any_mask),
-    Spill("H128-full-ragged", lambda plan: plan.is_wide and plan.problem.group > 1),
+    Spill(
+        "H128-full-grouped", lambda plan: plan.is_wide and plan.problem.group > 1, is_needed=False
+    ),
     Spill(
         "H72-full-waves",
         lambda plan: (
@@ -102,6 +109,7 @@ LATE_WEIGHTS: tuple[Spill, ...] = (
     Spill(
         "H64-causal-segments",
         lambda plan: plan.problem.segmented and plan.problem.group > 1,
+        is_needed=False,
     ),
 )
 
@@ -117,26 +125,32 @@ DQ_FIRST: tuple[Spill, ...] = (
     Spill(
         "H64-full-ragged-own-bias",
         lambda plan: plan.with_bias_gradient and _is_masked_narrow(plan),
+        is_needed=False,
     ),
     Spill(
         "H64-full-even-own-bias-dense-mask",
         lambda plan: plan.with_bias_gradient and plan.problem.has_mask and not plan.is_wide,
+        is_needed=False,
     ),
 )
 
 # The same beside elements that differ by query.
 DQ_BEFORE_ELEMENTS: tuple[Spill, ...] = (
     Spill(
-        "H96-h96-window-dense-mask-dropout", lambda plan: plan.problem.has_dropout and plan.is_wide
+        "H96-h96-window-dense-mask-dropout",
+        lambda plan: plan.problem.has_dropout and plan.is_wide,
+        is_needed=False,
     ),
     Spill(
         "H64-h64-window-dense-mask-bias-dropout",
         lambda plan: plan.problem.has_dropout and plan.problem.has_bias and plan.problem.has_mask,
+        is_needed=False,
     ),
     Spill("H64-full-bias-segments", lambda plan: plan.problem.has_bias and plan.problem.segmented),
     Spill(
-        "H128-lengths-dense-mask-bias-segments",
+        "H128-lengths-bias",
         lambda plan: plan.problem.has_bias and plan.problem.dynamic and plan.is_wide,
+        is_needed=False,
     ),
 )
 
@@ -145,6 +159,7 @@ DQ_BEFORE_FAR: tuple[Spill, ...] = (
     Spill(
         "H64-h64-causal-bias-dropout",
         lambda plan: plan.problem.has_bias and plan.problem.has_dropout,
+        is_needed=False,
     ),
     Spill(
         "H64-full-many",
@@ -166,27 +181,28 @@ IDS_LAST: tuple[Spill, ...] = (
     Spill(
         "H128-h128-causal-bias-segments-dropout",
         lambda plan: plan.problem.has_dropout and not plan.problem.has_lists,
+        is_needed=False,
     ),
 )
 
 # Weights are dropped after dQ of the step before, not under it.
 LATE_DROPS: tuple[Spill, ...] = (
-    Spill("H128-full-even-dropout", lambda plan: plan.is_wide),
+    Spill("H128-full-even-dropout", lambda plan: plan.is_wide, is_needed=False),
     Spill("H64-causal-even-dropout", lambda plan: plan.tiles.any_mask and plan.problem.group == 1),
 )
 
 # Steps whose queries see no key of a consumer are like others.
 NO_BLANK_STEPS: tuple[Spill, ...] = (
-    Spill("H64-full-bias-segments", lambda plan: plan.problem.has_elements),
+    Spill("H64-full-bias-segments", lambda plan: plan.problem.has_elements, is_needed=False),
 )
 
 # Addresses are made anew in each step.
 ADDRESSES: tuple[Spill, ...] = (
-    Spill("H64-causal-even-cap", lambda plan: plan.problem.has_slope),
+    Spill("H64-causal-even-cap", lambda plan: plan.problem.has_slope, is_needed=False),
     Spill("H64-causal-even-dropout", lambda plan: plan.problem.has_dropout),
-    Spill("H64-causal-segments", lambda plan: plan.problem.segmented),
+    Spill("H64-causal-segments", lambda plan: plan.problem.segmented, is_needed=False),
     Spill("H128-full-mask-bias", lambda plan: plan.problem.has_bias),
-    Spill("H64-window-dense-mask", lambda plan: plan.problem.has_given_lists),
+    Spill("H64-window-dense-mask", lambda plan: plan.problem.has_given_lists, is_needed=False),
     Spill(
         "H64-causal-twos",
         lambda plan: plan.is_plain and plan.dealing is Dealing.LISTED and not plan.is_wide,
@@ -213,7 +229,11 @@ ADDRESSES: tuple[Spill, ...] = (
 
 # A soft cap has no branches.
 NO_BRANCHES: tuple[Spill, ...] = (
-    Spill("H128-full-segments-cap", lambda plan: plan.is_wide and plan.problem.segmented),
+    Spill(
+        "H128-full-segments-cap",
+        lambda plan: plan.is_wide and plan.problem.segmented,
+        is_needed=False,
+    ),
 )
 
 # Where rows are far from 0 all steps are in the loops with a mask: one loop more would spill. In
@@ -249,6 +269,7 @@ PRODUCER: tuple[Spill, ...] = (
             and plan.problem.by_batch
             and plan.with_query_gradient
         ),
+        is_needed=False,
     ),
     Spill(
         "H128-full-one",
@@ -259,5 +280,6 @@ PRODUCER: tuple[Spill, ...] = (
         lambda plan: (
             plan.problem.widest == 128 and plan.problem.has_odd_rows and plan.problem.has_key_mask
         ),
+        is_needed=False,
     ),
 )

@@ -11,7 +11,7 @@ from pallas_kernels.config import ROWS
 from pallas_kernels.dropout import DropoutRefs
 from pallas_kernels.elements import ElementRefs
 from pallas_kernels.forward_deals import deal_of
-from pallas_kernels.forward_key_blocks import key_blocks_of
+from pallas_kernels.forward_key_blocks import blocks_of_tiles
 from pallas_kernels.forward_plan import Plan
 from pallas_kernels.hopper import Ring, Turns
 from pallas_kernels.mask_functions import MaskRefs
@@ -31,7 +31,7 @@ class Block:
         consumers have of values too.
       turns: of the consumers.
       warpgroup: index of this one; the consumers come first.
-      key_blocks: of tiles.
+      key_blocks: which each tile has.
     """
 
     plan: Any
@@ -80,7 +80,7 @@ class ThreadBlock(Block):
       block_vote, unseen_values: see `Plan.barriers`.
       warpgroup: index of this one; the consumers come first.
       deal: how it comes to its tiles.
-      key_blocks: of these.
+      key_blocks: which each of these has.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ThreadBlock(Block):
         self.warpgroup = lax.axis_index("warpgroup")
         self.turns = Turns(turn, self.warpgroup)
         of_mask = intervals if problem.has_key_mask else ()
-        self.key_blocks = key_blocks_of(plan.tiles, table, self.lists, self.lengths, of_mask)
+        self.key_blocks = blocks_of_tiles(plan.tiles, table, self.lists, self.lengths, of_mask)
         self.deal = deal_of(
             plan.tiles, schedule, drawn_refs, entries, anew=plan.registers_are_scarce
         )

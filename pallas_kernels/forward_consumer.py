@@ -100,11 +100,11 @@ class _Consumer(Products):
         block, plan, rows = self.block, self.plan, self.rows
         problem, config = plan.problem, plan.config
         weights, state = carry
-        tile, batch, head = place
+        tile, batch, _ = place
         needs_mask = exact or far
         if plan.loads_elements:  # made anew: registers are short
             number = self.round.number(index + fresh_zero())
-            tile, batch, head = place = plan.tiles.locate(number)
+            tile, batch, _ = place = plan.tiles.locate(number)
             if not block.key_blocks.are_listed:
                 end_block = block.key_blocks.end(place)
         if plan.asks_for_key_block(needs_mask):
@@ -113,7 +113,7 @@ class _Consumer(Products):
         if needs_mask:
             bounds = rows.bounds(tile, batch)
             ids = rows.ids(place, j) if comparing else None
-            bits = None if comparing else rows.bits((tile, batch, head), j, near=exact)
+            bits = None if comparing else rows.bits(place, j, near=exact)
             if plan.tiles.any_mask:
                 mask = lambda values: rows.masked(
                     values, tile, end_block - 1 - j, bounds(), bits, ids=ids, near=exact
@@ -172,14 +172,14 @@ class _Consumer(Products):
 
     def whole_tile(self, index, carry):
         """All steps of a tile but the first, which came under the tile before, and its end."""
-        plan, round = self.plan, self.round
+        plan = self.plan
         steps, weights, state = carry
-        number = round.number(index)
-        following = round.following(index, late=plan.loads_elements)
+        number = self.round.number(index)
+        following = self.round.following(index, late=plan.loads_elements)
         place = plan.tiles.locate(number)
         blocks, carry = self.key_steps(index, steps, place, (weights, state))
         if plan.ends_anew:
-            number = round.number(index + fresh_zero())  # read anew: registers are short
+            number = self.round.number(index + fresh_zero())  # read anew: registers are short
         following = following()
         weights, state = self.end_tile(index, steps + blocks, number, carry, following)
         return steps + blocks, weights, RowState(*state)
@@ -192,6 +192,7 @@ class _Consumer(Products):
         """
         plan, key_blocks = self.plan, self.block.key_blocks
         has_far_edge, mask_throughout = plan.has_far_edge, plan.mask_throughout
+        tile, _, _ = place
         if key_blocks.are_listed:
             return self.listed_steps(index, steps, place, carry)
         blocks, needing_mask = key_blocks.count(place), key_blocks.exact(place)
@@ -225,7 +226,7 @@ class _Consumer(Products):
         if has_far_edge and not mask_throughout:
             near = jnp.maximum(exact, key_blocks.far(place))
         if not mask_throughout:
-            first = self.blank_steps(place, steps, exact, near) if plan.has_blank_steps else exact
+            first = self.blank_steps(tile, steps, exact, near) if plan.has_blank_steps else exact
             rest = functools.partial(step, exact=False)
             carry = lax.fori_loop(first, near, rest, carry)
         if has_far_edge and not mask_throughout:

@@ -31,10 +31,10 @@ def deal_of(tiles: Tiles, schedule, drawn, entries, *, anew: bool) -> "Deal":
         sizes = tiles.count, tiles.thread_blocks
         return Drawn(TicketsInRounds(schedule, counter, numbers, *sizes, lambda: number, full))
     if tiles.one_each:
-        return OneEach(number)
+        return OneTile(number)
     if tiles.by_number:
         return ByNumber(number, tiles.count, tiles.thread_blocks)
-    return Listed(number, schedule, anew=anew, keeps_count=not anew)
+    return FromList(number, schedule, anew=anew, keeps_count=not anew)
 
 
 class Round:
@@ -136,7 +136,7 @@ class Given(Deal):
 
 
 @dataclasses.dataclass(frozen=True)
-class OneEach(Given):
+class OneTile(Given):
     """One tile, that of the thread block's number."""
 
     thread_block: Any
@@ -163,7 +163,7 @@ class ByNumber(Given):
         return self.thread_block + position * self.thread_blocks
 
 
-class Listed(Given):
+class FromList(Given):
     """Those of a list that `scheduler.deal` gives.
 
     Attributes:
@@ -189,9 +189,11 @@ class Listed(Given):
 
 @dataclasses.dataclass(frozen=True)
 class GivenRound(Round):
-    """Attributes:
-    deal: of the thread block.
-    end: index after the last tile.
+    """A walk over tiles that are known.
+
+    Attributes:
+      deal: of the thread block.
+      end: index after the last tile.
     """
 
     deal: Given
@@ -245,8 +247,10 @@ class Drawn(Deal):
 
 @dataclasses.dataclass(frozen=True)
 class DrawnRound(Round):
-    """Attributes:
-    tickets: of the thread block.
+    """A walk over tiles that are drawn.
+
+    Attributes:
+      tickets: of the thread block.
     """
 
     tickets: TicketsInRounds

@@ -14,7 +14,7 @@ from pallas_kernels import forward_fp8_spills
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ROWS, ForwardFP8Config
 from pallas_kernels.forward_block import Block
-from pallas_kernels.forward_deals import Listed
+from pallas_kernels.forward_deals import FromList
 from pallas_kernels.forward_key_blocks import OfTable
 from pallas_kernels.forward_tiles import Tiles
 from pallas_kernels.hopper import Ring, Turns
@@ -150,9 +150,8 @@ class ThreadBlock(Block):
         self.key_blocks = OfTable(
             key_blocks, by_batch=problem.by_batch, have_ends=plan.tiles.have_ends
         )
-        anew = plan.registers_are_scarce
-        number = lax.axis_index("block")
-        self.deal = Listed(number, schedule, anew=anew, keeps_count=False)
+        number, anew = lax.axis_index("block"), plan.registers_are_scarce
+        self.deal = FromList(number, schedule, anew=anew, keeps_count=False)
 
     def tile_count(self):
         return self.deal.count()

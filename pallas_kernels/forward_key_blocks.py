@@ -18,7 +18,7 @@ from pallas_kernels.mask_functions import COUNT, LISTED, MASKED, MaskRefs
 from pallas_kernels.ptx.compiler import fresh_zero
 
 
-def key_blocks_of(tiles: Tiles, table, lists: MaskRefs | None, lengths, of_mask) -> "KeyBlocks":
+def blocks_of_tiles(tiles: Tiles, table, lists: MaskRefs | None, lengths, of_mask) -> "TileBlocks":
     """Those of a kernel's tiles, by what the problem has.
 
     Args:
@@ -41,8 +41,13 @@ def key_blocks_of(tiles: Tiles, table, lists: MaskRefs | None, lengths, of_mask)
     return OfTable(table, by_batch=problem.by_batch, have_ends=tiles.have_ends)
 
 
-class KeyBlocks:
-    """What a kernel asks of them."""
+class TileBlocks:
+    """What a kernel asks of them.
+
+    Attributes:
+      are_listed: whether they stand in a list, those first that need a mask. Then there are
+        `masked` steps; else `exact`, `far` and, of segment ids, `comparing` say it.
+    """
 
     are_listed = False
 
@@ -55,6 +60,14 @@ class KeyBlocks:
 
     def far(self, place):
         """How many come before those with a mask at the far edge."""
+        raise NotImplementedError
+
+    def comparing(self, place):
+        """Whether steps with a mask compare segment ids, but for the first: above 0 if so."""
+        raise NotImplementedError
+
+    def masked(self, place):
+        """How many come first that need a mask."""
         raise NotImplementedError
 
     def end(self, place, count=None):
@@ -75,7 +88,7 @@ class KeyBlocks:
         return lambda j: end - 1 - j
 
 
-class OfTable(KeyBlocks):
+class OfTable(TileBlocks):
     """Those of a table `[tiles, 2 or 4]`, or of one for each batch entry.
 
     Attributes:
@@ -106,7 +119,6 @@ class OfTable(KeyBlocks):
         return self.count(place) if count is None else count
 
     def comparing(self, place):
-        """Whether steps with a mask compare segment ids, but for the first: above 0 if so."""
         return self.entry(place, COMPARING)
 
 
@@ -120,26 +132,34 @@ class Alike(OfTable):
         return jnp.int32(self.table[column]) + fresh_zero()  # where ptxas knows it, it spills
 
 
-class UpToLengths(OfTable):
-    """The same where keys end at a length: no block behind it, and a mask in its last one."""
+class UpToLengths(TileBlocks):
+    """Those of a table of all keys, up to a length: none behind it, and a mask in its last one."""
 
     def __init__(self, table, lengths, block_kv: int):
-        super().__init__(table, by_batch=False, have_ends=False)
+        self._of_all = OfTable(table, by_batch=False, have_ends=False)
         self._lengths, self._block_kv = lengths, block_kv
 
-    def entry(self, place, column):
-        _, batch, _ = place
-        block_kv, length = jnp.int32(self._block_kv), self._lengths[batch]
-        all_blocks = super().entry(place, BLOCKS)
-        blocks = jnp.minimum(all_blocks, lax.div(jnp.maximum(length, 1) + (block_kv - 1), block_kv))
-        if column == BLOCKS:
-            return blocks
-        unmasked = all_blocks - super().entry(place, EXACT)
-        return blocks - jnp.minimum(unmasked, lax.div(jnp.maximum(length - 1, 0), block_kv))
+    def count(self, place):
+        length, all_blocks = self._lengths[place[1]], self._of_all.count(place)
+        return self._of_length(length, all_blocks)
+
+    def exact(self, place):
+        length, all_blocks = self._lengths[place[1]], self._of_all.count(place)
+        blocks = self._of_length(length, all_blocks)
+        unmasked = all_blocks - self._of_all.exact(place)
+        whole_blocks = lax.div(jnp.maximum(length - 1, 0), jnp.int32(self._block_kv))
+        return blocks - jnp.minimum(unmasked, whole_blocks)
+
+    def end(self, place, count=None):
+        return self.count(place) if count is None else count
+
+    def _of_length(self, length, all_blocks):
+        block_kv = jnp.int32(self._block_kv)
+        return jnp.minimum(all_blocks, lax.div(jnp.maximum(length, 1) + (block_kv - 1), block_kv))
 
 
 @dataclasses.dataclass(frozen=True)
-class OfKeyMask(KeyBlocks):
+class OfKeyMask(TileBlocks):
     """Those of a mask of keys, which all tiles of a batch entry have.
 
     Attributes:
@@ -164,7 +184,7 @@ class OfKeyMask(KeyBlocks):
 
 
 @dataclasses.dataclass(frozen=True)
-class OfLists(KeyBlocks):
+class OfLists(TileBlocks):
     """Those of the list that each tile has of a mask function or of a dense mask.
 
     Attributes:
@@ -182,7 +202,6 @@ class OfLists(KeyBlocks):
         return self.entry(place, COUNT)
 
     def masked(self, place):
-        """How many come first that need a mask."""
         return self.entry(place, MASKED)
 
     def end(self, place, count=None):

@@ -80,13 +80,13 @@ class Products:
         if self.plan.own_values:
             self.block.values.await_full(slot)
 
-    def blank_steps(self, place, steps, first, end):
+    def blank_steps(self, tile, steps, first, end):
         """The steps without a mask of a tile in which the warpgroup has no rows; returns their end.
 
         It gives back what it gets, and its turn.
         """
         block, plan = self.block, self.plan
-        is_blank = self.rows.first(place[0]) >= plan.problem.query_length
+        is_blank = self.rows.first(tile) >= plan.problem.query_length
         end = jnp.where(is_blank, end, first)
 
         @pl.loop(first, end)

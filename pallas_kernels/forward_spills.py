@@ -69,6 +69,11 @@ LISTED: tuple[Spill, ...] = (
     Spill(
         "H256-window-alone",
         lambda tiles: tiles.problem.has_far_edge and tiles.problem.widest > 192,
+        is_needed=False,
     ),
-    Spill("H64-full-mask-bias", lambda tiles: tiles.problem.has_cap and tiles.problem.has_elements),
+    Spill(
+        "H64-full-few-bias-cap",
+        lambda tiles: tiles.problem.has_cap and tiles.problem.has_elements,
+        is_needed=False,
+    ),
 )

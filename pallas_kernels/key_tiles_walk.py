@@ -31,7 +31,7 @@ class Walk:
     What there is to know of a tile is read where it is needed: kept over a loop it costs registers.
 
     Attributes:
-      turns: which tile is next.
+      deal: which tile is next.
       seeing_blocks_ref: `KeyTiles.seeing_blocks` or `seeing_blocks_of`, in global memory.
       more_refs: in global memory, where the problem has lengths those, where it has a mask of keys
         its bits; where it is dynamic or segmented the queries that see each key, and where it is
@@ -47,7 +47,7 @@ class Walk:
     """
 
     tiles: KeyTiles
-    turns: OneEach | Listed | Tickets
+    deal: OneEach | Listed | Tickets
     seeing_blocks_ref: Any
     more_refs: tuple[Any, ...] = ()
     elements: ElementRefs | None = None
@@ -61,12 +61,12 @@ class Walk:
         cls,
         tiles: KeyTiles,
         refs,
-        turns: Callable[[Any, Any], OneEach | Listed | Tickets],
+        deal: Callable[[Any, Any], OneEach | Listed | Tickets],
     ) -> "tuple[Walk, list]":
         """The walk by the first refs of a kernel of `gradient_kernel`, and its other refs.
 
         Args:
-          turns: of the ref of lists, or of the order to draw, and of `counters_ref`.
+          deal: of the ref of lists, or of the order to draw, and of `counters_ref`.
         """
         table_ref, *refs = refs
         lists, seeing_blocks_ref, seen = None, None, ()
@@ -86,7 +86,7 @@ class Walk:
         counters_ref, *operands = operands
         walk = cls(
             tiles,
-            turns(table_ref, counters_ref),
+            deal(table_ref, counters_ref),
             seeing_blocks_ref,
             more_refs,
             elements,
@@ -99,8 +99,8 @@ class Walk:
 
     def count(self):
         """How many tiles there are, where they are not drawn; at least 1."""
-        assert not isinstance(self.turns, Tickets)
-        return self.turns.count()
+        assert not isinstance(self.deal, Tickets)
+        return self.deal.count()
 
     def locate(self, index):
         """Tile and key head, of every batch entry, of the thread block's tile of that index."""
@@ -108,7 +108,7 @@ class Walk:
 
     def number(self, index):
         """Number of the thread block's tile of that index."""
-        return self.turns.number(index)
+        return self.deal.number(index)
 
     def prepared_tiles(self, section):
         """Counter of a section's tiles that are prepared, from 1 (`key_tiles_order.prepared`)."""

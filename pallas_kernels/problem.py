@@ -99,8 +99,8 @@ class Problem:
             **static,
         )
 
-    def of_part(self, query: jax.Array, key: jax.Array) -> "Problem":
-        """The same of arrays that are a part of the batch and of the heads."""
+    def with_sizes_of(self, query: jax.Array, key: jax.Array) -> "Problem":
+        """The same of arrays of another batch and other heads."""
         (batch, _, heads, _), kv_heads = query.shape, key.shape[2]
         return dataclasses.replace(self, batch=batch, heads=heads, kv_heads=kv_heads)
 

@@ -1,5 +1,8 @@
 """From products to weights in the backward: one chain of links, of which its callers know none.
 
+Two do without: `step_with_dq` of `backward_consumer.py`, which has dQ between the links and so
+neither a cap nor a function, and `backward_key_consumer.py`, where weights go by mail amid them.
+
 A logit is problem.scale * q.k, with a bias, or what a function makes of it, or its soft cap. Then
 comes what hides keys, an exponential, and dropout. A backward kernel wants two things of a tile:
 the weights, which dV is made of, and the weights times the slopes of all links, which with dP make
@@ -30,7 +33,8 @@ class Tile(NamedTuple):
       hidden: gives a tile with a number in the place of what a query does not see.
       dropped: gives weights, negative where they are dropped; as they are without dropout.
       minus_lse: gives it for each pair, in units of `Problem.logit_unit`; asked for by a cap alone.
-      words: gives those of dropout for each pair, or None; then a cap does what `dropped` does.
+      words: None, or gives those of dropout for each pair, if there is dropout: then a cap drops
+        weights, while it makes them.
     """
 
     loaded: Loaded
@@ -48,11 +52,13 @@ class Weights(NamedTuple):
       values: of a cap, times its slope.
       slope: that they are yet to be multiplied with, or None.
       operand: of dV, if a cap has made it.
+      are_dropped: whether a cap has seen to dropout.
     """
 
     values: jax.Array
     slope: jax.Array | None = None
     operand: jax.Array | None = None
+    are_dropped: bool = False
 
     def of_values(self, problem: Problem) -> jax.Array:
         """As the product that makes dV reads them."""
@@ -72,9 +78,9 @@ def begun(products: jax.Array, tile: Tile, problem: Problem, *, branches: bool =
     if problem.has_cap:
         logits, _ = soft_cap.capped(products, tile.loaded, problem, branches=branches)
         logits = tile.hidden(logits, soft_cap.UNSEEN)
-        words = tile.words and tile.words()
+        words = tile.words() if tile.words else None
         operand, values = soft_cap.capped_weights(logits, tile.minus_lse(), problem, words)
-        return Weights(values, operand=operand)
+        return Weights(values, operand=operand, are_dropped=words is not None)
     slope = None
     if tile.loaded.score is not None:
         products, slope = tile.loaded.score(products, slope=True)
@@ -86,6 +92,6 @@ def ended(weights: Weights, tile: Tile, problem: Problem) -> Weights:
     values = weights.values
     if not problem.has_cap:
         values = tile.hidden(values, 0.0)
-    if not (problem.has_cap and tile.words):
+    if not weights.are_dropped:
         values = tile.dropped(values)
     return weights._replace(values=values)

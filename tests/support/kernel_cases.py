@@ -27,6 +27,7 @@ ELEMENTS: dict[str, tuple[str, str | None, str | None, Any, bool]] = {
     "key-bias": ("lengths", None, "bs", jnp.float32, False),
     "dense-bias": ("causal", None, "nts", jnp.float32, True),
     "mask-bias": ("full", "bts", "nts", None, False),
+    "bias": ("lengths", None, "nts", None, False),
 }
 # The widths that each is compiled at.
 ELEMENT_WIDTHS = {
@@ -34,6 +35,7 @@ ELEMENT_WIDTHS = {
     "key-bias": (64, 128, 256),
     "dense-bias": (128, 160, 256),
     "mask-bias": (64, 128, 160, 256),
+    "bias": (128,),
 }
 # Width, mask, axes of a dense mask and of a bias in float32, whether gradients are deterministic,
 # and whether there is a soft cap. Above 192 columns `backward_key.py` spills with a dense one.
@@ -227,6 +229,7 @@ BATCH = 2  # a batch of one takes fewer registers
 SHAPES = {
     "even": (4096, 4096, 16, 16, jnp.bfloat16),
     "ragged": (1001, 1013, 256, 64, jnp.float16),
+    "grouped": (4096, 4096, 32, 8, jnp.bfloat16),
     # One tile for each thread block, with groups dealt out in shares, of 64 rows of queries, which
     # one consumer has, and of 128; and the same rows in many.
     "few": (197, 205, 16, 4, jnp.bfloat16),
@@ -322,6 +325,7 @@ SHORT = [
     (80, "window", "rest"),
     (120, "full", "rest"),
     (128, "causal", "over"),
+    (128, "full", "grouped"),
 ]
 
 
@@ -362,6 +366,7 @@ SHORT_BESIDE = [
     (64, "causal", "one", "bias-dropout"),
     (128, "full", "single", "dropout"),
     (64, "full", "few", "cap"),
+    (64, "full", "few", "bias-cap"),
     (128, "causal", "few", "cap"),
     (64, "causal", "each", "cap"),
     (128, "full", "each", "cap"),
@@ -460,7 +465,8 @@ def _cases_of_short() -> list[tuple[str, Callable, Any]]:
         cases.append((name, _forward_and_backward(options, deterministic=False), args))
     for width, mask, shape, beside in SHORT_BESIDE:
         dropout = {"dropout_rate": 0.1}
-        more = {"cap": {"logits_soft_cap": 30.0}, "dropout": dropout, "bias-dropout": dropout}
+        cap = {"logits_soft_cap": 30.0}
+        more = {"cap": cap, "dropout": dropout, "bias-cap": cap, "bias-dropout": dropout}
         fn = _forward_and_backward(MASKS[mask] | more.get(beside, {}), deterministic=False)
         bias_axes = "nts" if beside.startswith("bias") else None
         args = _args_of(width, width, mask, None, bias_axes, jnp.float32, shape=shape)

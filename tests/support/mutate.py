@@ -84,8 +84,8 @@ MISTAKES = [
         "kernels",
         (
             "forward: steps of rows that are there are blank",
-            "is_blank = self.rows.first(place[0]) >= plan.problem.query_length",
-            "is_blank = self.rows.first(place[0]) + 64 >= plan.problem.query_length",
+            "is_blank = self.rows.first(tile) >= plan.problem.query_length",
+            "is_blank = self.rows.first(tile) + 64 >= plan.problem.query_length",
         ),
     ),
     *_in(
@@ -140,6 +140,21 @@ MISTAKES = [
     ),
     *_in(
         "pallas_kernels",
+        "scores",
+        "kernels kernel_scores",
+        (
+            "scores: what a cap dropped is dropped again",
+            "if not weights.are_dropped:",
+            "if True:",
+        ),
+        (
+            "scores: the slope of a score function does not count",
+            "return self.values if self.slope is None else sloped(self.values, self.slope)",
+            "return self.values",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
         "forward_deals",
         "kernels tickets",
         (
@@ -156,11 +171,21 @@ MISTAKES = [
     *_in(
         "pallas_kernels",
         "forward_key_blocks",
-        "kernel_intervals",
+        "kernel_intervals key_masks kernel_functions",
         (
             "lengths: the block that keys end in is left out",
             "lax.div(jnp.maximum(length, 1) + (block_kv - 1), block_kv)",
             "lax.div(jnp.maximum(length, 1), block_kv)",
+        ),
+        (
+            "masks of keys: the first step of a tile has no mask",
+            "return self.of_entries.unmasked(place[1], self.blocks)",
+            "return self.of_entries.unmasked(place[1], self.blocks) + 1",
+        ),
+        (
+            "lists: each block is the one that comes after it",
+            "return self.entry(place, LISTED + j)",
+            "return self.entry(place, LISTED + j + 1)",
         ),
     ),
     *_in(

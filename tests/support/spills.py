@@ -1,8 +1,8 @@
 """Says which rows of tables of spills are needed: `python -m tests.support.spills`.
 
 `pallas_kernels/*_spills.py` say what kernels do where they would spill. Each row names a case of
-kernel_cases.py that would without it, which is compiled so. A row is named by its table and its
-place there: forward.ENDS[0].
+kernel_cases.py, which is compiled without it: if the row is needed, that has a fault. A row is
+named by its table and its place there: forward.ENDS[0].
 
     python -m tests.support.spills                  every row, 10 seconds each
     python -m tests.support.spills forward H256     those with both in their name or their case's
@@ -49,8 +49,8 @@ def tables() -> dict[str, Table]:
     return {table: getattr(*place) for table, place in places().items()}
 
 
-def cases_of_rows() -> dict[str, str]:
-    return {f"{name}[{n}]": row.case for name, x in tables().items() for n, row in enumerate(x)}
+def rows() -> dict[str, Spill]:
+    return {f"{name}[{n}]": row for name, x in tables().items() for n, row in enumerate(x)}
 
 
 @contextlib.contextmanager
@@ -113,16 +113,16 @@ def faults(case: str, row: str) -> list[str] | None:
     for launch in [launch for launch in launches_of(case) if row in decided(launch)]:
         with without(row):
             reports = compile.compile_kernels(launch, launches.types(launch), sass=False)
-        new = [f"{report.name}: {fault}" for report in reports for fault in report.faults()]
-        found = [*(found or []), *new]
+        of_launch = [f"{report.name}: {fault}" for report in reports for fault in report.faults()]
+        found = [*(found or []), *of_launch]
     return found
 
 
-def _said(case: str, row: str, compiling: Callable) -> list[str] | None:
+def _is_needed(case: str, row: str, compiling: Callable) -> bool:
     found = compiling(faults, case, row).result()
-    not_found = "decides nothing here" if found is None else "NOT NEEDED"
+    not_found = "decides nothing here" if found is None else "not needed"
     print(f"{row} {case}: {', '.join(found or [not_found])}", flush=True)
-    return found
+    return bool(found)
 
 
 def _find(wanted: list[str], among: str, compiling: Callable, most: int) -> bool:
@@ -135,7 +135,7 @@ def _find(wanted: list[str], among: str, compiling: Callable, most: int) -> bool
         here = {row for launch in launches_of(case) for row in decided(launch)}
         for row in sorted(left & here):
             tried[row] += 1
-            if _said(case, row, compiling):
+            if _is_needed(case, row, compiling):
                 needed.add(row)
     for row in [row for row in wanted if row not in needed]:
         print(f"{row}: no fault in {tried[row]} cases", flush=True)
@@ -149,8 +149,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--among", default="", help="what their names have, a regular expression")
     parser.add_argument("--most", type=int, default=15, help="cases to compile for a row")
     options = parser.parse_args(argv)
-    known = cases_of_rows()
-    wanted = [row for row in known if all(word in f"{row} {known[row]}" for word in options.words)]
+    known = rows()
+    fits = lambda row: all(word in f"{row} {known[row].case}" for word in options.words)
+    wanted = list(filter(fits, known))
     if not wanted:
         parser.error(f"no row has {options.words} in its name or case; rows are {[*known]}")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # of the processes below; none looks for a GPU
@@ -160,8 +161,10 @@ def main(argv: list[str] | None = None) -> int:
     ) as process:
         if options.find:
             return 0 if _find(wanted, options.among, process.submit, options.most) else 1
-        found = [_said(known[row], row, process.submit) for row in wanted]
-    return 0 if all(found) else 1
+        needed = {row: _is_needed(known[row].case, row, process.submit) for row in wanted}
+    others = [row for row in wanted if needed[row] != known[row].is_needed]
+    print("\n".join(f"{row} says otherwise" for row in others) or "as the rows say")
+    return 1 if others else 0
 
 
 if __name__ == "__main__":
