@@ -61,6 +61,14 @@ def test_programs_of_one_process_share_kernels(lowerings):
     assert len(lowerings) == 3
 
 
+def test_a_batch_and_what_vmap_maps_share_kernels(lowerings):
+    attend = functools.partial(on_kernels, is_causal=True)
+    lowered(attend, jax.ShapeDtypeStruct((6, 256, 2, 64), jnp.bfloat16))
+    for shape in ((3, 2, 256, 2, 64), (2, 3, 256, 2, 64)):
+        lowered(jax.vmap(attend), jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    assert len(lowerings) == 1
+
+
 def test_nothing_is_lowered_to_trace(lowerings):
     jax.eval_shape(jax.grad(lambda x: on_kernels(x, x, x).astype(jnp.float32).sum()), X)
     assert not lowerings
