@@ -10,6 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import backward_key_spills
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import BACKWARD_CONSUMERS, BackwardKeyConfig
 from pallas_kernels.key_tiles import KeyTiles
@@ -18,6 +19,7 @@ from pallas_kernels.problem import Problem, box_width, whole_tiles
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of
 from pallas_kernels.ptx.compiler import fresh_zero
 from pallas_kernels.ptx.mail import mail_shape
+from pallas_kernels.spills import would_spill
 
 CONSUMERS = BACKWARD_CONSUMERS
 STAGES = 2  # slots of Q and of dO, as many as fit; see `_Producer.loads_of_step` for why not 1
@@ -114,11 +116,8 @@ class Plan:
 
     @property
     def crowded(self) -> bool:
-        """Whether registers are short."""
-        p = self.problem
-        return p.has_elements or (
-            self.problem.has_cap and (self.problem.has_dropout or p.segmented)
-        )
+        """Whether addresses of what is handed over are made anew."""
+        return would_spill(backward_key_spills.ADDRESSES, self)
 
     @property
     def words_row(self) -> int:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import backward_query_spills, scheduler
 from pallas_kernels import intervals as run_time_intervals
-from pallas_kernels import scheduler
 from pallas_kernels.backward_query_masks import KeyBlocks, key_blocks, key_blocks_of
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import (
@@ -29,6 +29,7 @@ from pallas_kernels.problem import Problem
 from pallas_kernels.ptx.arithmetic import div_rem
 from pallas_kernels.ptx.barriers import NamedBarriers, twins_of, with_twins
 from pallas_kernels.ptx.compiler import fresh_zero
+from pallas_kernels.spills import would_spill
 
 CONSUMERS = BACKWARD_CONSUMERS
 
@@ -79,23 +80,17 @@ class Plan:
     def value_columns(self) -> Columns:
         return Columns.of_values(self.problem)
 
-    # --- registers ---
-
-    @property
-    def _is_wide(self) -> bool:
-        return self.dq_columns.size > 192
+    # --- registers: what would spill is in `backward_query_spills.py` ---
 
     @property
     def crowded(self) -> bool:
-        """Whether there are none for bounds or ids, or for addresses of the order over the loop."""
-        p = self.problem
-        return self._is_wide and p.has_dropout and (p.has_elements or p.by_batch)
+        """Whether bounds, ids and the place in the order are read where they are used."""
+        return would_spill(backward_query_spills.ALL_READ, self)
 
     @property
     def weights_first(self) -> bool:
-        """Whether there are none for dP: beside a slope, or elements and 256 columns."""
-        beside_elements = self._is_wide and self.problem.has_elements
-        return self.crowded or self.problem.has_slope or beside_elements
+        """Whether dP is issued after the weights, not beside S."""
+        return would_spill(backward_query_spills.WEIGHTS_FIRST, self)
 
     # --- tiles ---
 
