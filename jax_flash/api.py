@@ -196,7 +196,8 @@ def attention(
     Returns:
       The output `[B, T, N, h]` (`[T, N, h]` without a batch) in the query's dtype, bfloat16 where
       that is Quantized; with `return_residual`, (output, LSE): LSE `[B, T, N]` (`[T, N]`) is the
-      natural log of the softmax denominator, sinks included, float32 and differentiable.
+      natural log of the softmax denominator, sinks included, float32 and differentiable; -inf of a
+      query that sees no key, with sinks too.
 
     Raises:
       TypeError: an argument is of the wrong type or dtype.
