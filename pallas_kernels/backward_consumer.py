@@ -94,7 +94,7 @@ class _Consumer(Products):
         self.await_query(slot, mask, j)
         self.issue_logits(slot, index)
         self.issue_late_dq(1 - parity, index)
-        if mask is not None and not (plan.ids_first or plan.ids_last):  # while S' is made
+        if mask is not None and not plan.ids_first:  # while S' is made
             equal_ids = mask.equal_ids(j)
         loaded = load_elements(j)
         products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=1)
@@ -112,8 +112,6 @@ class _Consumer(Products):
             weights = self.shared(weights, j, far=far)
         if not plan.drops_early:
             weights = self.dropped(weights, key_words, slot)
-        if mask is not None and plan.ids_last:
-            equal_ids = mask.equal_ids(j)
         self.issue_d_weights(o_slot)
         weights = masked(weights, mask, j, equal_ids, loaded)
         operand = as_operand(weights, plan.problem)
@@ -146,7 +144,7 @@ class _Consumer(Products):
             words=lambda: self.words_of_pairs(key_words, o_slot),
         )
         products = plgpu.wgmma_accumulator_load(self.s_acc, wait_n=wait_n)
-        weights = scores.begun(products, tile, plan.problem, branches=plan.cap_branches)
+        weights = scores.begun(products, tile, plan.problem)
         if plan.weights_first:
             self.await_d_out(o_slot, mask, j)
             self.issue_d_weights(o_slot)

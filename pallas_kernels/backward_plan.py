@@ -261,11 +261,6 @@ class Plan:
         return would_spill(spills.IDS_FIRST, self)
 
     @property
-    def ids_last(self) -> bool:
-        """Whether only where dropout has been done there are registers for it."""
-        return would_spill(spills.IDS_LAST, self)
-
-    @property
     def drops_early(self) -> bool:
         """Whether there are registers for dropout beside dQ."""
         return not would_spill(spills.LATE_DROPS, self)
@@ -276,17 +271,12 @@ class Plan:
 
         Lists are of both consumers' keys.
         """
-        return not (self.problem.has_lists or would_spill(spills.NO_BLANK_STEPS, self))
+        return not self.problem.has_lists
 
     @property
     def crowded(self) -> bool:
         """Whether addresses are made anew in each step."""
         return would_spill(spills.ADDRESSES, self)
-
-    @property
-    def cap_branches(self) -> bool:
-        """Whether a cap has them."""
-        return not would_spill(spills.NO_BRANCHES, self)
 
     @property
     def far_in_masked(self) -> bool:

@@ -176,33 +176,23 @@ IDS_FIRST: tuple[Spill, ...] = (
     Spill("H128-documents-function-ragged", lambda plan: plan.problem.has_lists),
 )
 
-# They are compared where dropout has been done.
-IDS_LAST: tuple[Spill, ...] = (
-    Spill(
-        "H128-h128-causal-bias-segments-dropout",
-        lambda plan: plan.problem.has_dropout and not plan.problem.has_lists,
-        is_needed=False,
-    ),
-)
-
 # Weights are dropped after dQ of the step before, not under it.
 LATE_DROPS: tuple[Spill, ...] = (
-    Spill("H128-full-even-dropout", lambda plan: plan.is_wide, is_needed=False),
     Spill("H64-causal-even-dropout", lambda plan: plan.tiles.any_mask and plan.problem.group == 1),
-)
-
-# Steps whose queries see no key of a consumer are like others.
-NO_BLANK_STEPS: tuple[Spill, ...] = (
-    Spill("H64-full-bias-segments", lambda plan: plan.problem.has_elements, is_needed=False),
 )
 
 # Addresses are made anew in each step.
 ADDRESSES: tuple[Spill, ...] = (
-    Spill("H64-causal-even-cap", lambda plan: plan.problem.has_slope, is_needed=False),
+    Spill(
+        "H64-full-alibi-score-ragged-segments",
+        lambda plan: (
+            plan.problem.has_score
+            and (plan.problem.segmented or plan.problem.has_lists)
+            and not plan.is_wide
+        ),
+    ),
     Spill("H64-causal-even-dropout", lambda plan: plan.problem.has_dropout),
-    Spill("H64-causal-segments", lambda plan: plan.problem.segmented, is_needed=False),
     Spill("H128-full-mask-bias", lambda plan: plan.problem.has_bias),
-    Spill("H64-window-dense-mask", lambda plan: plan.problem.has_given_lists, is_needed=False),
     Spill(
         "H64-causal-twos",
         lambda plan: plan.is_plain and plan.dealing is Dealing.LISTED and not plan.is_wide,
@@ -224,15 +214,6 @@ ADDRESSES: tuple[Spill, ...] = (
             and plan.problem.highest is None
             and not plan.problem.by_batch
         ),
-    ),
-)
-
-# A soft cap has no branches.
-NO_BRANCHES: tuple[Spill, ...] = (
-    Spill(
-        "H128-full-segments-cap",
-        lambda plan: plan.is_wide and plan.problem.segmented,
-        is_needed=False,
     ),
 )
 
@@ -262,24 +243,7 @@ NO_PREFETCHES: tuple[Spill, ...] = (
 # The producer has 40 registers.
 PRODUCER: tuple[Spill, ...] = (
     Spill(
-        "H128-full-segments-cap",
-        lambda plan: (
-            plan.problem.widest == 128
-            and plan.problem.has_slope
-            and plan.problem.by_batch
-            and plan.with_query_gradient
-        ),
-        is_needed=False,
-    ),
-    Spill(
         "H128-full-one",
         lambda plan: plan.problem.widest == 128 and plan.problem.has_odd_rows and plan.dq_is_whole,
-    ),
-    Spill(
-        "H128-key-mask-ragged",
-        lambda plan: (
-            plan.problem.widest == 128 and plan.problem.has_odd_rows and plan.problem.has_key_mask
-        ),
-        is_needed=False,
     ),
 )

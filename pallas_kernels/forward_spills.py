@@ -63,17 +63,3 @@ ENDS: tuple[Spill, ...] = (
         lambda plan: plan.problem.has_score and plan.problem.widest > 64,
     ),
 )
-
-# Tiles are listed: none is its thread block's only one, by number, or in shares.
-LISTED: tuple[Spill, ...] = (
-    Spill(
-        "H256-window-alone",
-        lambda tiles: tiles.problem.has_far_edge and tiles.problem.widest > 192,
-        is_needed=False,
-    ),
-    Spill(
-        "H64-full-few-bias-cap",
-        lambda tiles: tiles.problem.has_cap and tiles.problem.has_elements,
-        is_needed=False,
-    ),
-)

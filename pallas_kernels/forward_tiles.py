@@ -10,15 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import forward_spills, scheduler, seen_blocks, segments, tickets
 from pallas_kernels import intervals as run_time_intervals
+from pallas_kernels import scheduler, seen_blocks, segments, tickets
 from pallas_kernels.columns import Columns
 from pallas_kernels.config import ROWS, ForwardConfig
 from pallas_kernels.hopper import kernel
 from pallas_kernels.mask_functions import COUNT, key_lists
 from pallas_kernels.problem import Problem, sees_itself
 from pallas_kernels.ptx.arithmetic import div_rem
-from pallas_kernels.spills import would_spill
 
 TILE_OVERHEAD = 1.2  # what a tile costs beside its key blocks, in key blocks
 _FEW_OF_A_HEAD = 12  # tiles; with 32 s4096 H128 took 1.3% longer by number than from lists
@@ -98,7 +97,7 @@ class Tiles:
         Not if drawn or with lists of blocks.
         """
         p = self.problem
-        return not (p.by_batch or p.has_lists or would_spill(forward_spills.LISTED, self))
+        return not (p.by_batch or p.has_lists)
 
     @property
     def one_each(self) -> bool:

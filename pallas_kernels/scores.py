@@ -69,14 +69,10 @@ class Weights(NamedTuple):
         return self.values if self.slope is None else sloped(self.values, self.slope)
 
 
-def begun(products: jax.Array, tile: Tile, problem: Problem, *, branches: bool = True) -> Weights:
-    """Weights of products, before `ended`.
-
-    Args:
-      branches: as for `soft_cap.capped`.
-    """
+def begun(products: jax.Array, tile: Tile, problem: Problem) -> Weights:
+    """Weights of products, before `ended`."""
     if problem.has_cap:
-        logits, _ = soft_cap.capped(products, tile.loaded, problem, branches=branches)
+        logits, _ = soft_cap.capped(products, tile.loaded, problem)
         logits = tile.hidden(logits, soft_cap.UNSEEN)
         words = tile.words() if tile.words else None
         operand, values = soft_cap.capped_weights(logits, tile.minus_lse(), problem, words)
