@@ -288,14 +288,22 @@ class _Consumer(Products):
 
         if self.plan.tiles.one_each:
             return end_last()
-        end = self.end_tile_under_next
-        if self.plan.ends_apart:
-            end = self.end_tile_before_next
         more = self.round.goes_on(index, following)
-        return lax.cond(more, lambda: end(index, steps, number, carry, following), end_last)
+        both = index, steps, number, carry, following
+        if self.plan.ends_apart:
+            return lax.cond(more, lambda: self.end_tile_before_next(*both), end_last)
+        if self.plan.branches_at_ends:
+            run = lambda do: do()
+            return lax.cond(more, lambda: self.end_tile_under_next(*both, run), end_last)
+        return self.end_tile_under_next(*both, pl.when(more))
 
-    def end_tile_under_next(self, index, steps, number, carry, following):
-        """The next tile's first logits run with this tile's last output product."""
+    def end_tile_under_next(self, index, steps, number, carry, following, if_there):
+        """The next tile's first logits run with this tile's last output product.
+
+        Args:
+          if_there: calls a function if there is a next tile. Else its logits are of none, and go
+            nowhere.
+        """
         block, rows, tiles = self.block, self.rows, self.plan.tiles
         weights, state = carry
         tile, batch, head = tiles.locate(number)
@@ -307,8 +315,8 @@ class _Consumer(Products):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         bounds = rows.bounds(next_tile, next_batch)
         bits = rows.bits(next_place, jnp.int32(0), is_first=True)
-        block.queries.await_full(buffer)
-        block.keys.await_full(k_slot)
+        if_there(lambda: block.queries.await_full(buffer))
+        if_there(lambda: block.keys.await_full(k_slot))
         self.put_bias(k_slot)
         block.turns.take()
         self.issue_logits(buffer, k_slot)
@@ -316,18 +324,18 @@ class _Consumer(Products):
         block.turns.pass_on()
         loaded = rows.load_elements(lambda: following, jnp.int32(0), is_first=True)
         logits = self.load_logits()
-        block.keys.give_back(k_slot)
+        if_there(lambda: block.keys.give_back(k_slot))
         end_block = block.key_blocks.end(next_place)
         first = rows.first_weights(logits, next_tile, end_block - 1, bounds, bits, loaded)
         weights, next_state = lax.optimization_barrier(first)
         output = self.load_output()
         block.values.give_back(v_slot)
-        self.await_first_value(k_slot)
+        if_there(lambda: self.await_first_value(k_slot))
         # Only now are there registers for what dropout takes.
         weights = rows.first_operand(weights, next_place, end_block - 1)
         self.store_output(output, inverse, index, tile, batch, head)
         if self.plan.zeroes_values:
-            self.zero_unseen_values(k_slot, next_place, end_block - 1)
+            if_there(lambda: self.zero_unseen_values(k_slot, next_place, end_block - 1))
         return weights, next_state
 
     def end_tile_before_next(self, index, steps, number, carry, following):
