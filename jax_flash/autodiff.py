@@ -28,6 +28,7 @@ from jax_flash.kernel_operands import (
     elements_of,
     folding_vmap,
     has_key_mask,
+    hides_keys,
     intervals_of,
     of_rows,
     resized,
@@ -180,7 +181,8 @@ def _prepared(call: Call):
         mask_function=mask_function,
         score_function=score_function,
     )
-    settings = _Settings(problem, all_count, call.deterministic, call.config)
+    hides = problem.may_begin_with_bias and hides_keys(call, elements)
+    settings = _Settings(problem, all_count, call.deterministic, call.config, hides)
     settings = settings.with_rows(elements)
     sinks: tuple[jax.Array, ...] = ()
     if call.sinks is not None:
@@ -189,7 +191,7 @@ def _prepared(call: Call):
         sinks = (batch_and_heads + call.sinks.astype(jnp.float32)[None],)
     given = call.query, call.key, call.value, sinks, intervals, ids, *words_of(call)
     operands = Operands(*given, blocks, elements)
-    if has_mask and mask_function is None:
+    if has_mask and mask_function is None and not settings.hides_keys:
         operands = operands.with_keys(lambda x: zero_masked(x, call.visibility, problem))
     if seen is not None:
         operands = operands.with_keys(lambda x: zero_unseen_by_heads(x, seen))
@@ -233,6 +235,7 @@ class _Settings:
       all_count: whether, but for a mask, each query is known to see a key, and each key to be seen.
       deterministic: whether all gradients are to be the same every time.
       config: given, or None.
+      hides_keys: whether the forward takes a mask as one of keys (`forward_problem`).
       rows: of an LSE, which fill tiles by the settings of the call. So many they are on each device
         and under `vmap`, whose own settings may be others.
     """
@@ -241,7 +244,15 @@ class _Settings:
     all_count: bool
     deterministic: bool
     config: Config | None
+    hides_keys: bool = False
     rows: int = 0
+
+    @property
+    def forward_problem(self) -> Problem:
+        """That of the forward, which zeroes rows of V where they are read, not in memory."""
+        if not self.hides_keys:
+            return self.problem
+        return dataclasses.replace(self.problem, has_mask=False, has_key_mask=True)
 
     def at(self, operands: Operands) -> "_Settings":
         """The same of what a device has of the call's arrays, or of all that `vmap` maps."""
@@ -253,7 +264,7 @@ class _Settings:
         if self.config is not None:
             return self.config
         return for_problem(
-            self.problem,
+            self.forward_problem,
             bias_of_keys=elements.has_bias_of_keys,
             tiled_bias=elements.tiled_bias_dtype is not None,
         )
@@ -432,7 +443,7 @@ def _forward(settings, operands):
     from pallas_kernels import forward  # of Pallas, which is slow to import
     from pallas_kernels.mask_bits import blocks_of, with_mask_bits
 
-    problem = settings.problem
+    problem = settings.forward_problem
     elements, blocks = with_mask_bits(operands.elements, problem), operands.blocks
     if problem.has_dense_lists:
         blocks = (blocks_of(elements),)
@@ -487,6 +498,8 @@ def _backward(settings, reads, operands, results):
     if not (settings.all_count or settings.backward_ignores_unseen):
         d_out = zero_unseeing(d_out, problem, operands.intervals, operands.ids)
     elements, blocks = operands.elements, operands.blocks
+    if settings.hides_keys:
+        key, value = (zero_unseen_by_heads(x, elements.mask[:, :, 0]) for x in (key, value))
     if results.bias:
         elements = elements._replace(bias=results.bias[0])
     elements = with_mask_bits(elements, problem)

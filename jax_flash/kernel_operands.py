@@ -145,6 +145,16 @@ def has_key_mask(call: Call) -> bool:
     return intervals_of(call) == (None, None, ())
 
 
+def hides_keys(call: Call, elements: Elements) -> bool:
+    """Whether a mask of keys stands beside nothing but a bias that TMA brings the forward."""
+    comes_by_tma = elements.has_bias_of_keys or elements.tiled_bias_dtype is not None
+    beside = (
+        call.config, call.mask_mod, call.score_mod, call.logits_soft_cap, call.dropout_key,
+        call.visibility.query_segment_ids,
+    )  # fmt: skip
+    return comes_by_tma and all(x is None for x in beside) and has_key_mask(call)
+
+
 def elements_of(call: Call) -> Elements:
     """Mask and bias, a bias of a dtype that the kernels do not read as float32."""
     bias = call.bias

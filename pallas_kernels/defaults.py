@@ -192,6 +192,19 @@ FORWARD_TILED_BIAS = FORWARD | {
     128: dataclasses.replace(_TWO_CONSUMERS, block_kv=64, elements_early=True, brings_bias=True),
 }
 
+# The same up to 64 columns, beside nothing but a mask of keys, by what ends earliest.
+TIMED_TILED_BIAS_64: tuple[Timed, ...] = (
+    Timed(FORWARD_TILED_BIAS[64], launch=3.0, tile=1.6, edge=0.0, step=1.2),
+    Timed(
+        dataclasses.replace(_THREE_OF_64_KEYS, elements_early=True, brings_bias=True),
+        launch=3.0, tile=1.2, edge=0.0, step=0.91,
+    ),
+    Timed(
+        dataclasses.replace(FOUR_CONSUMERS, elements_early=True, brings_bias=True),
+        launch=3.0, tile=1.4, edge=0.0, step=1.19,
+    ),
+)  # fmt: skip
+
 BACKWARD_QUERY_ELEMENTS = BACKWARD_QUERY | {
     64: BackwardQueryConfig(block_kv=64, stages=(3, 3)),
 }
@@ -268,8 +281,30 @@ def _beside_elements(problem: Problem, tiled_bias: bool) -> dict[int, ForwardCon
     return FORWARD_ELEMENTS_DROPOUT if problem.has_dropout else FORWARD_ELEMENTS
 
 
+def _is_broad(problem: Problem) -> bool:
+    """Whether keys or values have more than 48 columns."""
+    return max(problem.width, problem.value_width) > 48
+
+
+def _is_biased_alone(problem: Problem) -> bool:
+    """Whether there is nothing beside a bias that TMA may bring but a mask of keys."""
+    if problem.dynamic or (problem.lowest, problem.highest) != (None, None):
+        return False
+    is_plain = dataclasses.replace(problem, has_bias=False).is_plain
+    return problem.may_begin_with_bias and is_plain
+
+
+def _timed_beside_bias(problem: Problem) -> tuple[Timed, ...]:
+    if problem.has_key_mask and _is_broad(problem):  # four would spill 20 bytes
+        return TIMED_TILED_BIAS_64[:2]
+    return TIMED_TILED_BIAS_64
+
+
 def _forward(p: Problem, loads_elements: bool, tiled_bias: bool) -> ForwardConfig:
-    if loads_elements:
+    is_narrow = p.widest == 64 and not _have_an_sm_each(p)
+    if tiled_bias and is_narrow and _is_biased_alone(p):
+        forward = fastest(_timed_beside_bias(p), p)
+    elif loads_elements:
         forward = _beside_elements(p, tiled_bias)[p.widest]
     elif p.widest > 128:
         forward = FORWARD[p.widest]
@@ -278,7 +313,8 @@ def _forward(p: Problem, loads_elements: bool, tiled_bias: bool) -> ForwardConfi
         forward = fastest(_timed(p), known)
     if _have_an_sm_each(p):
         forward = dataclasses.replace(forward, consumers=1)
-    if p.has_key_mask and forward.consumers == 4:  # else up to 24 bytes would spill
+    # With two up to 24 bytes would spill.
+    if forward.consumers == 4 and (_is_broad(p) if p.has_bias else p.has_key_mask):
         forward = dataclasses.replace(forward, query_buffers=1)
     if p.widest > 128 and all(box_width(w) == 32 for w in (p.width, p.value_width)):
         # As one: in parts of 32, H160 718 TFLOP/s* for 729 at b4 s4096 causal, H224 725 for 739.

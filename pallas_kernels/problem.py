@@ -71,8 +71,11 @@ class Problem:
             bounds = (self.lowest, self.highest)
             need(bounds == (None, None), "lowest, highest", bounds, "None where dynamic")
         if self.picks_keys:
-            alone = self.is_plain and not self.dynamic and self.lowest is None
-            need(alone, "has_lengths, has_key_mask", True, "nothing beside but highest")
+            plain = dataclasses.replace(self, has_lengths=False, has_key_mask=False, has_bias=False)
+            may_be = plain.is_plain and not (self.has_bias and self.has_lengths)
+            alone = may_be and not self.dynamic and self.lowest is None
+            needs = "nothing beside but highest, or has_key_mask a bias"
+            need(alone, "has_lengths, has_key_mask", True, needs)
         if self.has_key_mask:
             alone = not self.has_lengths and self.highest is None
             need(alone, "has_key_mask", True, "neither lengths nor highest")

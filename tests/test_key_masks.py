@@ -126,6 +126,39 @@ def test_what_does_not_count_may_be_anything(kind, T, S, H):
         check_that_rows_alone_do_not_count(attention, arrays, no_query, jnp.asarray(~mask), poison)
 
 
+def _bias(shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.Array:
+    return jax.random.normal(jax.random.key(7), shape, dtype)
+
+
+@pytest.mark.long
+@pytest.mark.fast_cases("holes-130-264-2-64-pairs", "left-70-330-1-128-pairs")
+@pytest.mark.parametrize(
+    ("kind", "T", "S", "K", "H", "of"),
+    [
+        ("holes", 130, 264, 2, 64, "pairs"),
+        ("left", 70, 330, 1, 128, "pairs"),
+        ("right", 200, 256, 2, 32, "pairs"),
+        slow("blocks", 70, 200, 1, 72, "pairs"),
+        ("none", 130, 200, 2, 64, "keys"),
+        slow("one", 70, 264, 1, 64, "queries"),
+        slow("all", 70, 128, 2, 64, "pairs"),
+    ],
+)
+def test_beside_a_bias_hidden_keys_may_be_anything(kind, T, S, K, H, of):
+    """In forward and backward; the forward reads the bias by TMA where S is a multiple of 8."""
+    arrays = inputs(2, T, S, 2, K, H, jnp.bfloat16)
+    mask = jnp.asarray(_mask(kind, S))
+    shape = {"pairs": (1, 2, T, S), "keys": (2, 1, 1, S), "queries": (1, 2, T, 1)}[of]
+    options = dict(mask=mask[:, None, None], bias=_bias(shape))
+    with interpret_mode():
+        check(arrays, **options)
+    attention = functools.partial(
+        jax_flash.attention, return_residual=True, implementation="mosaic_gpu", **options
+    )
+    no_query = jnp.broadcast_to(~mask.any(1)[:, None], (2, T))
+    check_that_rows_alone_do_not_count(attention, arrays, no_query, ~mask, jnp.nan)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["left", "holes"])
 @pytest.mark.parametrize("options", [dict(), dict(sinks=jnp.array([3.0, 1.0]))])
@@ -164,6 +197,18 @@ def test_no_operand_is_copied(batch):
 
     assert selects() == selects(gradients) == 0
     assert selects(gradients, deterministic=True) > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 20.0}], ids=["plain", "cap"])
+def test_no_operand_of_the_forward_is_copied_beside_a_bias(options):
+    """The backward copies them, and so does the forward beside more than a bias."""
+    query = jnp.zeros((2, 40, 3, 64), jnp.bfloat16)
+    mask, bias = jnp.ones((2, 1, 1, 40), bool), jnp.zeros((1, 3, 40, 40), jnp.bfloat16)
+    attention = functools.partial(
+        jax_flash.attention, mask=mask, bias=bias, implementation="mosaic_gpu", **options
+    )
+    text = str(jax.make_jaxpr(attention)(query, query, query))
+    assert ("bf16[2,40,3,64] = select_n" in text) == bool(options)
 
 
 def test_few_tiles_share_keys_out(monkeypatch):
