@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 import jax_flash
-from pallas_kernels import backward_query_product, config, defaults, key_tiles_order, scheduler
+from pallas_kernels import (
+    backward_query_product,
+    config,
+    defaults,
+    forward_plan,
+    key_tiles_order,
+    scheduler,
+)
 from pallas_kernels.backward_key_plan import key_tiles
 from pallas_kernels.forward_plan import Plan as ForwardPlan
 from pallas_kernels.forward_tiles import Tiles
@@ -213,6 +220,25 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offs
     settings = few_thread_blocks(H, thread_blocks)
     with interpret_mode():
         check(arrays, **options, config=settings)
+
+
+@pytest.mark.long
+@pytest.mark.fast_cases("64-options0")
+@pytest.mark.parametrize(
+    ("H", "options"),
+    [
+        (64, {"is_causal": True}),
+        (128, {"local_window_size": (90, 10)}),
+        slow(128, {"is_causal": True, "query_offset": -130}),
+        slow(64, {"is_causal": True, "logits_soft_cap": 20.0}),
+    ],
+)
+def test_many_tiles_end_without_a_branch(monkeypatch, H, options):
+    """With logits of no tile after the last one of each round, which go nowhere."""
+    monkeypatch.setattr(forward_plan, "_FEW_TILES", 0)
+    arrays = inputs(1, 310, 270, 2, 1, H, jnp.bfloat16)
+    with interpret_mode():
+        check(with_a_jump(arrays, 0, 60), **options, config=few_thread_blocks(H, 2))
 
 
 @pytest.mark.long
@@ -830,12 +856,36 @@ def test_tiles_prepare_for_the_section_after_their_own(B, T, S, K, bounds, optio
         (0, 500, 32, 1 * 3),
         (0, 33, 32, 4 * 3),  # 132 slots are 4 heads
         (1000, 500, 34, 8 * 3),  # the last of 4 sections has 10
+        (1300, 500, 32, 8 * 3),  # not 10 and 12 in the last, where L2 holds 13
+        (600, 500, 64, 4 * 3),  # nor 5, where it holds 6
+        (1500, 500, 32, 10 * 3),  # of 15 half would stay away
         (0, 1, 7, 7 * 3),
     ],
 )
 def test_heads_of_a_section(section_bytes, tiles, kv_heads, expected):
     section = scheduler.heads_per_section(section_bytes, 100, tiles, 132, kv_heads, group=3)
     assert section == expected
+
+
+@pytest.mark.parametrize(
+    ("width", "length", "heads", "has_key_mask", "expected"),
+    [
+        (32, 256, 512, True, (4, 64, 2)),
+        (32, 384, 512, True, (3, 64, 2)),
+        (64, 256, 512, True, (2, 128, 2)),  # four spill beside a mask of keys
+        (64, 512, 192, False, (4, 64, 1)),
+        (64, 1024, 48, False, (2, 128, 2)),
+        (32, 48, 4096, False, (3, 64, 2)),
+        (128, 512, 192, True, (2, 64, 2)),
+        (64, 512, 2, False, (1, 128, 2)),
+    ],
+)
+def test_consumers_beside_a_bias_that_comes_in_tiles(width, length, heads, has_key_mask, expected):
+    more = dict(has_bias=True, has_key_mask=has_key_mask)
+    problem = Problem(1, length, length, heads, heads, width, np.dtype(jnp.bfloat16), 0.1, **more)
+    found = defaults.for_problem(problem, tiled_bias=True).forward
+    assert (found.consumers, found.block_kv, found.query_buffers) == expected
+    assert found.brings_bias
 
 
 def test_longest_tiles_come_first_within_a_section():

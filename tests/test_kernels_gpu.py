@@ -435,7 +435,8 @@ def test_lengths_where_a_thread_block_walks_many_tiles(H, of_queries):
 def check_that_nan_is_left_out(arrays, **options):
     """In queries that see no key and keys that no query sees, beside any options."""
     query, key = arrays[:2]
-    see = {name: options[name] for name in options if name not in ("deterministic", "config")}
+    others = ("deterministic", "config", "bias")
+    see = {name: options[name] for name in options if name not in others}
     seen = oracle.visibility(query.shape[0], query.shape[1], key.shape[1], **see)[:, 0]
     no_query, no_key = (jnp.asarray(~seen.any(axis)) for axis in (2, 1))
     assert no_query.any() and no_key.any()
@@ -525,6 +526,35 @@ def test_masks_of_keys_alone(kind, T, S, N, K, H):
     mask = jnp.asarray(masks[kind] & (entry != 1))[:, None, None]
     check(arrays, mask=mask)
     check_that_nan_is_left_out(arrays, mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["right", "left", "holes"])
+@pytest.mark.parametrize(
+    ("B", "T", "S", "N", "H", "of"),
+    [
+        (64, 256, 256, 4, 32, "pairs"),  # tiles of four consumers
+        (64, 384, 384, 4, 32, "pairs"),  # of three
+        (32, 256, 264, 8, 64, "pairs"),  # of two
+        (16, 500, 504, 8, 128, "pairs"),
+        (16, 500, 501, 8, 64, "keys"),
+        slow(64, 200, 200, 8, 48, "pairs"),
+        slow(16, 500, 504, 8, 96, "keys"),
+    ],
+)
+def test_masks_of_keys_beside_a_bias(kind, B, T, S, N, H, of):
+    """Right, whatever stands where they hide a key."""
+    arrays = inputs(B, T, S, N, N, H, jnp.bfloat16)
+    key, entry = np.arange(S), np.arange(B)[:, None]
+    masks = {
+        "right": key < S // 2 + entry,
+        "left": key >= S // 3 + entry,
+        "holes": np.random.default_rng(S).random((B, S)) < 0.7,
+    }
+    mask = jnp.asarray(masks[kind] & (entry != 1))[:, None, None]
+    shape = {"pairs": (1, N, T, S), "keys": (B, 1, 1, S)}[of]
+    bias = jax.random.normal(jax.random.key(7), shape, jnp.bfloat16)
+    check(arrays, mask=mask, bias=bias)
+    check_that_nan_is_left_out(arrays, mask=mask, bias=bias)
 
 
 @pytest.mark.parametrize(
@@ -720,10 +750,10 @@ def test_more_elements_than_int32_counts():
         query[last], key[last], value[last], dout[last]
     )]  # fmt: skip
     for index, (a, b) in enumerate(zip(whole, alone, strict=True)):
-        if index == 1:  # dQ
-            np.testing.assert_allclose(a, b, atol=2e-3, rtol=2e-2)
-        else:
+        if index == 0:  # the output
             np.testing.assert_array_equal(a, b)
+        else:  # dQ, and dK and dV, which are of shares where there are few tiles
+            np.testing.assert_allclose(a, b, atol=2e-2, rtol=2e-2)
 
 
 def test_second_call_compiles_nothing():

@@ -117,6 +117,17 @@ CROWDED: list[tuple[int, int, str, str | None, str | None, bool, bool]] = [
     (208, 208, "lengths", "bts", "nts", False, True),
 ]
 
+# With a bias that TMA brings and a mask of keys, and with such a bias alone: width, batch, length,
+# heads, whether the bias has a value a pair or a key, and whether there is a mask.
+BESIDE_BIAS = [
+    *((width, 64, 256, 8, "pairs", True) for width in (32, 48, 64, 128)),  # 256 rows a tile
+    *((width, 64, 384, 8, "pairs", True) for width in (32, 64, 72)),  # 192
+    (64, 16, 504, 12, "pairs", True),
+    *((width, 64, 200, 8, "keys", True) for width in (32, 64, 128)),
+    *((width, 64, 256, 8, "pairs", False) for width in (32, 64)),
+    (64, 16, 512, 12, "pairs", False),
+    (32, 64, 384, 8, "pairs", False),
+]
 # With a bias in tiles that TMA brings, of which keys are a multiple of 8, at each of these widths:
 # mask or "lengths", and whether there are a dense mask, segment ids, a soft cap and dropout.
 TILED_BIAS_WIDTHS = (64, 96, 128)
@@ -417,6 +428,7 @@ def kernel_cases() -> list[tuple[str, Callable, Any]]:
         + _cases_of_dropout()
     )
     cases += _cases_of_crowded() + _cases_of_tiled_bias() + _cases_of_functions()
+    cases += _cases_beside_bias()
     cases += _cases_of_scores() + _cases_of_score_reads()
     return cases + _cases_of_fp8()
 
@@ -626,6 +638,18 @@ def _cases_of_tiled_bias() -> list[tuple[str, Callable, Any]]:
         name = f"H{width}-{mask}-tiled-bias{extras}{'-dropout' * has_dropout}"
         args = query, key, key, bias, dense_mask, lengths, ids if has_ids else (None, None)
         cases.append((name, fn, args))
+    return cases
+
+
+def _cases_beside_bias() -> list[tuple[str, Callable, Any]]:
+    cases = []
+    for width, batch, length, heads, of, has_mask in BESIDE_BIAS:
+        array = jax.ShapeDtypeStruct((batch, length, heads, width), jnp.bfloat16)
+        axes = {"pairs": (1, heads, length, length), "keys": (batch, 1, 1, length)}[of]
+        bias = jax.ShapeDtypeStruct(axes, jnp.bfloat16)
+        mask = jax.ShapeDtypeStruct((batch, 1, 1, length), bool) if has_mask else None
+        name = f"H{width}-s{length}-{of}-bias{'-key-mask' * has_mask}"
+        cases.append((name, _forward({}), (array, array, array, bias, mask, None, (None, None))))
     return cases
 
 

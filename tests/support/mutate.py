@@ -333,6 +333,36 @@ MISTAKES = [
             "sections = -(-kv_heads // most)",
             "sections = max(1, kv_heads // most)",
         ),
+        (
+            "sections: the last one longer though a divisor of all heads would do",
+            "if divisor >= _EVEN * most:",
+            "if divisor == most:",
+        ),
+    ),
+    *_in(
+        "jax_flash",
+        "autodiff",
+        "key_masks",
+        (
+            "mask of keys beside a bias: the forward has none",
+            "replace(self.problem, has_mask=False, has_key_mask=True)",
+            "replace(self.problem, has_mask=False)",
+        ),
+        (
+            "mask of keys beside a bias: what it hides reaches the backward",
+            "key, value = (zero_unseen_by_heads(x, elements.mask[:, :, 0]) for x in (key, value))",
+            "pass",
+        ),
+    ),
+    *_in(
+        "pallas_kernels",
+        "forward_consumer",
+        "kernels",
+        (
+            "many tiles: logits of the next one are taken before they are there",
+            "if_there(lambda: block.keys.await_full(k_slot))",
+            "pass",
+        ),
     ),
     *_in(
         "pallas_kernels",
