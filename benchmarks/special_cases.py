@@ -6,6 +6,7 @@ is timed in turns with that one, on a row of its own. One that brings less than 
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -33,6 +34,7 @@ from pallas_kernels import (
     key_tiles_order,
     key_tiles_shares,
     scheduler,
+    soft_cap,
 )
 from pallas_kernels.bias_gradient_pieces import Pieces
 from pallas_kernels.config import ForwardConfig
@@ -236,7 +238,9 @@ SPECIAL = {
         "both", dataclasses.replace(_64, causal=False), _other(_PLAN, drops_early=False), _DROPOUT
     ),
     "branches of a cap": Special(
-        "both", dataclasses.replace(_128, soft_cap=30.0), _other(_PLAN, cap_branches=False)
+        "both",
+        dataclasses.replace(_128, soft_cap=30.0),
+        _other(soft_cap, capped=functools.partial(soft_cap.capped, branches=False)),
     ),
     "blank steps of the forward": Special(
         "forward", Row(32, 577, 16, 16, 64, False), _other(forward_plan.Plan, has_blank_steps=False)
@@ -330,6 +334,27 @@ SPECIAL = {
         "both",
         Row(32, 512, 16, 16, 64, False, padding="mask"),
         _other(autodiff, has_key_mask=lambda call: False),
+    ),
+    "a mask of keys beside a bias": Special(
+        "forward",
+        Row(256, 256, 4, 4, 32, False, padding="mask", biased=True),
+        _other(autodiff, hides_keys=lambda call, elements: False),
+    ),
+    "four consumers beside a bias": Special(
+        "forward",
+        Row(256, 256, 4, 4, 32, False, padding="mask", biased=True),
+        _with_timed(_has_two, "TIMED_TILED_BIAS_64"),
+    ),
+    "three consumers beside a bias": Special(
+        "forward",
+        Row(48, 384, 16, 16, 48, False, biased=True),
+        _with_timed(_has_two, "TIMED_TILED_BIAS_64"),
+    ),
+    "many tiles end without a branch": Special(
+        "forward", Row(4, 8192, 64, 8, 64, True, 128), _other(forward_plan, _FEW_TILES=1 << 20)
+    ),
+    "sections of one size": Special(
+        "both", Row(1, 16384, 32, 32, 64, True, documents=32), _other(scheduler, _EVEN=2.0)
     ),
     "a bias's gradient by the main kernel": Special(
         "both",

@@ -162,15 +162,9 @@ def both(name: str, rows: str = "") -> Callable[[], str]:
     return functools.partial(speeds, dict.fromkeys(TITLES, name), rows=rows)
 
 
-_MASKS = "attention-masks-nvidia-h200-2026-11-26"
+_MASKS = "attention-masks-nvidia-h200-2026-12-01"
 TABLES: dict[str, Callable[[], str]] = {
-    "train": functools.partial(
-        speeds,
-        {
-            "forward": "attention-train-nvidia-h200-2026-11-25",
-            "both": "attention-train-both-nvidia-h200-2026-11-26",
-        },
-    ),
+    "train": both("attention-train-nvidia-h200-2026-11-30"),
     "windows": both(_MASKS, "window"),
     "documents": both(_MASKS, "documents"),
     "widths": both("attention-widths-nvidia-h200-2026-11-26"),
