@@ -8,6 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import default_spills
 from pallas_kernels.config import (
     ROWS,
     SM_COUNT,
@@ -21,6 +22,7 @@ from pallas_kernels.config import (
 )
 from pallas_kernels.forward_times import Timed, fastest
 from pallas_kernels.problem import Problem, box_width
+from pallas_kernels.spills import would_spill
 
 _TWO_CONSUMERS = ForwardConfig(
     consumers=2, block_kv=128, stages=2, query_buffers=2, registers=(240, 24)
@@ -263,7 +265,7 @@ def _timed(problem: Problem) -> tuple[Timed, ...]:
         timed = TIMED_80 if widest <= 80 else TIMED_96
     else:  # with early values H96 causal s4096 has 634 TFLOP/s* for 652
         timed = TIMED_128[1:] if is_partial else TIMED_128
-    if problem.segmented or problem.has_cap:  # a third consumer would spill 8 bytes and more
+    if would_spill(default_spills.THREE_CONSUMERS, problem):
         return tuple(x for x in timed if x.config.consumers <= 2 and x.config.block_kv == 128)[:1]
     if problem.has_bias or problem.has_dropout:
         return tuple(x for x in timed if x.config.block_kv == 128)
@@ -281,11 +283,6 @@ def _beside_elements(problem: Problem, tiled_bias: bool) -> dict[int, ForwardCon
     return FORWARD_ELEMENTS_DROPOUT if problem.has_dropout else FORWARD_ELEMENTS
 
 
-def _is_broad(problem: Problem) -> bool:
-    """Whether keys or values have more than 48 columns."""
-    return max(problem.width, problem.value_width) > 48
-
-
 def _is_biased_alone(problem: Problem) -> bool:
     """Whether there is nothing beside a bias that TMA may bring but a mask of keys."""
     if problem.dynamic or (problem.lowest, problem.highest) != (None, None):
@@ -295,7 +292,7 @@ def _is_biased_alone(problem: Problem) -> bool:
 
 
 def _timed_beside_bias(problem: Problem) -> tuple[Timed, ...]:
-    if problem.has_key_mask and _is_broad(problem):  # four would spill 20 bytes
+    if would_spill(default_spills.FOUR_BESIDE_BIAS, problem):
         return TIMED_TILED_BIAS_64[:2]
     return TIMED_TILED_BIAS_64
 
@@ -313,14 +310,13 @@ def _forward(p: Problem, loads_elements: bool, tiled_bias: bool) -> ForwardConfi
         forward = fastest(_timed(p), known)
     if _have_an_sm_each(p):
         forward = dataclasses.replace(forward, consumers=1)
-    # With two up to 24 bytes would spill.
-    if forward.consumers == 4 and (_is_broad(p) if p.has_bias else p.has_key_mask):
+    if forward.consumers == 4 and would_spill(default_spills.FOUR_BUFFERS, p):
         forward = dataclasses.replace(forward, query_buffers=1)
     if p.widest > 128 and all(box_width(w) == 32 for w in (p.width, p.value_width)):
         # As one: in parts of 32, H160 718 TFLOP/s* for 729 at b4 s4096 causal, H224 725 for 739.
         forward = dataclasses.replace(forward, staged_columns=p.value_width)
-    if p.has_cap:  # at width 64, 20 to 32 bytes would spill; 128 with early values: 2% longer*
-        forward = dataclasses.replace(forward, products_first=False, early_values=False)
+    if p.has_cap:  # 128 with early values: 2% longer*
+        forward = dataclasses.replace(forward, early_values=False)
     return forward
 
 

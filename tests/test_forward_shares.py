@@ -161,7 +161,7 @@ def test_shares_have_each_key_block_once(bounds, shares, width):
         ((1, 300, 600, 4, 4, 128), {}, 1),  # to put shares together takes longer than the steps
         ((8, 128, 128, 12, 12, 64), {}, 1),
         ((1, 64, 8192, 8, 1, 128), {"dynamic": True}, 1),
-        ((1, 64, 8192, 8, 1, 256), {"lowest": -4000}, 1),
+        ((1, 64, 8192, 8, 1, 256), {"lowest": -4000}, 16),
     ],
 )
 def test_where_there_are_few_tiles_their_keys_are_dealt_out(sizes, options, expected):

@@ -830,7 +830,7 @@ def test_an_explicit_number_of_thread_blocks_is_kept(H, kernel, block_kv):
         (1, 16384, 16384, 16, {"highest": 0, "lowest": -1000}, {}, 15),
         (3, 5000, 7000, 7, {}, {}, 20),
         (1, 16384, 16384, 16, {"highest": 0}, {"segmented": True}, 11),
-        (16, 1024, 1024, 16, {}, {"dynamic": True}, 187),
+        (16, 1024, 1024, 16, {}, {"dynamic": True}, 176),
         (1, 4096, 4096, 4, {}, {}, 0),
         (1, 4096, 4096, 19, {"highest": 0}, {}, 15),  # sections of 3, the last of 4
     ],
