@@ -13,7 +13,7 @@ class Spill(NamedTuple):
 
     Attributes:
       case: one that is compiled (tests/support/kernel_cases.py).
-      when: says of a plan, or of its tiles, whether it is of this kind.
+      when: says of a plan, or of a problem, whether it is of this kind.
       is_needed: whether the case spills otherwise. Of other rows no case is known that does, and
         nobody has timed yet what it would be like without them.
     """
