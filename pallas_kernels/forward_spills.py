@@ -43,7 +43,7 @@ ADDRESSES: tuple[Spill, ...] = (
         lambda plan: plan.config.consumers == 4 and plan.tiles.any_mask,
     ),
     Spill("H128-causal-even-cap", lambda plan: plan.problem.has_slope),
-    Spill("H128-causal-dense-bias", lambda plan: plan.loads_bias),
+    Spill("H128-causal-dense-bias", lambda plan: plan.loads_bias, is_needed=False),
     Spill(
         "H256-image-function-ragged",
         lambda plan: plan.problem.has_lists and plan.problem.widest > 64,
@@ -61,5 +61,6 @@ ENDS: tuple[Spill, ...] = (
     Spill(
         "H128-causal-differences-reads-ragged",
         lambda plan: plan.problem.has_score and plan.problem.widest > 64,
+        is_needed=False,
     ),
 )
