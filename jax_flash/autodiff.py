@@ -488,6 +488,14 @@ def _local_backward(settings, reads, operands, results):
     return launch(_backward, (settings, numbers), out_types, operands, results)
 
 
+def _without_hidden(settings, operands, *of_keys):
+    """Arrays of keys with zeros for those that a mask hides, where `_Settings.hides_keys`."""
+    if not settings.hides_keys:
+        return of_keys
+    seen = operands.elements.mask[:, :, 0]
+    return tuple(zero_unseen_by_heads(x, seen) for x in of_keys)
+
+
 def _backward(settings, reads, operands, results):
     from pallas_kernels.gradients import attention_gradients  # of Pallas, slow to import
     from pallas_kernels.mask_bits import are_seen, blocks_of, with_mask_bits
@@ -498,8 +506,7 @@ def _backward(settings, reads, operands, results):
     if not (settings.all_count or settings.backward_ignores_unseen):
         d_out = zero_unseeing(d_out, problem, operands.intervals, operands.ids)
     elements, blocks = operands.elements, operands.blocks
-    if settings.hides_keys:
-        key, value = (zero_unseen_by_heads(x, elements.mask[:, :, 0]) for x in (key, value))
+    key, value = _without_hidden(settings, operands, key, value)
     if results.bias:
         elements = elements._replace(bias=results.bias[0])
     elements = with_mask_bits(elements, problem)
@@ -509,7 +516,7 @@ def _backward(settings, reads, operands, results):
         seen = are_seen(blocks[0].seen, problem.key_length)
         key, value = (zero_unseen_by_heads(x, seen) for x in (key, value))
     config = settings.config_of(operands.elements)
-    return attention_gradients(
+    d_query, d_key, d_value, *others = attention_gradients(
         query,
         key,
         value,
@@ -530,3 +537,5 @@ def _backward(settings, reads, operands, results):
         with_bias_gradient=bool(results.bias),
         reads=reads,
     )
+    # 0 times NaN of a query that counts is none of theirs.
+    return d_query, *_without_hidden(settings, operands, d_key, d_value), *others

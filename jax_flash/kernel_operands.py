@@ -130,8 +130,9 @@ def bounds_beside_lengths(call: Call) -> tuple[bool, int | None]:
 def has_key_mask(call: Call) -> bool:
     """Whether all that hides anything is a mask of keys, the same for all queries and heads.
 
-    And kernels take it as such, forward and backward, and have so many tiles that shares of keys,
-    which they do not have beside it, would bring little.
+    And kernels take it as such, forward and backward, or beside a bias forward alone
+    (`hides_keys`), and have so many tiles that shares of keys, which they do not have beside it,
+    would bring little.
     """
     mask, (batch, query_length, heads, width) = call.visibility.mask, call.query.shape
     if mask is None or mask.shape[1:3] != (1, 1) or mask.shape[3] == 1:

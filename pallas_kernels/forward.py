@@ -40,9 +40,9 @@ Threads load other biases, and the bits of masks, themselves (`elements.py`).
 Where lengths of keys alone are known at run time only (`Problem.has_lengths`), tiles are dealt out
 as if there were none. What a tile needs is cut where they end, by a number of each batch entry.
 
-With lengths or such intervals alone (`Problem.forward_ignores_unseen`) what does not count may be
-NaN. Masks replace logits, steps with one zero those rows of V in shared memory that no row of the
-tile sees, and at the end zeros replace the output of a row that sees nothing.
+With lengths, a mask of keys or such intervals (`Problem.forward_ignores_unseen`) what does not
+count may be NaN. Masks replace logits, steps with one zero those rows of V in shared memory that no
+row of the tile sees, and at the end zeros replace the output of a row that sees nothing.
 
 Barriers. Full: an mbarrier a slot of Q, K and V, completed by TMA. Free: a named barrier a slot,
 the consumers arrive and the producer waits. Turn: a named barrier a consumer; who has the turn

@@ -159,6 +159,24 @@ def test_beside_a_bias_hidden_keys_may_be_anything(kind, T, S, K, H, of):
     check_that_rows_alone_do_not_count(attention, arrays, no_query, ~mask, jnp.nan)
 
 
+@pytest.mark.long
+def test_beside_a_bias_gradients_of_hidden_keys_are_zero_whatever_a_query_is():
+    query, key, value, dout, _ = inputs(2, 70, 136, 2, 1, 64, jnp.bfloat16)
+    mask = jnp.asarray(_mask("left", 136))
+    attention = functools.partial(
+        jax_flash.attention,
+        mask=mask[:, None, None],
+        bias=_bias((1, 2, 70, 136)),
+        implementation="mosaic_gpu",
+    )
+    with interpret_mode():
+        _, vjp = jax.vjp(attention, query.at[0, 3].set(jnp.nan), key, value)
+        _, *of_keys = vjp(dout.at[0, 5].set(jnp.inf))
+    for gradient in of_keys:
+        assert not (gradient[~mask] != 0).any()
+        assert jnp.isnan(gradient[mask]).any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["left", "holes"])
 @pytest.mark.parametrize("options", [dict(), dict(sinks=jnp.array([3.0, 1.0]))])

@@ -350,8 +350,13 @@ MISTAKES = [
         ),
         (
             "mask of keys beside a bias: what it hides reaches the backward",
-            "key, value = (zero_unseen_by_heads(x, elements.mask[:, :, 0]) for x in (key, value))",
+            "key, value = _without_hidden(settings, operands, key, value)",
             "pass",
+        ),
+        (
+            "mask of keys beside a bias: NaN of a query reaches gradients of what it hides",
+            "return d_query, *_without_hidden(settings, operands, d_key, d_value), *others",
+            "return d_query, d_key, d_value, *others",
         ),
     ),
     *_in(
