@@ -289,13 +289,13 @@ class _Consumer(Products):
         if self.plan.tiles.one_each:
             return end_last()
         more = self.round.goes_on(index, following)
-        both = index, steps, number, carry, following
+        of_both = index, steps, number, carry, following
         if self.plan.ends_apart:
-            return lax.cond(more, lambda: self.end_tile_before_next(*both), end_last)
+            return lax.cond(more, lambda: self.end_tile_before_next(*of_both), end_last)
         if self.plan.branches_at_ends:
             run = lambda do: do()
-            return lax.cond(more, lambda: self.end_tile_under_next(*both, run), end_last)
-        return self.end_tile_under_next(*both, pl.when(more))
+            return lax.cond(more, lambda: self.end_tile_under_next(*of_both, run), end_last)
+        return self.end_tile_under_next(*of_both, pl.when(more))
 
     def end_tile_under_next(self, index, steps, number, carry, following, if_there):
         """The next tile's first logits run with this tile's last output product.

@@ -132,6 +132,7 @@ class Rows:
         first_row = self.first(tile)
         key_block = self.block.key_blocks.number(place, j)
         if self.plan.problem.has_key_mask:
+            assert not self.plan.loads_elements  # a bias beside it comes by TMA
             return self.load_key_mask(batch, key_block)
         if is_first:
             key_block = self.there_is(key_block)

@@ -236,9 +236,18 @@ def test_a_thread_block_walks_many_tiles(H, thread_blocks, is_causal, query_offs
 def test_many_tiles_end_without_a_branch(monkeypatch, H, options):
     """With logits of no tile after the last one of each round, which go nowhere."""
     monkeypatch.setattr(forward_plan, "_FEW_TILES", 0)
+    branches = []
+    asks = ForwardPlan.branches_at_ends
+
+    def asked(plan):
+        branches.append(asks.fget(plan))
+        return branches[-1]
+
+    monkeypatch.setattr(ForwardPlan, "branches_at_ends", property(asked))
     arrays = inputs(1, 310, 270, 2, 1, H, jnp.bfloat16)
     with interpret_mode():
         check(with_a_jump(arrays, 0, 60), **options, config=few_thread_blocks(H, 2))
+    assert branches and not any(branches)
 
 
 @pytest.mark.long

@@ -752,7 +752,9 @@ def test_more_elements_than_int32_counts():
     for index, (a, b) in enumerate(zip(whole, alone, strict=True)):
         if index == 0:  # the output
             np.testing.assert_array_equal(a, b)
-        else:  # dQ, and dK and dV, which are of shares where there are few tiles
+        elif index == 1:  # dQ
+            np.testing.assert_allclose(a, b, atol=2e-3, rtol=2e-2)
+        else:  # dK and dV, which are of shares where there are few tiles
             np.testing.assert_allclose(a, b, atol=2e-2, rtol=2e-2)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import jax_flash
 from jax_flash import kernel_operands
-from pallas_kernels import key_masks
+from pallas_kernels import defaults, key_masks
 from pallas_kernels.bit_words import WORD
 from tests.support.cases import long, slow
 from tests.support.interpret import interpret_mode
@@ -131,12 +131,12 @@ def _bias(shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.Array:
 
 
 @pytest.mark.long
-@pytest.mark.fast_cases("holes-130-264-2-64-pairs", "left-70-330-1-128-pairs")
+@pytest.mark.fast_cases("holes-130-264-2-64-pairs", "left-70-328-1-128-pairs")
 @pytest.mark.parametrize(
     ("kind", "T", "S", "K", "H", "of"),
     [
         ("holes", 130, 264, 2, 64, "pairs"),
-        ("left", 70, 330, 1, 128, "pairs"),
+        ("left", 70, 328, 1, 128, "pairs"),
         ("right", 200, 256, 2, 32, "pairs"),
         slow("blocks", 70, 200, 1, 72, "pairs"),
         ("none", 130, 200, 2, 64, "keys"),
@@ -157,6 +157,17 @@ def test_beside_a_bias_hidden_keys_may_be_anything(kind, T, S, K, H, of):
     )
     no_query = jnp.broadcast_to(~mask.any(1)[:, None], (2, T))
     check_that_rows_alone_do_not_count(attention, arrays, no_query, ~mask, jnp.nan)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("timed", defaults.TIMED_TILED_BIAS_64[1:], ids=["three", "four"])
+def test_beside_a_bias_in_tiles_of_more_consumers(monkeypatch, timed):
+    monkeypatch.setattr(defaults, "TIMED_TILED_BIAS_64", (timed,))
+    S = 264
+    arrays = inputs(2, 200, S, 2, 2, 32, jnp.bfloat16)
+    mask = jnp.asarray(_mask("holes", S))[:, None, None]
+    with interpret_mode():
+        check(arrays, mask=mask, bias=_bias((1, 2, 200, S)))
 
 
 @pytest.mark.long
