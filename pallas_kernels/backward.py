@@ -157,8 +157,8 @@ class _Producer:
     def whole_tile(self, index, following):
         """Loads a step ahead for each of the tile, and sends its gradients."""
         block, plan, walk = self.block, self.plan, self.block.walk
+        zeros.zero_ahead(block, index)  # first, or sections would wait for one another in a row
         zeros.await_own(block, index)
-        zeros.zero_ahead(block, index)
 
         def one_step(t, following):
             if plan.with_query_gradient:

@@ -133,6 +133,7 @@ class Plan:
             slots=SM_COUNT,
             kv_heads=p.batch * p.kv_heads,
             group=p.group,
+            cost=None if p.by_batch else counts,
         )
         tile, head = scheduler.tile_order(counts, p.batch * p.heads, section)
         order = np.stack([tile, head, counts[tile]], axis=1)

@@ -139,6 +139,7 @@ def _order(tiles: KeyTiles, kv_heads: range, consumers: int) -> tuple[np.ndarray
         slots=SM_COUNT,
         kv_heads=len(kv_heads),
         group=group,
+        cost=steps,
     )
     tile, head = scheduler.tile_order(steps, heads, section)
     number = (head + kv_heads.start * group) * len(steps) + tile

@@ -77,14 +77,16 @@ def prepared(tiles: KeyTiles, thread_blocks: int) -> tuple[int, range]:
     section, last_section = _sections_to_draw(tiles, thread_blocks)
     heads = len(tiles.kv_heads)
     *_, last, _ = scheduler.section_starts(tiles.per_uncut_head, heads, section, last_section)
+    if tiles.shares.last:  # parts of tiles prepare nothing
+        last = min(last, (heads - tiles.shares.last.kv_heads) // section * section)
     return section, range(section, last + section)
 
 
-def last_section(tiles: KeyTiles) -> int:
-    """How many key heads it has, where costs are known."""
+def last_heads(tiles: KeyTiles) -> int:
+    """How many key heads are last: of the last section, or of the tiles that SMs take at a time."""
     heads = len(tiles.kv_heads)
     *_, last, end = scheduler.section_starts(1, heads, _section(tiles, tiles.kv_heads, 1))
-    return end - last
+    return min(heads, max(end - last, SM_COUNT // tiles.whole_per_head))
 
 
 def _sections_to_draw(tiles: KeyTiles, thread_blocks: int) -> tuple[int, int]:
@@ -141,12 +143,12 @@ def _order(
     uncut = cost[: tiles.per_uncut_head]
     tile, kv_head = scheduler.tile_order(uncut, len(kv_heads), section, last_section)
     if tiles.shares.last:
-        tile, kv_head = _last_cut(tiles, tile, kv_head)
+        tile, kv_head = _last_cut(tiles, tile, kv_head, section)
     return (kv_heads.start + kv_head) * tiles.per_head + tile, tile, cost[tile]
 
 
 def _last_cut(
-    tiles: KeyTiles, tile: np.ndarray, kv_head: np.ndarray
+    tiles: KeyTiles, tile: np.ndarray, kv_head: np.ndarray, section: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """An order of whole tiles, with the last ones in parts behind all others."""
     assert tiles.shares.last is not None
@@ -154,7 +156,7 @@ def _last_cut(
     first_head = len(tiles.kv_heads) - last_heads
     stays = (kv_head < first_head) | (tile < tiles.whole_per_head - last_tiles)
     part, of_head = scheduler.tile_order(
-        tiles.steps()[tiles.whole_per_head :], last_heads, last_heads
+        tiles.steps()[tiles.whole_per_head :], last_heads, min(section, last_heads)
     )
     tile = np.append(tile[stays], tiles.whole_per_head + part)
     return tile, np.append(kv_head[stays], first_head + of_head)

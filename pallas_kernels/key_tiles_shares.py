@@ -100,12 +100,9 @@ def in_shares(whole: KeyTiles, shares: Shares) -> KeyTiles:
 
 @functools.lru_cache
 def _last_heads(whole: KeyTiles) -> list[int]:
-    """Of how many last key heads tiles may be cut where others are not: what is one rectangle.
-
-    Of the last section alone, as tiles of others zero dQ for those of the section after theirs.
-    """
+    """Of how many last key heads tiles may be cut where others are not: what is one rectangle."""
     kv_heads = whole.problem.kv_heads
-    most = range(1, order.last_section(whole) + 1)
+    most = range(1, order.last_heads(whole) + 1)
     return [n for n in most if n <= kv_heads or n % kv_heads == 0]
 
 

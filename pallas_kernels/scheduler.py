@@ -26,6 +26,9 @@ _LONGEST_SECTION, _AS_EARLY, _COMPARED = 3, 1.03, 8
 # of 10 of 32 heads: backward of b1 s16384 H64 with 32 documents 514 and 534; of 4 and of 5 of 64:
 # forward of b4 s4096 H128 causal 366 and 369.
 _EVEN = 0.6
+# Heads in work at a time take more than L2 has. Where tiles are alike, those of a head begin
+# together then, and read its rows once. They are alike if the longest is no longer than this.
+_BEYOND_L2, _ALIKE = 36 << 20, 1.25
 
 
 def heads_per_section(
@@ -35,6 +38,7 @@ def heads_per_section(
     slots: int,
     kv_heads: int,
     group: int,
+    cost: np.ndarray | None = None,
 ) -> int:
     """Query heads that are worked on together: what L2 holds, or what is in work at a time anyway.
 
@@ -45,13 +49,17 @@ def heads_per_section(
       slots: tiles that are in work at a time.
       kv_heads: key heads, of every batch entry.
       group: query heads a key head.
+      cost: `[tiles]`, the work of each tile of one head; None if known at run time only.
 
     Returns:
       A whole number of groups, which divides all heads if nearly as many do. Else the last section
       is longer, by less than as much again.
     """
-    most = max(1, section_bytes // bytes_per_kv_head, slots // tiles_per_kv_head)
-    most = min(most, kv_heads)
+    in_work = slots // tiles_per_kv_head
+    are_alike = cost is not None and cost.max() <= _ALIKE * cost.min()
+    if are_alike and in_work * bytes_per_kv_head > _BEYOND_L2:
+        in_work = 1
+    most = min(max(1, section_bytes // bytes_per_kv_head, in_work), kv_heads)
     divisor = max(n for n in range(1, most + 1) if kv_heads % n == 0)
     if divisor >= _EVEN * most:
         return divisor * group
@@ -67,8 +75,8 @@ def section_that_ends_early(cost: np.ndarray, section_bytes: int, **sizes: int) 
       section_bytes: what the shortest may take of L2.
       **sizes: as for `heads_per_section`.
     """
-    least = heads_per_section(section_bytes, **sizes)
-    longest = heads_per_section(_LONGEST_SECTION * section_bytes, **sizes)
+    least = heads_per_section(section_bytes, **sizes, cost=cost)
+    longest = heads_per_section(_LONGEST_SECTION * section_bytes, **sizes, cost=cost)
     heads, blocks = sizes["kv_heads"] * sizes["group"], sizes["slots"]
     if least == longest or heads * len(cost) > _GREEDY_LIMIT:
         return least

@@ -286,17 +286,24 @@ def test_gradients_of_last_tiles_come_beside_others(heads, tiles):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-def test_all_that_is_zeroed_ahead_is_of_whole_tiles():
-    """Tiles of the last section alone are cut."""
-    whole = KeyTiles(problem(16, 1024, 1024, 8, 4, 128), 128, 64, row_bytes=1024)
+@pytest.mark.parametrize(
+    ("sizes", "last_heads"),
+    [
+        ((16, 1024, 1024, 8, 4, 128), 16),  # of one section
+        ((4, 15019, 360, 50, 50, 128), 29),  # of several, of one head each
+    ],
+)
+def test_all_that_is_zeroed_ahead_is_of_whole_tiles(sizes, last_heads):
+    whole = KeyTiles(problem(*sizes), 128, 64, row_bytes=1024)
     section, prepared = key_tiles_order.prepared(whole, 132)
-    assert prepared and key_tiles_order.last_section(whole) >= section
-    cut = in_shares(whole, Shares(1, 2, Last(key_tiles_order.last_section(whole), 8)))
-    assert key_tiles_order.prepared(cut, 132) == (section, prepared)
-    heads = len(whole.kv_heads) - key_tiles_order.last_section(whole)
+    assert prepared and key_tiles_order.last_heads(whole) >= last_heads
+    cut = in_shares(whole, Shares(1, 2, Last(last_heads, whole.whole_per_head)))
+    own_section, of_cut = key_tiles_order.prepared(cut, 132)
+    assert own_section == section and of_cut.start == prepared.start
+    heads = len(whole.kv_heads) - last_heads
     row, head = np.divmod(key_tiles_order.order_to_draw(cut, 132), cut.per_head)[::-1]
     assert (row[head < heads] < cut.per_uncut_head).all()
-    assert prepared.stop - section <= heads
+    assert of_cut and of_cut.stop - section <= heads
 
 
 @pytest.mark.parametrize(

@@ -842,6 +842,7 @@ def test_an_explicit_number_of_thread_blocks_is_kept(H, kernel, block_kv):
         (16, 1024, 1024, 16, {}, {"dynamic": True}, 176),
         (1, 4096, 4096, 4, {}, {}, 0),
         (1, 4096, 4096, 19, {"highest": 0}, {}, 15),  # sections of 3, the last of 4
+        (3, 8440, 816, 7, {}, {}, 20),  # sections of 1, as two are more than L2 holds
     ],
 )
 def test_tiles_prepare_for_the_section_after_their_own(B, T, S, K, bounds, options, heads):
@@ -874,6 +875,22 @@ def test_tiles_prepare_for_the_section_after_their_own(B, T, S, K, bounds, optio
 def test_heads_of_a_section(section_bytes, tiles, kv_heads, expected):
     section = scheduler.heads_per_section(section_bytes, 100, tiles, 132, kv_heads, group=3)
     assert section == expected
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "cost", "expected"),
+    [
+        (2, [5, 5, 5, 5], 18),  # 132 slots are 33 heads, which are more than L2 has; it holds 6
+        (1, [5, 5, 5, 5], 99),  # 33 MB, which L2 has
+        (2, [5, 5, 5, 4], 18),
+        (2, [5, 5, 5, 3], 99),
+        (2, None, 99),
+    ],
+)
+def test_heads_whose_tiles_are_alike_wait_for_no_others_beyond_l2(megabytes, cost, expected):
+    cost = None if cost is None else np.array(cost)
+    sizes = 12 << 20, megabytes << 20, 4, 132, 66
+    assert scheduler.heads_per_section(*sizes, group=3, cost=cost) == expected
 
 
 @pytest.mark.parametrize(
