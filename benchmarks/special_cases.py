@@ -356,6 +356,11 @@ SPECIAL = {
     "sections of one size": Special(
         "both", Row(1, 16384, 32, 32, 64, True, documents=32), _other(scheduler, _EVEN=2.0)
     ),
+    "heads beyond L2 one by one": Special(
+        "both",
+        Row(7, 8440, 28, 28, 128, False, key_length=816),
+        _other(scheduler, _BEYOND_L2=1 << 40),
+    ),
     "a bias's gradient by the main kernel": Special(
         "both",
         Row(1, 768, 16, 16, 24, False, biased=True),
