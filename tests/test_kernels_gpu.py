@@ -158,12 +158,23 @@ def test_last_tiles_alone_in_parts(H, last, deterministic, mask):
     check(arrays, **mask, config=settings, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("kind", ["full", "causal", "documents", "lengths", "parts"])
+@pytest.mark.parametrize(
+    ("kind", "T", "S"),
+    [
+        ("full", 1000, 1000),
+        ("causal", 1000, 1000),
+        ("documents", 1000, 1000),
+        ("lengths", 1000, 1000),
+        ("parts", 1000, 1000),
+        # Sections of three heads of 64 and of one of 128, as more are beyond L2.
+        ("full", 6400, 400),
+        ("parts of several sections", 6400, 400),
+    ],
+)
 @pytest.mark.parametrize("H", [64, 128])
-def test_dq_that_tiles_of_another_section_zero(H, kind):
+def test_dq_that_tiles_of_another_section_zero(H, kind, T, S):
     """In memory that held NaN, beside deterministic gradients, of which dQ is never added to."""
-    T = 1000
-    query, key, value, dout, _ = inputs(2, T, T, 128, 128, H, jnp.bfloat16)
+    query, key, value, dout, _ = inputs(2, T, S, 128, 128, H, jnp.bfloat16)
     ids = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32) // 300, (2, T))
     options = {
         "full": {},
@@ -174,6 +185,9 @@ def test_dq_that_tiles_of_another_section_zero(H, kind):
             "key_value_seq_lengths": jnp.array([T, 500]),
         },
         "parts": {"config": with_shares(H, config.Shares(1, 3, config.Last(1, 8)))},
+        "parts of several sections": {
+            "config": with_shares(H, config.Shares(1, 3, config.Last(20, 3)))
+        },
     }[kind]
 
     def gradients(deterministic):
