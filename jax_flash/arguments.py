@@ -25,6 +25,7 @@ from jax_flash.checks import (
     is_name,
     is_number,
     need,
+    need_flag,
     need_number_or_none,
     need_static,
     per_batch,
@@ -77,7 +78,7 @@ def checked(
     B, T, N, H = query.shape
     S = value.shape[1]
     if bias is not None:
-        bias = broadcastable("bias", _floating("bias", bias), (B, N, T, S))
+        bias = broadcastable("bias", _bias(bias), (B, N, T, S))
     if sinks is not None:
         sinks = _floating("sinks", sinks)
         need(sinks.shape == (N,), "sinks", sinks.shape, f"one per query head, {(N,)}")
@@ -143,8 +144,7 @@ def explained(signature: inspect.Signature, choose: Callable, args, kwargs) -> d
 
 def _check_choices(flags: dict[str, Any], implementation, config) -> None:
     for name, flag in flags.items():
-        need_static(name, flag)
-        need(isinstance(flag, bool | np.bool_), name, flag, "True or False", TypeError)
+        need_flag(name, flag)
     need(
         implementation is None or is_name(implementation, dispatch.IMPLEMENTATIONS),
         "implementation",
@@ -282,6 +282,15 @@ def _floating(name: str, x) -> jax.Array:
     return x
 
 
+def _bias(bias) -> jax.Array:
+    bias = as_array("bias", bias)
+    needs = "floating, as it is added to logits"
+    if bias.dtype == jnp.bool_:
+        needs += "; or mask=bias, if it is False where a key is hidden"
+    need(jnp.issubdtype(bias.dtype, jnp.floating), "bias", bias.dtype, needs, TypeError)
+    return bias
+
+
 def _mask(mask, shape: tuple[int, ...]) -> jax.Array:
     mask = as_array("mask", mask)
     needs = "bool: mask.astype(bool), if it is 0 where a key is hidden"
@@ -299,6 +308,8 @@ def _scale(scale, H, dtype) -> Any:
         return jax.lax.rsqrt(jnp.asarray(H, dtype))
     if is_number(scale, numbers.Real):
         return finite("scale", scale, dtype)
+    is_array = hasattr(scale, "shape")
+    need(is_array, "scale", type(scale).__name__, "None, a number or a scalar array", TypeError)
     scale = as_array("scale", scale)
     is_real = jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
     need(is_real, "scale", scale.dtype, "a real number", TypeError)
@@ -388,7 +399,7 @@ def as_window(local_window_size) -> tuple[int, int]:
         and all(is_number(side, numbers.Integral) for side in sides),
         "local_window_size",
         repr(local_window_size),
-        "None, an integer or two, (left, right)",
+        "None, an integer for both sides, or (left, right), where a large one is no limit",
         TypeError,
     )
     left, right = sides

@@ -1,7 +1,6 @@
 """Batches: calls with several axes, `[..., T, N, H]`, as calls with one; and packed documents."""
 
 import math
-import numbers
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash.checks import as_array, as_int32, is_number, need, need_static
+from jax_flash.checks import as_array, as_int32, need, need_count
 from jax_flash.quantization import Quantized
 
 # How many axes stand behind those of the batch, and in words.
@@ -65,8 +64,7 @@ def segment_ids(starts: ArrayLike, length: int) -> jax.Array:
     """
     starts = as_int32("starts", starts)
     need(starts.ndim > 0, "starts", starts.shape, "[..., documents]")
-    need_static("length", length)
-    need(is_number(length, numbers.Integral) and length >= 0, "length", length, "0 or more")
+    need_count("length", length, least=0)
     places = jnp.arange(length, dtype=jnp.int32).reshape((1,) * starts.ndim + (-1,))
     begun = starts[..., None] <= places
     return begun.sum(-2, dtype=jnp.int32)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jax_flash import mask_blocks
-from jax_flash.checks import need
+from jax_flash.checks import need, need_count
 from jax_flash.functions import Function, KnownBlocks, traced
 
 _PICTURE = 32  # characters a side
@@ -76,7 +76,8 @@ class BlockMask:
             ("batch", "heads", "query_length", "key_length"), given, sizes, may_be_one, strict=True
         ):
             needs = f"{size}{' or 1' * one}, that of the call"
-            need(got == size or (one and got == 1), "mask_mod", f"{self!r} of {name} {got}", needs)
+            fits = got == size or (one and got == 1)
+            need(fits, "mask_mod", f"a BlockMask of {name} {got}", needs)
 
 
 def block_mask(
@@ -101,13 +102,13 @@ def block_mask(
       A `BlockMask`.
 
     Raises:
-      TypeError: mask_mod is no function that gives bool, or captures what is being traced.
-      ValueError: a size is no positive integer.
+      TypeError: mask_mod is no function that gives bool, or captures what is being traced; or a
+        size is no integer.
+      ValueError: a size is less than 1.
     """
     sizes = dict(batch=batch, heads=heads, query_length=query_length, key_length=key_length)
     for name, size in sizes.items():
-        is_size = isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size > 0
-        need(is_size, name, size, "a positive integer")
+        need_count(name, size, least=1)
     function = traced("mask_mod", mask_mod)
     needs = "a function (b, h, q_idx, kv_idx) that gives bool"
     if function is None:

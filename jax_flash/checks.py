@@ -31,6 +31,17 @@ def is_name(x, names) -> bool:
     return isinstance(x, str) and x in names
 
 
+def need_flag(name: str, x) -> None:
+    need_static(name, x)
+    need(isinstance(x, bool | np.bool_), name, type(x).__name__, "True or False", TypeError)
+
+
+def need_count(name: str, x, least: int) -> None:
+    need_static(name, x)
+    need(is_number(x, numbers.Integral), name, type(x).__name__, "an integer", TypeError)
+    need(x >= least, name, x, f"{least} or more")
+
+
 def need_number_or_none(name: str, x) -> None:
     need_static(name, x)
     number = x is None or is_number(x, numbers.Real)

@@ -28,6 +28,7 @@ from jax_flash.checks import (
     is_name,
     is_number,
     need,
+    need_flag,
     need_number_or_none,
 )
 from jax_flash.masks import Visibility
@@ -316,13 +317,7 @@ def _checked(
         repr(implementation),
         f"None or one of {', '.join(IMPLEMENTATIONS)}",
     )
-    need(
-        isinstance(return_residual, bool | np.bool_),
-        "return_residual",
-        return_residual,
-        "True or False",
-        TypeError,
-    )
+    need_flag("return_residual", return_residual)
     query = as_array("query", query)
     dtype = query.dtype
     need(dtype.name in QUERY_DTYPES, "query", dtype, f"one of {', '.join(QUERY_DTYPES)}", TypeError)
@@ -473,7 +468,9 @@ def _checked_cache(
         TypeError,
     )
     if page_table is None:
-        need(key_cache.shape[0] == B, "key_cache", f"batch {key_cache.shape[0]}", f"{B}")
+        need(
+            key_cache.shape[0] == B, "key_cache", f"batch {key_cache.shape[0]}", f"the call's, {B}"
+        )
         return key_cache, value_cache, None
     page_table = as_int32("page_table", page_table)
     need(

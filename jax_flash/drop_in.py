@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.nn import dot_product_attention as of_jax_nn
 
 from jax_flash.api import attention
-from jax_flash.checks import is_number, need
+from jax_flash.checks import is_number, need_flag
 from jax_flash.flax import attention_fn
 from jax_flash.quantization import DTYPES
 
@@ -76,8 +76,7 @@ def install(*, honour_implementation: bool = False) -> "Installed":
     Raises:
       TypeError: honour_implementation is no bool.
     """
-    is_bool = isinstance(honour_implementation, bool)
-    need(is_bool, "honour_implementation", honour_implementation, "True or False", TypeError)
+    need_flag("honour_implementation", honour_implementation)
     known = len(_replaced)
     for package in ("jax.nn", *_MODULES):
         module = sys.modules.get(package)

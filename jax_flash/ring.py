@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from jax_flash import api, dispatch, xla
 from jax_flash.arguments import as_window, checked
 from jax_flash.call import Call, named
-from jax_flash.checks import as_array, is_number, need, need_number_or_none
+from jax_flash.checks import as_array, is_number, need, need_flag, need_number_or_none
 from jax_flash.quantization import accumulator
 from jax_flash.sharding import vary_alike
 from pallas_kernels.config import Config
@@ -165,7 +165,7 @@ def ring_attention(
     of ring-flash-attention.
     """
     for name, flag in (("zigzag", zigzag), ("is_causal", is_causal)):
-        need(isinstance(flag, bool | np.bool_), name, flag, "True or False", TypeError)
+        need_flag(name, flag)
     need_number_or_none("scale", scale)
     query, key, value = _arrays(query, key, value)
     count = _axis_size(axis_name)

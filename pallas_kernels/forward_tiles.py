@@ -299,7 +299,7 @@ class Tiles:
             group=p.group,
         )
         if p.by_batch:
-            section = scheduler.heads_per_section(self.config.section_bytes, **sizes)
+            section = scheduler.heads_per_section(self.config.section_bytes, **sizes, cost=None)
         else:
             section = scheduler.section_that_ends_early(cost, self.config.section_bytes, **sizes)
         tile, head = scheduler.tile_order(cost, p.batch * p.heads, section, last_section)

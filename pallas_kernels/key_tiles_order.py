@@ -113,7 +113,7 @@ def _section(tiles: KeyTiles, kv_heads: range, longer: int) -> int:
     )
     section_bytes = longer * BACKWARD_SECTION_BYTES
     if p.by_batch:
-        return scheduler.heads_per_section(section_bytes, **sizes)
+        return scheduler.heads_per_section(section_bytes, **sizes, cost=None)
     cost = tiles.steps()[: tiles.per_uncut_head] + TILE_OVERHEAD
     return scheduler.section_that_ends_early(cost, section_bytes, **sizes)
 

@@ -99,9 +99,10 @@ def of_traced(allowed):
 
 def test_errors():
     make = functools.partial(jax_flash.block_mask, window)
-    for sizes, name in (((0, 1, 8, 8), "batch"), ((1, 1, 8, 2.0), "key_length")):
-        with pytest.raises(ValueError, match=f"{name}: got .* needs a positive integer"):
-            make(*sizes)
+    with pytest.raises(ValueError, match="batch: got 0; needs 1 or more"):
+        make(0, 1, 8, 8)
+    with pytest.raises(TypeError, match="key_length: got float; needs an integer"):
+        make(1, 1, 8, 2.0)
     with pytest.raises(TypeError, match="mask_mod: got None; needs a function"):
         jax_flash.block_mask(None, 1, 1, 8, 8)
     with pytest.raises(TypeError, match="mask_mod: got a function that captures traced arrays"):
@@ -112,5 +113,5 @@ def test_errors():
         (make(3, 1, 16, 16), "batch 3; needs 2 or 1"),
         (jax_flash.block_mask(by_head, 1, 1, 16, 16), "heads 1; needs 2, that of the call"),
     ):
-        with pytest.raises(ValueError, match=rf"mask_mod: got BlockMask.* of {name}"):
+        with pytest.raises(ValueError, match=f"mask_mod: got a BlockMask of {name}"):
             jax_flash.attention(query, query, query, mask_mod=mask)

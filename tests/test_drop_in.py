@@ -192,7 +192,7 @@ def test_named_implementations(name, monkeypatch):
 
 
 def test_honour_implementation_must_be_a_bool():
-    with pytest.raises(TypeError, match="honour_implementation: got xla; needs True or False"):
+    with pytest.raises(TypeError, match="honour_implementation: got str; needs True or False"):
         jax_flash.install(honour_implementation="xla")
 
 

@@ -540,7 +540,7 @@ def of_one_device(method, **options):
 @pytest.mark.parametrize(
     ("error", "match", "options"),
     [
-        (TypeError, "return_residual: got no; needs True or False", dict(return_residual="no")),
+        (TypeError, "return_residual: got str; needs True or False", dict(return_residual="no")),
         (TypeError, "query_segment_ids: got str", dict(query_segment_ids="documents")),
         (TypeError, "query_segment_ids: got float32", dict(query_segment_ids=jnp.ones((B, 8)))),
         (ValueError, r"key_value_segment_ids: got shape \(8,\)", {}),
