@@ -171,10 +171,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "options": functools.partial(costs, "options-nvidia-h100-80gb-hbm3-2026-11-27"),
     "fp8": functools.partial(
         speeds,
-        {"forward": "attention-fp8-nvidia-h100-80gb-hbm3-2026-11-27"},
+        {"forward": "attention-fp8-nvidia-h200-2026-12-01"},
         ("jax_flash fp8", "cuDNN fp8", "jax_flash"),
     ),
-    "decode": functools.partial(decoding, "decode-decode-nvidia-h200-2026-11-23"),
+    "decode": functools.partial(decoding, "decode-decode-nvidia-h200-2026-12-01"),
     "generate": functools.partial(generating, "generate-nvidia-h200-2026-11-23"),
     "distributed": functools.partial(
         scaling,
