@@ -155,7 +155,7 @@ def attention(
       query_seq_lengths: integers `[B]`: i < length. Without a batch, `[1]` or a scalar.
       key_value_seq_lengths: integers `[B]`: j < length. Without a batch, `[1]` or a scalar.
       local_window_size: (left, right), or one number for both:
-        i + query_offset - left <= j <= i + query_offset + right.
+        i + query_offset - left <= j <= i + query_offset + right. A large number is no limit.
       implementation: None for the fastest that can do the call on this device (`explain` says
         which, and why not a faster one), or one of
           "mosaic_gpu", Pallas kernels for Hopper GPUs (H100, H200); they can also be lowered, not
