@@ -152,11 +152,11 @@ def _last_cut(
 ) -> tuple[np.ndarray, np.ndarray]:
     """An order of whole tiles, with the last ones in parts behind all others."""
     assert tiles.shares.last is not None
-    last_heads, last_tiles = tiles.shares.last
-    first_head = len(tiles.kv_heads) - last_heads
+    cut_heads, last_tiles = tiles.shares.last
+    first_head = len(tiles.kv_heads) - cut_heads
     stays = (kv_head < first_head) | (tile < tiles.whole_per_head - last_tiles)
     part, of_head = scheduler.tile_order(
-        tiles.steps()[tiles.whole_per_head :], last_heads, min(section, last_heads)
+        tiles.steps()[tiles.whole_per_head :], cut_heads, min(section, cut_heads)
     )
     tile = np.append(tile[stays], tiles.whole_per_head + part)
     return tile, np.append(kv_head[stays], first_head + of_head)

@@ -26,8 +26,9 @@ _LONGEST_SECTION, _AS_EARLY, _COMPARED = 3, 1.03, 8
 # of 10 of 32 heads: backward of b1 s16384 H64 with 32 documents 514 and 534; of 4 and of 5 of 64:
 # forward of b4 s4096 H128 causal 366 and 369.
 _EVEN = 0.6
-# Heads in work at a time take more than L2 has. Where tiles are alike, those of a head begin
-# together then, and read its rows once. They are alike if the longest is no longer than this.
+# Bytes of the heads in work at a time that L2 would not keep: of 50 MB, three quarters. Who reads
+# them at the same time reads them once. And up to how many times the shortest tile of a head the
+# longest takes where tiles count as alike, and need not begin longest first.
 _BEYOND_L2, _ALIKE = 36 << 20, 1.25
 
 
@@ -42,6 +43,9 @@ def heads_per_section(
 ) -> int:
     """Query heads that are worked on together: what L2 holds, or what is in work at a time anyway.
 
+    What is in work does not count where tiles are alike, and it is more than L2 has: then those of
+    a head begin together, and the next head's after them.
+
     Args:
       section_bytes: what the heads of a section may take of L2.
       bytes_per_kv_head: what the tiles of one key head share.
@@ -55,7 +59,7 @@ def heads_per_section(
       A whole number of groups, which divides all heads if nearly as many do. Else the last section
       is longer, by less than as much again.
     """
-    in_work = slots // tiles_per_kv_head
+    in_work = min(slots // tiles_per_kv_head, kv_heads)
     are_alike = cost is not None and cost.max() <= _ALIKE * cost.min()
     if are_alike and in_work * bytes_per_kv_head > _BEYOND_L2:
         in_work = 1
@@ -76,7 +80,7 @@ def section_that_ends_early(cost: np.ndarray, section_bytes: int, **sizes: int) 
       **sizes: as for `heads_per_section`.
     """
     least = heads_per_section(section_bytes, **sizes, cost=cost)
-    longest = heads_per_section(_LONGEST_SECTION * section_bytes, **sizes, cost=cost)
+    longest = heads_per_section(_LONGEST_SECTION * section_bytes, **sizes, cost=None)
     heads, blocks = sizes["kv_heads"] * sizes["group"], sizes["slots"]
     if least == longest or heads * len(cost) > _GREEDY_LIMIT:
         return least

@@ -166,7 +166,7 @@ def test_last_tiles_alone_in_parts(H, last, deterministic, mask):
         ("documents", 1000, 1000),
         ("lengths", 1000, 1000),
         ("parts", 1000, 1000),
-        # Sections of three heads of 64 and of one of 128, as more are beyond L2.
+        # Sections of two heads of 64 and of one of 128, as those in work are beyond L2.
         ("full", 6400, 400),
         ("parts of several sections", 6400, 400),
     ],

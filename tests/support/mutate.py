@@ -334,6 +334,11 @@ MISTAKES = [
             "sections = max(1, kv_heads // most)",
         ),
         (
+            "sections: of a round of tiles though L2 does not have them",
+            "in_work * bytes_per_kv_head > _BEYOND_L2",
+            "in_work * bytes_per_kv_head > 1000 * _BEYOND_L2",
+        ),
+        (
             "sections: the last one longer though a divisor of all heads would do",
             "if divisor >= _EVEN * most:",
             "if divisor == most:",
@@ -573,6 +578,11 @@ MISTAKES = [
             "backward: last tiles are cut in all heads",
             "stays = (kv_head < first_head) | (tile <",
             "stays = (kv_head < 0) | (tile <",
+        ),
+        (
+            "backward: parts of tiles zero dQ of the section after theirs",
+            "last = min(last, (heads - tiles.shares.last.kv_heads) // section * section)",
+            "pass",
         ),
     ),
     *_in(
