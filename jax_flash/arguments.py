@@ -24,6 +24,7 @@ from jax_flash.checks import (
     finite,
     is_name,
     is_number,
+    kind_of,
     need,
     need_flag,
     need_number_or_none,
@@ -155,7 +156,7 @@ def _check_choices(flags: dict[str, Any], implementation, config) -> None:
         config is None or isinstance(config, Config),
         "config",
         type(config).__name__,
-        "None or a pallas_kernels.config.Config",
+        "None or a jax_flash.Config",
         TypeError,
     )
     need(
@@ -292,6 +293,9 @@ def _bias(bias) -> jax.Array:
 
 
 def _mask(mask, shape: tuple[int, ...]) -> jax.Array:
+    is_function = callable(mask) or isinstance(mask, BlockMask)
+    needs = "an array; mask_mod takes a function or a BlockMask"
+    need(not is_function, "mask", kind_of(mask), needs, TypeError)
     mask = as_array("mask", mask)
     needs = "bool: mask.astype(bool), if it is 0 where a key is hidden"
     if jnp.issubdtype(mask.dtype, jnp.floating):
@@ -403,7 +407,8 @@ def as_window(local_window_size) -> tuple[int, int]:
         TypeError,
     )
     left, right = sides
-    need(left >= 0 and right >= 0, "local_window_size", local_window_size, "no negative side")
+    needs = "no negative side; a large one is no limit"
+    need(left >= 0 and right >= 0, "local_window_size", local_window_size, needs)
     return int(left), int(right)
 
 

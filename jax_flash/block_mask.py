@@ -75,7 +75,7 @@ class BlockMask:
         for name, got, size, one in zip(
             ("batch", "heads", "query_length", "key_length"), given, sizes, may_be_one, strict=True
         ):
-            needs = f"{size}{' or 1' * one}, that of the call"
+            needs = f"{size}{' or 1' * (one and size > 1)}, that of the call"
             fits = got == size or (one and got == 1)
             need(fits, "mask_mod", f"a BlockMask of {name} {got}", needs)
 

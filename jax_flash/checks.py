@@ -31,21 +31,25 @@ def is_name(x, names) -> bool:
     return isinstance(x, str) and x in names
 
 
+def kind_of(x) -> str:
+    return "jax.Array" if isinstance(x, jax.Array) else type(x).__name__
+
+
 def need_flag(name: str, x) -> None:
     need_static(name, x)
-    need(isinstance(x, bool | np.bool_), name, type(x).__name__, "True or False", TypeError)
+    need(isinstance(x, bool | np.bool_), name, kind_of(x), "True or False", TypeError)
 
 
 def need_count(name: str, x, least: int) -> None:
     need_static(name, x)
-    need(is_number(x, numbers.Integral), name, type(x).__name__, "an integer", TypeError)
+    need(is_number(x, numbers.Integral), name, kind_of(x), "an integer", TypeError)
     need(x >= least, name, x, f"{least} or more")
 
 
 def need_number_or_none(name: str, x) -> None:
     need_static(name, x)
     number = x is None or is_number(x, numbers.Real)
-    need(number, name, type(x).__name__, "None or a number", TypeError)
+    need(number, name, kind_of(x), "None or a number", TypeError)
 
 
 def finite(name: str, x, dtype) -> float:
@@ -124,5 +128,8 @@ def broadcastable(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """`x` with 4 axes, each whole or 1."""
     need(x.ndim <= 4, name, f"{x.ndim} axes", "at most 4: [B, N, T, S]")
     fits = all(a in (1, b) for a, b in zip(x.shape[::-1], shape[::-1], strict=False))
-    need(fits, name, f"shape {x.shape}", f"one that broadcasts to [B, N, T, S] = {shape}")
+    needs = f"one that broadcasts to [B, N, T, S] = {shape}"
+    if x.shape == (shape[0], shape[3]):
+        needs += f"; {name}[:, None, None, :], if it has one entry a key"
+    need(fits, name, f"shape {x.shape}", needs)
     return x.reshape((1,) * (4 - x.ndim) + x.shape)

@@ -9,7 +9,6 @@ import functools
 import inspect
 import logging
 import math
-import numbers
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -26,8 +25,8 @@ from jax_flash.checks import (
     as_int32,
     finite,
     is_name,
-    is_number,
     need,
+    need_count,
     need_flag,
     need_number_or_none,
 )
@@ -326,9 +325,8 @@ def _checked(
     need(H > 0, "query", f"head width {H}", "at least 1")
     key_cache, value_cache, page_table = _checked_cache(key_cache, value_cache, page_table, B)
     dtypes = (dtype.name, FLOAT8)
-    need(
-        key_cache.dtype.name in dtypes, "key_cache", key_cache.dtype, " or ".join(dtypes), TypeError
-    )
+    needs = f"query's, {dtype}, or {FLOAT8}"
+    need(key_cache.dtype.name in dtypes, "key_cache", key_cache.dtype, needs, TypeError)
     K = key_cache.shape[2]
     need(key_cache.shape[3] == H, "key_cache", f"width {key_cache.shape[3]}", f"query's, {H}")
     need_heads_that_fit(query, key_cache)
@@ -336,14 +334,7 @@ def _checked(
     is_known = isinstance(H, int) or scale is not None
     need(is_known, "scale", f"None for a symbolic head width, {H}", "a number there")
     if num_splits is not None:
-        need(
-            is_number(num_splits, numbers.Integral),
-            "num_splits",
-            type(num_splits).__name__,
-            "None or an integer",
-            TypeError,
-        )
-        need(num_splits >= 1, "num_splits", num_splits, "at least 1")
+        need_count("num_splits", num_splits, least=1)
     return DecodeCall(
         query=query,
         key_cache=key_cache,
@@ -457,7 +448,7 @@ def _checked_cache(
         value_cache.ndim == 4 and value_cache.shape[:3] == key_cache.shape[:3],
         "value_cache",
         value_cache.shape,
-        f"{(*key_cache.shape[:3], 'h')}, as key_cache",
+        f"({', '.join(map(str, key_cache.shape[:3]))}, h), as key_cache",
     )
     need(value_cache.shape[3] > 0, "value_cache", "head width 0", "at least 1")
     need(
@@ -468,9 +459,8 @@ def _checked_cache(
         TypeError,
     )
     if page_table is None:
-        need(
-            key_cache.shape[0] == B, "key_cache", f"batch {key_cache.shape[0]}", f"the call's, {B}"
-        )
+        needs = f"{B}, that of the new tokens"
+        need(key_cache.shape[0] == B, "key_cache", f"batch {key_cache.shape[0]}", needs)
         return key_cache, value_cache, None
     page_table = as_int32("page_table", page_table)
     need(

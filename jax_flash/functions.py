@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash.checks import need
+from jax_flash.checks import kind_of, need
 from jax_flash.sharding import varied_over, vary_alike, vary_over
 
 if TYPE_CHECKING:
@@ -178,23 +178,15 @@ def traced(
     signature = f"({_INDICES})" if score_dtype is None else f"(score, {_INDICES})"
     kind = "bool" if score_dtype is None else "a float"
     needs = f"a function {signature} that gives {kind}"
-    need(callable(function), name, type(function).__name__, needs, TypeError)
+    need(callable(function), name, kind_of(function), needs, TypeError)
     _check_signature(name, function, len(scores) + 4, needs)
     inputs = vary_alike([*scores, *[jnp.int32(0)] * 4], operands)
     # JAX keeps what it traced of a function, whose state may have changed: this one is new.
     trace = jax.make_jaxpr(lambda *x: function(*x), return_shape=True)
     try:
         closed, out = trace(*inputs)
-    except (
-        jax.errors.TracerArrayConversionError,
-        jax.errors.TracerIntegerConversionError,
-    ) as error:
-        error.add_note(f"{name}: got a NumPy array to index; needs one of JAX: jnp.asarray(array).")
-        raise
     except Exception as error:  # of the function itself, which is the caller's
-        error.add_note(
-            f"{name}: got a function that raises this, asked for one pair; needs {needs}."
-        )
+        error.add_note(f"{name}: got {_of_error(error, needs)}.")
         raise
     is_array = isinstance(out, jax.ShapeDtypeStruct)
     need(is_array, name, f"a function that gives {type(out).__name__}", needs, TypeError)
@@ -221,6 +213,18 @@ def traced(
     return Function(
         Program(closed.jaxpr, varied_over(inputs)), tuple(map(jnp.asarray, closed.consts))
     )
+
+
+def _of_error(error: Exception, needs: str) -> str:
+    """What a function is that raises this, and what it needs to be."""
+    if isinstance(
+        error, jax.errors.TracerArrayConversionError | jax.errors.TracerIntegerConversionError
+    ):
+        return "a list or a NumPy array to index; needs jnp.asarray(array)"
+    if isinstance(error, jax.errors.TracerBoolConversionError):
+        words = "`if`, `and`, `or`, `not` or a < b < c"
+        return f"a function with {words}; needs jnp.where, `&`, `|` and `~`"
+    return f"a function that raises this, asked for one pair; needs {needs}"
 
 
 def _check_signature(name: str, function: Callable, count: int, needs: str) -> None:

@@ -365,11 +365,11 @@ class Operations:
                     return f"{name} of an array {list(aval.shape)} for each pair"
             kinds = [aval.dtype.kind for aval in (avals[0], avals[-1])]
             if name == "convert_element_type" and kinds[0] == "f" and kinds[1] != "f":
-                return "a conversion from float"
+                return "it rounds a float to an integer, or to bool, which kernels do not"
             if name == "convert_element_type" and kinds[0] != "b" and kinds[1] == "b":
-                return "a conversion to bool"
+                return "it takes a number for a bool, which kernels do not: compare it with 0"
             if name == "rem" and kinds[1] == "f":
-                return "a remainder of floats"
+                return "it takes a remainder of floats, which kernels do not"
             if name == "integer_pow" and equation.params["y"] < 2:
                 return f"a power {equation.params['y']}"
             if name == "select_n" and (len(equation.invars) != 3 or kinds[0] != "b"):

@@ -694,7 +694,21 @@ def test_what_a_function_raises_says_of_which_argument(name):
 def test_a_numpy_array_is_named():
     with pytest.raises(TypeError) as caught:
         jax_flash.attention(*F32, mask_mod=lambda b, h, q_idx, kv_idx: ANCESTORS[q_idx, kv_idx])
-    assert "mask_mod: got a NumPy array" in "".join(caught.value.__notes__)
+    assert "mask_mod: got a list or a NumPy array" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    "mask_mod",
+    [
+        lambda b, h, q_idx, kv_idx: q_idx >= kv_idx and kv_idx > 3,
+        lambda b, h, q_idx, kv_idx: 0 <= q_idx - kv_idx < 5,
+        lambda b, h, q_idx, kv_idx: kv_idx if q_idx > 3 else kv_idx > 3,
+    ],
+)
+def test_python_conditions_are_named(mask_mod):
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        jax_flash.attention(*F32, mask_mod=mask_mod)
+    assert "mask_mod: got a function with `if`" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("name", ["mosaic_gpu", "cudnn"])
