@@ -204,7 +204,10 @@ def test_a_thread_block_walks_many_tiles():
         ),
         (lambda s, b, h, q, k: s + TABLE[h].sum(), "of a captured array .* not of one element"),
         (lambda s, b, h, q, k: s + jax.lax.rem(q * 0.1, 3.0), "a remainder of floats"),
-        (lambda s, b, h, q, k: jnp.where((q - k).astype(bool), s, 0.0), "it takes a number for a bool"),
+        (
+            lambda s, b, h, q, k: jnp.where((q - k).astype(bool), s, 0.0),
+            "it takes a number for a bool",
+        ),
     ],
 )
 def test_what_kernels_cannot_do_is_said(function, reason):
