@@ -79,7 +79,8 @@ def checked(
     B, T, N, H = query.shape
     S = value.shape[1]
     if bias is not None:
-        bias = broadcastable("bias", _bias(bias), (B, N, T, S))
+        needs = "floating, as it is added to logits; mask=bias, if it is False where a key is hidden"
+        bias = broadcastable("bias", _floating("bias", bias, needs), (B, N, T, S))
     if sinks is not None:
         sinks = _floating("sinks", sinks)
         need(sinks.shape == (N,), "sinks", sinks.shape, f"one per query head, {(N,)}")
@@ -277,19 +278,10 @@ def _scales(name: str, x: Quantized, shape: tuple[int, ...], has_batch: bool) ->
     return jnp.broadcast_to(scales, whole)
 
 
-def _floating(name: str, x) -> jax.Array:
+def _floating(name: str, x, needs: str = "floating") -> jax.Array:
     x = as_array(name, x)
-    need(jnp.issubdtype(x.dtype, jnp.floating), name, x.dtype, "floating", TypeError)
+    need(jnp.issubdtype(x.dtype, jnp.floating), name, x.dtype, needs, TypeError)
     return x
-
-
-def _bias(bias) -> jax.Array:
-    bias = as_array("bias", bias)
-    needs = "floating, as it is added to logits"
-    if bias.dtype == jnp.bool_:
-        needs += "; or mask=bias, if it is False where a key is hidden"
-    need(jnp.issubdtype(bias.dtype, jnp.floating), "bias", bias.dtype, needs, TypeError)
-    return bias
 
 
 def _mask(mask, shape: tuple[int, ...]) -> jax.Array:

@@ -348,7 +348,7 @@ ERRORS = [
     ({"scale": "a"}, TypeError, "scale: got str; needs None, a number or a scalar array"),
     ({"scale": np.ones((), bool)}, TypeError, "scale: got bool; needs a real number"),
     ({"is_causal": jnp.array(True)}, TypeError, "is_causal: got jax.Array; needs True or False"),
-    ({"bias": ones((T, S), dtype=bool)}, TypeError, "bias: got bool; needs .*; or mask=bias"),
+    ({"bias": ones((T, S), dtype=bool)}, TypeError, "bias: got bool; needs .*; mask=bias"),
     ({"scale": float("nan")}, ValueError, "scale: got nan; needs a finite number"),
     ({"scale": 10**400}, ValueError, "scale: got an integer beyond all floats"),
     ({"scale": -1e39}, ValueError, r"scale: got -1e\+39; needs a finite number, in float32"),
