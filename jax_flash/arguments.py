@@ -79,7 +79,7 @@ def checked(
     B, T, N, H = query.shape
     S = value.shape[1]
     if bias is not None:
-        needs = "floating, as it is added to logits; mask=bias, if it is False where a key is hidden"
+        needs = "floating, as it is added to logits; mask=bias, if False hides a key"
         bias = broadcastable("bias", _floating("bias", bias, needs), (B, N, T, S))
     if sinks is not None:
         sinks = _floating("sinks", sinks)
