@@ -11,6 +11,7 @@ import pytest
 
 import jax_flash
 from pallas_kernels import (
+    backward_query_block,
     backward_query_product,
     config,
     defaults,
@@ -297,6 +298,16 @@ def test_tiles_of_a_query_product_fill_sms(length, heads, width, highest, consum
     problem = Problem(1, length, length, heads, heads, width, dtype, 1.0, highest=highest)
     tiles = key_tiles(problem, defaults.BACKWARD[256]).in_one_part
     assert backward_query_product._consumers(tiles, range(heads)) == consumers
+
+
+def test_tiles_of_queries_come_head_by_head_where_l2_has_not_their_keys():
+    problem = Problem(2, 700, 20000, 9, 9, 256, np.dtype(jnp.bfloat16), 1.0)
+    tiles = key_tiles(problem, defaults.BACKWARD[256]).in_one_part
+    number, _ = backward_query_product._order(tiles, tiles.kv_heads, 2)
+    np.testing.assert_array_equal(number, np.arange(18 * 6))
+    plan = backward_query_block.Plan(problem, defaults.BACKWARD_QUERY[256], part=0)
+    tile, head, _ = plan.order.T
+    np.testing.assert_array_equal(head * plan.tiles + tile, np.arange(18 * plan.tiles))
 
 
 @pytest.mark.long
