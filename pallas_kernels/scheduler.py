@@ -80,6 +80,8 @@ def section_that_ends_early(cost: np.ndarray, section_bytes: int, **sizes: int) 
       **sizes: as for `heads_per_section`.
     """
     least = heads_per_section(section_bytes, **sizes, cost=cost)
+    if cost.min() == cost.max():
+        return least  # in any order they end as early
     longest = heads_per_section(_LONGEST_SECTION * section_bytes, **sizes, cost=None)
     heads, blocks = sizes["kv_heads"] * sizes["group"], sizes["slots"]
     if least == longest or heads * len(cost) > _GREEDY_LIMIT:
